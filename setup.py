@@ -1,0 +1,49 @@
+"""Packaging of syncpipe. Settings of tools live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+DEMO = ["scikit-learn>=1.3", "tqdm>=4.60"]
+TEST = ["pytest>=9.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy", *DEMO]
+# The formatter and the type checker are pinned: a new release must not turn an old commit red.
+DEV = [*TEST, "ruff==0.17.5", "mypy==2.4.1"]
+
+setup(
+    name="syncpipe",
+    version="0.1.0",
+    description="Pipeline parallelism for PyTorch on one machine, in one line",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    author="syncpipe authors",
+    license="MIT",
+    keywords="pytorch, pipeline parallelism, model parallelism, gpipe, 1f1b, checkpointing",
+    packages=find_packages(include=["syncpipe", "syncpipe.*"]),
+    package_data={"syncpipe": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6"],
+    extras_require={
+        "demo": DEMO,
+        "plot": ["matplotlib>=3.7"],
+        "bench": ["torchgpipe", "tqdm>=4.60"],
+        "test": TEST,
+        "dev": DEV,
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: MIT License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    zip_safe=False,
+)

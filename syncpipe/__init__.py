@@ -1,0 +1,18 @@
+"""Synchronous pipeline parallelism on one machine: ``Pipe`` runs an ``nn.Sequential`` over devices.
+
+Example::
+
+    from syncpipe import Pipe
+
+    model = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
+    model(input).sum().backward()
+"""
+
+from syncpipe.microbatch import NoChunk
+from syncpipe.pipe import Pipe, inline
+from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.worker import Worker
+
+__version__ = "0.1.0"
+
+__all__ = ["NoChunk", "Pipe", "Worker", "inline", "is_checkpointing", "is_recomputing"]

@@ -1,0 +1,240 @@
+"""The forward driver: ``pipe(x)``.
+
+    x -> scatter -> [ for each action: receive inputs -> stage -> send outputs ] -> gather -> y
+
+It leaves one true autograd graph behind; how that goes back is drawn in ``runtime/transfer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from syncpipe.batchnorm import MiniBatchStatistics
+from syncpipe.microbatch import gather, scatter
+from syncpipe.runtime.checkpoint import Frame, is_checkpointing, is_recomputing
+from syncpipe.runtime.engine import Engine, Message
+from syncpipe.runtime.random import draw_seed
+from syncpipe.runtime.state import CallerState
+from syncpipe.runtime.streams import Lane
+from syncpipe.runtime.transfer import Early, Gate, Send
+from syncpipe.runtime.worker import Worker, same_memory
+from syncpipe.schedule import Action, forward_program
+from syncpipe.skip.layout import inspect_layout
+from syncpipe.skip.namespace import SkipKey
+from syncpipe.stage import MiniBatch, Partition, Stage
+from syncpipe.tree import map_tensors, tensors_in
+
+__all__ = ["Pipeline"]
+
+
+class _Edge(NamedTuple):
+    """A way from one stage to another: of the activation (no key), or of a skip."""
+
+    source: int
+    target: int
+    key: SkipKey | None
+
+
+class _Parcel(NamedTuple):
+    """What travels over an edge: a tree, the event that says when it is there, and tokens."""
+
+    value: Any
+    event: Any
+    tokens: tuple[Tensor, ...] = ()
+
+
+class Pipeline:
+    """Partitions on their workers, ready to run.
+
+    Args:
+        partitions: the partitions, already on their devices.
+        names: for each layer its name in the wrapped module.
+        workers: for each partition the worker that serves it.
+    """
+
+    def __init__(
+        self, partitions: Sequence[Partition], names: Sequence[str], workers: Sequence[Worker]
+    ) -> None:
+        layout = inspect_layout(partitions)
+        self.stages: list[Stage] = []
+        first = 0
+        for j, partition in enumerate(partitions):
+            last = first + len(partition)
+            self.stages.append(
+                Stage(
+                    j,
+                    partition,
+                    names[first:last],
+                    first,
+                    workers[j].device,
+                    list(layout.incoming[j]),
+                    list(layout.outgoing[j]),
+                )
+            )
+            first = last
+        self.workers = list(dict.fromkeys(workers))
+        self.worker_of = [self.workers.index(worker) for worker in workers]
+        self.engine = Engine(self.workers)
+        n = len(partitions)
+        skips = [
+            _Edge(source, j, key) for j in range(n) for key, source in layout.incoming[j].items()
+        ]
+        edges = [_Edge(j, j + 1, None) for j in range(n - 1)] + skips
+        self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
+        self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
+
+    def __call__(self, input: Any, *, chunks: int, checkpoint: str, inline: bool) -> Any:
+        """Runs a mini-batch.
+
+        Args:
+            input: a tree of tensors and other values, on the first device.
+            chunks: at most so many micro-batches.
+            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+            inline: run on the calling thread.
+        """
+        state = CallerState()
+        micro_batches = scatter(input, chunks)
+        m = len(micro_batches)
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway, and what
+        # that pipe stores has to come in the same order both times.
+        nested = is_checkpointing() or is_recomputing()
+        inline = inline or state.needs_inline or nested or len(self.workers) == 1
+        rematerialized = 0
+        if state.grad and not nested:
+            rematerialized = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+        batch = MiniBatch(
+            m,
+            draw_seed(),
+            state,
+            threads=0 if inline or not self._on_cpu() else self.engine.share(),
+            statistics=[MiniBatchStatistics() for _ in self.stages],
+        )
+        lanes = [worker.lane() for worker in self.workers]
+        callers = [worker.caller_lane() for worker in self.workers]
+        for lane, caller in zip(lanes, callers, strict=True):
+            lane.follow(caller)
+        run = _Forward(self, batch, lanes, micro_batches, rematerialized)
+        try:
+            self.engine.run(forward_program(m, self.worker_of), run, state, inline=inline)
+        finally:
+            for lane, caller in zip(lanes, callers, strict=True):
+                caller.follow(lane)
+        return gather(run.outputs)
+
+    def _on_cpu(self) -> bool:
+        return all(worker.device.type == "cpu" for worker in self.workers)
+
+
+class _Forward:
+    """The forward of one mini-batch, as a task for the engine."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batch: MiniBatch,
+        lanes: list[Lane],
+        micro_batches: list[Any],
+        rematerialized: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._batch = batch
+        self._lanes = lanes
+        self._inputs: list[Any] = micro_batches
+        self._rematerialized = rematerialized
+        self._gated = batch.state.grad and len(lanes) > 1
+        self._tokens: list[Tensor | None] = [None for _ in pipeline.stages]
+        self.outputs: list[Any] = [None for _ in micro_batches]
+
+    def needs(self, action: Action) -> Sequence[Hashable]:
+        return [(edge, action.i) for edge in self._pipeline.incoming[action.j]]
+
+    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
+        _, i, j = action
+        lane = self._lanes[self._pipeline.worker_of[j]]
+        with lane.active():
+            value, skips, tokens = self._unpacked(i, j, lane, received)
+            outputs, frame = self._pipeline.stages[j].forward(
+                i, (value, skips), self._batch, rematerialize=i < self._rematerialized
+            )
+            del value, skips
+            if self._gated:
+                outputs, tokens = self._gate(i, j, outputs, frame, tokens)
+            return self._packed(i, j, lane, outputs, tokens)
+
+    def _unpacked(
+        self, i: int, j: int, lane: Lane, received: list[_Parcel]
+    ) -> tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]:
+        """The input of the stage, its skips, and the tokens that came along."""
+        values = []
+        tokens: tuple[Tensor, ...] = ()
+        for parcel in received:
+            lane.receive(parcel.event, tensors_in(parcel.value))
+            values.append(parcel.value)
+            tokens += parcel.tokens
+        received.clear()
+        if j == 0:
+            values.insert(0, self._inputs[i])
+            self._inputs[i] = None
+        return values[0], tuple(values[1:]), tokens
+
+    def _gate(
+        self, i: int, j: int, outputs: Any, frame: Frame | None, tokens: tuple[Tensor, ...]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Orders the backward of this cell; returns its outputs, and tokens for the next stage."""
+        batch, last = self._batch, len(self._pipeline.stages) - 1
+        follow = [token] if (token := self._tokens[j]) is not None else []
+        own: list[Tensor] = []
+
+        def gate(tensors: list[Tensor]) -> list[Tensor]:
+            differentiable = [t for t in tensors if t.requires_grad]
+            if not differentiable:
+                return tensors
+            # The tokens of the last micro-batch start its recomputations as soon as backward does.
+            extra = list(tokens) if j == last else []
+            token, *passed = Gate.apply(len(follow + extra), *follow, *extra, *differentiable)
+            own.append(token)
+            following = iter(passed)
+            return [next(following) if t.requires_grad else t for t in tensors]
+
+        outputs = map_tensors(gate, outputs)
+        if own:
+            token = own[0]
+            self._tokens[j] = token if frame is None else Early.apply(frame, token)
+            if frame is not None and i == batch.m - 1 and j < last:
+                start = token.detach().requires_grad_()
+                tokens = (*tokens, Early.apply(frame, start))
+        return outputs, tokens
+
+    def _packed(
+        self, i: int, j: int, lane: Lane, outputs: Any, tokens: tuple[Tensor, ...]
+    ) -> list[Message]:
+        """The outputs as messages to the stages that need them."""
+        output, skips = outputs
+        stage = self._pipeline.stages[j]
+        stashed = dict(zip(stage.stashes, skips, strict=True))
+        messages = []
+        for edge in self._pipeline.outgoing[j]:
+            value = output if edge.key is None else stashed[edge.key]
+            w = self._pipeline.worker_of[edge.target]
+            parcel = self._sent(value, lane, self._lanes[w])
+            if edge.key is None:
+                parcel = parcel._replace(tokens=tokens)
+            messages.append(Message(w, (edge, i), parcel))
+        if j == len(self._pipeline.stages) - 1:
+            self.outputs[i] = output
+        return messages
+
+    def _sent(self, value: Any, source: Lane, target: Lane) -> _Parcel:
+        if source is target or (source.streams is None and same_memory(source.device, target.device)):
+            return _Parcel(value, None)
+        events: list[Any] = []
+
+        def send(tensors: list[Tensor]) -> list[Tensor]:
+            return list(Send.apply(source, target, events, *tensors))
+
+        value = map_tensors(send, value)
+        return _Parcel(value, events[0] if events else None)
+

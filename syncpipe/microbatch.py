@@ -1,0 +1,182 @@
+"""Scatters a mini-batch into micro-batches and gathers the micro-batches' outputs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from syncpipe.tree import described, flatten, keystr, unflatten
+
+__all__ = ["NoChunk", "gather", "scatter"]
+
+
+class NoChunk:
+    """Marks a tensor in the input of a pipe that goes whole to every micro-batch.
+
+    Example::
+
+        pipe({"tokens": tokens, "mask": NoChunk(mask)})   # mask: [length, length]
+
+    The layers receive the bare tensor.
+
+    Args:
+        tensor: a tensor of any shape, also without dimensions.
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor (other values are never cut, so they need no mark).
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"NoChunk takes a tensor, not {type(tensor).__name__}: values that are not "
+                "tensors go whole to every micro-batch anyway, and the tensors inside a tuple or "
+                "dict are wrapped one by one"
+            )
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"NoChunk({described(self.tensor)})"
+
+
+def scatter(input: Any, chunks: int) -> list[Any]:
+    """Cuts a mini-batch into at most ``chunks`` micro-batches.
+
+    Every tensor is cut along dimension 0 as by ``torch.chunk``; other values, and tensors in
+    :class:`NoChunk`, go whole to every micro-batch.
+
+    Args:
+        input: a tensor, or any pytree of tensors and other values.
+        chunks: how many micro-batches to make, at most.
+
+    Returns:
+        The micro-batches, each of the structure of ``input``. Without any tensor to cut there is
+        exactly one.
+
+    Raises:
+        ValueError: a tensor has no dimension to cut, or the tensors give different numbers of
+            pieces.
+    """
+    if isinstance(input, Tensor) and input.dim() > 0:
+        return list(input.chunk(chunks))
+
+    leaves, spec = flatten(input)
+    pieces = {
+        k: leaf.chunk(chunks)
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+    }
+    counts = {len(cut) for cut in pieces.values()}
+    scalars = any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in leaves)
+    if scalars or len(counts) > 1:
+        raise ValueError(_cannot_scatter(input, chunks))
+
+    m = counts.pop() if counts else 1
+    whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
+    return [
+        unflatten([pieces[k][i] if k in pieces else leaf for k, leaf in enumerate(whole)], spec)
+        for i in range(m)
+    ]
+
+
+def _cannot_scatter(input: Any, chunks: int) -> str:
+    lines = []
+    for path, leaf in pytree.tree_flatten_with_path(input)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = f"  {keystr('input', path)}: {described(leaf)}"
+        if leaf.dim() == 0:
+            lines.append(f"{name} has no dimension to cut")
+        else:
+            lines.append(f"{name} gives {len(leaf.chunk(chunks))} micro-batches")
+    return (
+        f"the input cannot be cut into micro-batches along dimension 0 (chunks={chunks}):\n"
+        + "\n".join(lines)
+        + "\nGive all tensors the same batch size, and wrap those that every micro-batch needs "
+        "whole in syncpipe.NoChunk(tensor)."
+    )
+
+
+def gather(outputs: list[Any]) -> Any:
+    """Puts the outputs of the micro-batches together: the inverse of :func:`scatter`.
+
+    Args:
+        outputs: one output a micro-batch, all of one structure.
+
+    Returns:
+        One output of the same structure. Tensors are concatenated along dimension 0; other values
+        must be equal in every micro-batch. The output of a single micro-batch is returned as is.
+
+    Raises:
+        ValueError: the outputs differ in structure, in a value that is not a tensor, or hold
+            tensors that cannot be concatenated.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _concatenate(outputs, ())
+
+    paths, spec = pytree.tree_flatten_with_path(first)
+    columns = []
+    for i, output in enumerate(outputs):
+        leaves, other = pytree.tree_flatten(output)
+        if other != spec:
+            raise ValueError(
+                "the outputs of the micro-batches differ in structure: micro-batch 0 gave "
+                f"{spec}, micro-batch {i} gave {other}. Let the last layer return the same "
+                "structure for every micro-batch."
+            )
+        columns.append(leaves)
+    gathered = [
+        _concatenate(list(row), path)
+        if any(isinstance(value, Tensor) for value in row)
+        else _common(list(row), path)
+        for (path, _), row in zip(paths, zip(*columns, strict=True), strict=True)
+    ]
+    return pytree.tree_unflatten(gathered, spec)
+
+
+def _concatenate(row: list[Any], path: Any) -> Tensor:
+    name = keystr("output", path)
+    strangers = [type(value).__name__ for value in row if not isinstance(value, Tensor)]
+    if strangers:
+        raise ValueError(
+            f"{name} is a tensor in some micro-batches and {strangers[0]} in others: let the last "
+            "layer return the same kind of value for every micro-batch"
+        )
+    if any(tensor.dim() == 0 for tensor in row):
+        raise ValueError(
+            f"{name} is a tensor without dimensions in every micro-batch, and {len(row)} of them "
+            "cannot be concatenated. Return one value a sample from the last layer (for a loss: "
+            "reduction='none'), or compute it from the pipe's output, outside of the pipe."
+        )
+    try:
+        return torch.cat(row)
+    except (RuntimeError, TypeError) as error:
+        shapes = ", ".join(described(tensor) for tensor in row)
+        raise ValueError(
+            f"{name} cannot be concatenated along dimension 0, the micro-batches gave {shapes}: "
+            f"{error}. Bring the other dimensions to one size (pad them) in the last layer."
+        ) from error
+
+
+def _common(row: list[Any], path: Any) -> Any:
+    first = row[0]
+    for i, value in enumerate(row):
+        if value is first:
+            continue
+        try:
+            same = type(value) is type(first) and bool(value == first)
+        except Exception:
+            same = False
+        if not same:
+            raise ValueError(
+                f"{keystr('output', path)} is not a tensor and differs between micro-batches "
+                f"({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so there is no one "
+                "value to return: return it as a tensor with one entry a sample"
+            )
+    return first

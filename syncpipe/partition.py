@@ -1,0 +1,283 @@
+"""Cuts an ``nn.Sequential`` into partitions and checks that they can be placed on devices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.microbatch import NoChunk
+from syncpipe.runtime.worker import Worker, same_memory
+from syncpipe.tree import flatten
+
+__all__ = [
+    "check_balance",
+    "check_devices",
+    "check_module",
+    "check_shared",
+    "check_input",
+    "default_devices",
+    "missing_balance",
+    "move_layers",
+    "moves",
+    "placed_balance",
+    "resolve_workers",
+]
+
+
+def check_module(module: Any) -> None:
+    """Refuses what cannot be cut into a chain of layers.
+
+    Raises:
+        TypeError: not an ``nn.Sequential``, or one with a ``forward`` of its own.
+        ValueError: a layer in two places, or parameters or hooks on the container itself.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
+            "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
+        )
+    if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
+        raise TypeError(
+            f"module ({type(module).__name__}) is an nn.Sequential with a forward of its own, "
+            "which a pipe would not run: put what it does into layers"
+        )
+    places: dict[int, str] = {}
+    for name, layer in module._modules.items():
+        if layer is None:
+            raise ValueError(f"module has no layer under the name {name!r} (it is None)")
+        if id(layer) in places:
+            raise ValueError(
+                f"module has one layer ({type(layer).__name__}) in two places, "
+                f"{places[id(layer)]!r} and {name!r}: use two layers (copy.deepcopy)"
+            )
+        places[id(layer)] = name
+    own = [name for name, _ in chain(module._parameters.items(), module._buffers.items())]
+    if own:
+        raise ValueError(
+            f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
+            "where no layer of a pipe can use them: move them into a layer"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError(
+            "module has hooks on the nn.Sequential itself, which a pipe would not run: register "
+            "them on the pipe, or on layers"
+        )
+
+
+def check_balance(balance: Iterable[int], layers: int) -> list[int]:
+    """Returns the balance as a list of int.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: a partition without layers, or a sum that is not the number of layers.
+    """
+    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
+        raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}")
+    try:
+        checked = [operator.index(size) for size in balance]
+    except TypeError as error:
+        raise TypeError(f"balance must hold integers: {balance!r}") from error
+    if any(size <= 0 for size in checked):
+        raise ValueError(
+            f"balance={checked}: every partition needs at least one layer; leave out the others"
+        )
+    if sum(checked) != layers:
+        raise ValueError(
+            f"balance={checked} adds up to {sum(checked)} layers, but module has {layers}: the "
+            "numbers must add up to len(module)"
+        )
+    return checked
+
+
+def missing_balance(layers: int, devices: int) -> ValueError:
+    """The error for a pipe that nobody told how to cut, with code to paste."""
+    n = max(1, min(devices, layers))
+    even = [layers // n + (j < layers % n) for j in range(n)]
+    return ValueError(
+        f"balance is missing: how many of the {layers} layers go to each device? To start from an "
+        f"even cut, paste\n\n    pipe = Pipe(module, balance={even})\n\nand move layers between "
+        "the numbers until the stages take about the same time. (Without balance, the layers "
+        "must already be on several devices, consecutive ones on one device forming a partition.)"
+    )
+
+
+def _device_of(name: str, layer: nn.Module) -> torch.device | None:
+    devices = {t.device for t in chain(layer.parameters(), layer.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"layer {name!r} ({type(layer).__name__}) is on several devices "
+            f"({', '.join(sorted(map(str, devices)))}): a layer must be on one device"
+        )
+    return devices.pop() if devices else None
+
+
+def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]]:
+    """The balance of a module whose layers are already on their devices.
+
+    Consecutive layers on one device form a partition. A layer without parameters and buffers goes
+    with the one before it, the first ones with the first that has any.
+
+    Returns:
+        Balance and devices; of length one or zero where there is nothing to tell layers apart.
+    """
+    found = [_device_of(name, layer) for name, layer in module.named_children()]
+    current = next((device for device in found if device is not None), None)
+    balance: list[int] = []
+    devices: list[torch.device] = []
+    for device in found:
+        if device is None:
+            device = current
+        if device is None:
+            break
+        if not devices or device != devices[-1]:
+            balance.append(0)
+            devices.append(device)
+        balance[-1] += 1
+        current = device
+    return balance, devices
+
+
+def default_devices(partitions: int) -> list[torch.device]:
+    """All accelerators; where there is none, one CPU worker for each partition."""
+    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
+    if accelerator is None:
+        return [torch.device("cpu", j) for j in range(partitions)]
+    return [torch.device(accelerator.type, k) for k in range(torch.accelerator.device_count())]
+
+
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available() and torch.accelerator.device_count() > 0
+
+
+def check_devices(devices: Any) -> list[Any]:
+    """Returns the devices as a list.
+
+    Raises:
+        TypeError: not a list; one device alone is not a list either.
+    """
+    if isinstance(devices, (str, bytes, torch.device, Worker)) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices must be a list of devices, not {devices!r}: write [{devices!r}]")
+    return list(devices)
+
+
+def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
+    """A worker for each partition; the same device named twice gives the same worker.
+
+    Raises:
+        TypeError: something that is not a device.
+        ValueError: a device that does not exist.
+        IndexError: fewer devices than partitions.
+    """
+    given = list(devices)
+    if len(given) < partitions:
+        raise IndexError(
+            f"balance has {partitions} partitions, but there are only {len(given)} devices "
+            f"({', '.join(map(str, given)) or 'none'}): give a device for each partition (the "
+            "same one may be named twice), or fewer partitions"
+        )
+    workers: dict[torch.device, Worker] = {}
+    resolved = []
+    for device in given[:partitions]:
+        if isinstance(device, Worker):
+            resolved.append(device)
+        else:
+            checked = _check_device(device)
+            resolved.append(workers.setdefault(checked, Worker.shared(checked)))
+    return resolved
+
+
+def _check_device(device: Any) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"devices: {device!r} is not a device (a torch.device, a str or an int)")
+    try:
+        if isinstance(device, int):
+            accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
+            found = torch.device(accelerator.type if accelerator else "cpu", device)
+        else:
+            found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"devices: {device!r} is not a device: {error}") from error
+    if found.type in ("cpu", "meta"):
+        return found
+    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
+    if accelerator is None or accelerator.type != found.type:
+        raise ValueError(
+            f"devices: {device!r} does not exist here "
+            f"(this machine has {accelerator.type if accelerator else 'no accelerator'})"
+        )
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    if index >= torch.accelerator.device_count():
+        raise ValueError(
+            f"devices: {device!r} does not exist here, there are "
+            f"{torch.accelerator.device_count()} devices"
+        )
+    return torch.device(found.type, index)
+
+
+def check_shared(partitions: Sequence[nn.Module], workers: Sequence[Worker]) -> None:
+    """Refuses parameters and buffers that partitions on different devices share.
+
+    Raises:
+        ValueError: with the names of both places.
+    """
+    homes: dict[int, tuple[int, str]] = {}
+    for j, partition in enumerate(partitions):
+        named = chain(partition.named_parameters(), partition.named_buffers())
+        for name, tensor in named:
+            other, other_name = homes.setdefault(id(tensor), (j, name))
+            if workers[other] is not workers[j]:
+                raise ValueError(
+                    f"{other_name!r} in partition {other} ({workers[other].device}) and {name!r} "
+                    f"in partition {j} ({workers[j].device}) are one tensor, shared across "
+                    "devices, which is not supported: choose a balance that puts both layers on "
+                    "one device, or untie them"
+                )
+
+
+def check_input(input: Any, device: torch.device) -> None:
+    """Refuses input that is not where the first partition is.
+
+    Raises:
+        ValueError: with both devices.
+    """
+    for leaf in flatten(input)[0]:
+        tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
+        if isinstance(tensor, Tensor) and not same_memory(tensor.device, device):
+            raise ValueError(
+                f"the input is on {tensor.device}, but the first partition is on {device}: "
+                f"move it there with input.to({str(device)!r})"
+            )
+
+
+def move_layers(partitions: Sequence[nn.Module], workers: Sequence[Worker]) -> None:
+    """Moves every partition to the device of its worker, in place."""
+    for partition, worker in zip(partitions, workers, strict=True):
+        if worker.device.type == "cpu":
+            # "cpu:1" is a worker, not a memory; what is there already must not be touched
+            tensors = chain(partition.parameters(), partition.buffers())
+            if any(tensor.device.type != "cpu" for tensor in tensors):
+                partition.to("cpu")
+        else:
+            partition.to(worker.device)
+
+
+def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:
+    """Whether a function that ``nn.Module._apply`` is given changes devices.
+
+    It is tried on empty tensors: on a meta tensor, which every move shows, and on the real devices,
+    for a move to meta.
+    """
+    try:
+        if fn(torch.empty(0, device="meta")).device.type != "meta":
+            return True
+    except (NotImplementedError, AssertionError):  # no data to move, no such device
+        return True
+    except RuntimeError:  # share_memory_() and the like: not for meta, but no move either
+        pass
+    probes = [torch.empty(0, device=device) for device in dict.fromkeys(devices)]
+    return any(fn(probe).device != probe.device for probe in probes)

@@ -1,0 +1,1 @@
+"""What makes a schedule run: workers, streams, transfers, random state, re-materialization."""

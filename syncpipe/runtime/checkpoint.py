@@ -1,0 +1,291 @@
+"""Re-materialization: a cell forgets what it stored for backward and computes it again.
+
+The forward runs under saved-tensor hooks that replace every tensor that autograd would store by
+a :class:`_Slot`. The graph itself is the true one: it holds the parameters, so their hooks and
+``DistributedDataParallel`` notice nothing. The first time backward asks for a slot (or earlier, see
+``transfer.Early``), the cell runs again under hooks that put the values into the slots.
+
+    forward     x --> [cell] --> y        graph: nodes --> slots --> frame --> (x, cell)
+    recompute   x --> [cell]              its own graph is dropped, its values fill the slots
+
+Who owns what: the nodes own their slots, a slot owns its frame, and the frame owns the inputs. When
+backward frees the nodes, all of it goes. A frame knows its slots weakly, so a value that nobody
+can ask for is never kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import (  # type: ignore[attr-defined]
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from syncpipe.runtime.buffers import OUTERMOST, Exclusive
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random import INNER_LOCKS
+from syncpipe.runtime.state import Autocast, CallerState
+from syncpipe.tree import described, map_tensors, tensors_in
+
+__all__ = ["Frame", "is_checkpointing", "is_recomputing", "versions"]
+
+_checkpointing: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
+_recomputing: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Whether the calling layer runs in a forward whose activations are dropped.
+
+    It will run once more, in backward, for the same micro-batch.
+    """
+    return _checkpointing.get()
+
+
+def is_recomputing() -> bool:
+    """Whether the calling layer runs for the second time, in backward.
+
+    A layer with a side effect (a counter, a log) asks this to have it only once. Buffers need no
+    such care: a recomputation neither sees nor leaves a change in them.
+    """
+    return _recomputing.get()
+
+
+def versions(tree: Any) -> list[int]:
+    """How often each tensor of a tree has been modified in place."""
+    return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
+
+
+class _Stop(BaseException):
+    """Ends a recomputation as soon as everything that backward needs is there."""
+
+
+class _Slot:
+    """Stands in the graph for a tensor that will be computed again."""
+
+    __slots__ = ("__weakref__", "frame", "index", "value")
+
+    def __init__(self, frame: Frame, index: int) -> None:
+        self.frame = frame
+        self.index = index
+        self.value: Tensor | None = None
+
+
+class _Kept:
+    """A parameter in the graph: kept as it is, since it is alive anyway."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+
+Cell = Callable[[Any], Any]
+
+
+class Frame:
+    """One re-materialized cell: how to run it again, and the slots to fill.
+
+    Args:
+        cell: computes the cell from its inputs (a tree), the same every time.
+        inputs: the tree of inputs.
+        mutates_inputs: whether the cell may write into its inputs, so that it has to be given
+            copies of them, here as in the forward.
+        sandbox: makes a context in which the cell can run again without touching buffers.
+        lock: the lock of the cell's stage, if it has buffers.
+        state: the state of the thread that called the pipe.
+        threads: intra-op threads of the forward (0: those of the thread at hand).
+        where: the cell in words, for error messages.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        inputs: Any,
+        *,
+        mutates_inputs: bool,
+        sandbox: Callable[[], AbstractContextManager[None]],
+        lock: Any,
+        state: CallerState,
+        threads: int,
+        where: str,
+    ) -> None:
+        self._cell = cell
+        self._sandbox = sandbox
+        self._stage_lock = None if lock is None else Exclusive(lock).lock
+        self._state = state
+        self._threads = threads
+        self._where = where
+        self._lock = threading.RLock()
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._shapes: list[str] = []
+        self._requires_grad = [t.requires_grad for t in tensors_in(inputs)]
+        self._mutates_inputs = mutates_inputs
+        # Detached, so that a frame does not keep the graph before it alive; the version counter is
+        # still the tensor's own.
+        self._inputs = map_tensors(lambda ts: [t.detach() for t in ts], inputs)
+        self._versions = versions(inputs)
+
+    def forward(self, cell: Cell, inputs: Any) -> Any:
+        """Runs the cell for the first time, storing nothing."""
+        given = {id(t) for t in tensors_in(inputs)}
+
+        def pack(tensor: Tensor) -> _Slot | _Kept:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in given:
+                return _Kept(tensor)
+            slot = _Slot(self, len(self._slots))
+            self._slots.append(weakref.ref(slot))
+            self._shapes.append(described(tensor))
+            return slot
+
+        token = _checkpointing.set(True)
+        try:
+            with saved_tensors_hooks(pack, _unpack):
+                return cell(inputs)
+        finally:
+            _checkpointing.reset(token)
+
+    @property
+    def stores(self) -> bool:
+        """Whether backward will ask for anything."""
+        return bool(self._slots)
+
+    def recompute(self) -> None:
+        """Fills the slots that are alive and empty; does nothing when there is none."""
+        with self._lock:
+            if any((slot := ref()) is not None and slot.value is None for ref in self._slots):
+                # The caller's context, but for the locks: those are what this thread holds.
+                held = [(variable, variable.get()) for variable in (OUTERMOST, INNER_LOCKS)]
+                self._state.context.copy().run(self._recompute, held)
+
+    def _recompute(self, held: list[tuple[ContextVar[Any], Any]]) -> None:
+        self._check_versions()
+        for variable, value in held:
+            variable.set(value)
+        _recomputing.set(True)
+        last = max(k for k, ref in enumerate(self._slots) if ref() is not None)
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            # Not the tensor itself: stored by the node that made it, the two would never die.
+            if isinstance(tensor, nn.Parameter):
+                return tensor.detach()
+            if count >= len(self._slots) or described(tensor) != self._shapes[count]:
+                raise RuntimeError(self._not_the_same(count, described(tensor)))
+            slot = self._slots[count]()
+            if slot is not None and slot.value is None:
+                slot.value = tensor.detach()
+            count += 1
+            if count > last:
+                raise _Stop
+            return tensor.detach()
+
+        flags = iter(self._requires_grad)
+        inputs = map_tensors(
+            lambda ts: [t.detach().requires_grad_(next(flags)) for t in ts], self._inputs
+        )
+        if self._mutates_inputs:
+            with torch.enable_grad():
+                inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
+        try:
+            with (
+                nullcontext() if self._stage_lock is None else Exclusive(self._stage_lock),
+                self._sandbox(),
+                _As(self._state, self._threads),
+                saved_tensors_hooks(pack, _identity),
+            ):
+                self._cell(inputs)
+        except _Stop:
+            return
+        except BaseException as error:
+            annotate(error, f"while recomputing {self._where}")
+            raise
+        raise RuntimeError(self._not_the_same(count, "nothing more"))
+
+    def _check_versions(self) -> None:
+        for tensor, now, version in zip(
+            tensors_in(self._inputs), versions(self._inputs), self._versions, strict=True
+        ):
+            if now != version:
+                raise RuntimeError(
+                    f"an input ({described(tensor)}) of {self._where} was modified in place "
+                    f"between forward and backward (version {version} became {now}), "
+                    f"so it cannot be recomputed: modify a copy, or use "
+                    "checkpoint='never'"
+                )
+
+    def _not_the_same(self, count: int, got: str) -> str:
+        expected = self._shapes[count] if count < len(self._shapes) else "nothing more"
+        return (
+            f"{self._where} stored other tensors for backward when it was recomputed: as number "
+            f"{count} {got} instead of {expected}. Its layers must do the same both times; if one "
+            "depends on a global or counts its calls, let it ask syncpipe.is_recomputing(), or use "
+            "checkpoint='never'."
+        )
+
+
+def _unpack(packed: _Slot | _Kept) -> Tensor:
+    if isinstance(packed, _Kept):
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                f"a parameter ({described(packed.tensor)}) was modified in place between forward "
+                f"and backward (version {packed.version} became {packed.tensor._version}): call "
+                "backward before the optimizer's step"
+            )
+        return packed.tensor
+    if packed.value is None:
+        packed.frame.recompute()
+    value, packed.value = packed.value, None
+    assert value is not None
+    return value
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _As:
+    """The caller's state of the forward, in the autograd thread that recomputes.
+
+    Autograd brings modes and grad mode of the caller of backward; autocast, default device and
+    intra-op threads are the forward's.
+    """
+
+    def __init__(self, state: CallerState, threads: int) -> None:
+        self._state = state
+        self._count = threads
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = Autocast()
+        self._threads = torch.get_num_threads()
+        torch._C._set_grad_enabled(True)
+        # Outside of its `with autocast` nobody would ever clear the cache, so it stays off.
+        torch.autocast_increment_nesting()
+        self._state.autocast.set(cache=False)
+        here = _get_current_function_mode_stack()
+        self._modes = [mode for mode in self._state.function_modes if mode not in here]
+        for mode in self._modes:
+            _push_mode(mode)
+        if self._count and self._count != self._threads:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._count and self._count != self._threads:
+            torch.set_num_threads(self._threads)
+        for _ in self._modes:
+            _pop_mode()
+        self._autocast.set(cache=self._autocast.cache)
+        torch.autocast_decrement_nesting()
+        torch._C._set_grad_enabled(self._grad)

@@ -1,0 +1,258 @@
+"""Runs a program: each worker walks its own list of actions and waits only for what it needs.
+
+The engine knows order, errors and cancelling; what an action does, and what it needs from others,
+is the task's business. Everything that goes from one action to another goes through the inbox of
+the worker that will need it:
+
+    worker 0   perform(0,0) --put--> inbox 1      perform(1,0) --put--> inbox 1
+    worker 1        take(edge,0) perform(0,1)          take(edge,1) perform(1,1)
+
+Who owns what: an engine owns its threads and stops them when it is collected; an idle thread holds
+nothing but its queue of jobs. A call owns its inboxes and everything in them, and is over when
+every worker that got it has finished its list, been cancelled, or failed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from syncpipe.runtime.state import CallerState
+from syncpipe.runtime.worker import Worker, WorkerThread
+from syncpipe.schedule import Action, Program
+
+__all__ = ["Engine", "Message", "Task"]
+
+_JOIN_SECONDS = 5.0  # a thread that is stuck in a layer must not block whoever drops the pipe
+
+
+class Message(NamedTuple):
+    """Something that one action sends to another one."""
+
+    worker: int
+    key: Hashable
+    value: Any
+
+
+class Task(Protocol):
+    """What the engine runs."""
+
+    def needs(self, action: Action) -> Sequence[Hashable]:
+        """The keys of the messages without which ``action`` cannot start."""
+
+    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
+        """Does it, given the values of the needed messages, and returns what to send.
+
+        The list is the task's to empty.
+        """
+
+
+class _Cancelled(BaseException):
+    """Ends a worker's part of a call that has failed elsewhere."""
+
+
+class _Inbox:
+    """The messages for one worker in one call."""
+
+    __slots__ = ("_arrived", "_queue")
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
+        self._arrived: dict[Hashable, Any] = {}
+
+    def put(self, key: Hashable, value: Any) -> None:
+        self._queue.put((key, value))
+
+    def take(self, keys: Sequence[Hashable]) -> list[Any]:
+        """Waits for messages and takes them out; raises when the call is cancelled."""
+        for key in keys:
+            while key not in self._arrived:
+                self._accept(*self._queue.get())
+        return [self._arrived.pop(key) for key in keys]
+
+    def holds(self, keys: Sequence[Hashable]) -> bool:
+        """Whether :meth:`take` would return at once."""
+        while not self._queue.empty():
+            self._accept(*self._queue.get())
+        return all(key in self._arrived for key in keys)
+
+    def _accept(self, key: Hashable, value: Any) -> None:
+        if key is _Cancelled:
+            raise _Cancelled
+        self._arrived[key] = value
+
+
+class _Call:
+    """One run of a program."""
+
+    def __init__(self, program: Program, task: Task) -> None:
+        self.program = program
+        self.task = task
+        self.inboxes = [_Inbox() for _ in program]
+        self.finished: list[int] = []
+        self.progress: SimpleQueue[None] = SimpleQueue()
+        self.failures: list[tuple[int, int, BaseException]] = []
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Lets every worker stop before its next action."""
+        self.cancelled = True
+        for inbox in self.inboxes:
+            inbox.put(_Cancelled, None)
+
+    def step(self, w: int, action: Action) -> None:
+        """One action of worker ``w``."""
+        if self.cancelled:
+            raise _Cancelled
+        # The task gets the only reference to what it receives.
+        for message in self.task.perform(action, self.inboxes[w].take(self.task.needs(action))):
+            self.inboxes[message.worker].put(message.key, message.value)
+
+    def work(self, w: int, state: CallerState) -> None:
+        """The whole list of worker ``w``, on its thread. Never raises."""
+        action = None
+        try:
+            with state.worn():
+                for action in self.program[w]:
+                    self.step(w, action)
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            clock, j = (action.clock, action.j) if action is not None else (-1, w)
+            self.failures.append((clock, j, error))
+            self.cancel()
+        finally:
+            self.finished.append(w)
+            self.progress.put(None)
+
+    def wait(self, count: int) -> None:
+        """Waits until ``count`` workers have finished; may be interrupted and called again."""
+        while len(self.finished) < count:
+            self.progress.get()
+
+    def run_inline(self) -> None:
+        """Everything on the calling thread: in turn each worker's next action, if it can run."""
+        position = [0] * len(self.program)
+        while True:
+            ran = False
+            for w, actions in enumerate(self.program):
+                if position[w] == len(actions):
+                    continue
+                action = actions[position[w]]
+                if self.inboxes[w].holds(self.task.needs(action)):
+                    self.step(w, action)
+                    position[w] += 1
+                    ran = True
+            if not ran:
+                break
+        stuck = [a[p] for a, p in zip(self.program, position, strict=True) if p < len(a)]
+        if stuck:
+            raise RuntimeError(f"this schedule can never finish: nothing lets {stuck[0]} start")
+
+
+class Engine:
+    """The threads of a pipe, one for each worker, started at the first call that needs them.
+
+    Args:
+        workers: one for each list of actions in the programs to run.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = list(workers)
+        self._lock = threading.Lock()
+        self._threads: list[WorkerThread] = []
+        self._share = 0
+        self._process = os.getpid()
+
+    def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
+        """Runs a program to its end.
+
+        Args:
+            program: for each worker its actions in order.
+            task: what to do for each action.
+            state: the caller's state, in force wherever an action runs.
+            inline: run everything on the calling thread.
+
+        Raises:
+            BaseException: what an action raised; of several, the one of the earliest clock cycle.
+        """
+        call = _Call(program, task)
+        if inline or len(program) == 1:
+            call.run_inline()
+            return
+        submitted = 0
+        try:
+            # All workers see concurrent calls in the same order, or two calls could deadlock.
+            with self._lock:
+                self._start()
+                for w, thread in enumerate(self._threads):
+                    context = state.context.copy()
+                    thread.submit(_job(context.run, call.work, w, state))
+                    submitted += 1
+            call.wait(submitted)
+        except BaseException:  # Ctrl-C, above all
+            call.cancel()
+            call.wait(submitted)
+            raise
+        if call.failures:
+            error = min(call.failures, key=lambda failure: failure[:2])[2]
+            call.failures.clear()
+            try:
+                raise error
+            finally:
+                del error  # or this frame and the traceback would keep each other alive
+
+    def _start(self) -> None:
+        """Starts the threads if need be (after a fork they are gone) and shares out the cores."""
+        if self._threads and self._process != os.getpid():
+            self._threads = []
+        if not self._threads:
+            self._process, self._share = os.getpid(), 0
+            self._threads = [WorkerThread(str(worker.device)) for worker in self._workers]
+            for thread, worker in zip(self._threads, self._workers, strict=True):
+                if worker.device.type not in ("cpu", "meta"):
+                    thread.submit(_job(torch.accelerator.set_device_index, worker.device.index))
+            weakref.finalize(self, _stop, self._threads, self._process)
+        share = self.share()
+        if share != self._share:
+            mine = torch.get_num_threads()
+            done: SimpleQueue[None] = SimpleQueue()
+            for thread in self._threads:
+                thread.submit(_job(_set_threads, share, done))
+            for _ in self._threads:
+                done.get()
+            # New threads inherit what was set last, wherever: leave them the caller's number.
+            torch.set_num_threads(mine)
+            self._share = share
+
+    def share(self) -> int:
+        """The number of intra-op threads for each CPU worker."""
+        cpus = sum(worker.device.type == "cpu" for worker in self._workers)
+        return max(1, torch.get_num_threads() // max(1, cpus))
+
+
+def _job(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
+    def job() -> None:
+        function(*args)
+
+    return job
+
+
+def _set_threads(count: int, done: SimpleQueue[None]) -> None:
+    torch.set_num_threads(count)
+    done.put(None)
+
+
+def _stop(threads: list[WorkerThread], process: int) -> None:
+    if process != os.getpid():
+        return
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(_JOIN_SECONDS)

@@ -1,0 +1,237 @@
+"""Random numbers that do not depend on which thread comes first.
+
+Threads share generators: the CPU has one for the whole process, an accelerator one for each
+device. So a layer that draws runs with the generator to itself (a lock), seeded from
+
+    (one draw from the caller's generator per call, index of the layer, index of the micro-batch)
+
+and the generator gets its old state back afterwards. Nothing else enters: not the balance, the
+devices, the schedule or the checkpoint mode. A recomputation seeds the same way, so it draws what
+was drawn before. Which layers draw is learned anew in each call from the first micro-batch, for
+which all layers run that way; the others then run freely. Layers of PyTorch that are known not
+to draw skip even that.
+
+A layer that draws may itself hold a pipe, whose threads draw too. While the layer holds a lock, its
+context carries another one for those below it: they exclude each other, and nobody else can come
+between since the layer keeps the outer lock for them all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["INNER_LOCKS", "Generators", "Seeded", "draw_seed", "never_draws"]
+
+_Key = tuple[str, int]
+_RLock = Any  # threading.RLock is a function
+_CPU: _Key = ("cpu", 0)
+
+
+class _Locks:
+    """One lock for each generator of the process."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[_Key, _RLock] = {}
+
+    def __getitem__(self, key: _Key) -> _RLock:
+        with self._guard:
+            return self._locks.setdefault(key, threading.RLock())
+
+    def renew(self) -> None:
+        """In a forked child: the threads that held locks do not exist here."""
+        self.__init__()  # type: ignore[misc]
+
+
+_process_locks = _Locks()
+INNER_LOCKS: ContextVar[dict[_Key, _RLock] | None] = ContextVar(
+    "syncpipe_inner_locks", default=None
+)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process_locks.renew)
+
+
+def _lock(key: _Key) -> _RLock:
+    inner = INNER_LOCKS.get()
+    if inner is not None and key in inner:
+        return inner[key]
+    return _process_locks[key]
+
+
+class _Bare:
+    """Shields our own bookkeeping from the modes that are meant for the layers."""
+
+    __slots__ = ("_dispatch", "_function")
+
+    def __enter__(self) -> None:
+        self._dispatch = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+        self._function = torch._C.DisableTorchFunction()
+        self._dispatch.__enter__()
+        self._function.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._function.__exit__(None, None, None)
+        self._dispatch.__exit__(None, None, None)
+
+
+def draw_seed() -> int:
+    """Draws the seed of a call from the caller's CPU generator, and nothing more."""
+    with _lock(_CPU), _Bare():
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+
+def _mix(seed: int, layer: int, i: int) -> int:
+    """A seed for one cell.
+
+    The CPU's generator looks at the low 32 bits only, so these are kept apart for any two cells
+    of a call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``.
+    """
+    low = (seed + (i << 16) + layer) & 0xFFFFFFFF
+    low ^= low >> 16
+    low = low * 0x85EBCA6B & 0xFFFFFFFF
+    low ^= low >> 13
+    low = low * 0xC2B2AE35 & 0xFFFFFFFF
+    low ^= low >> 16
+    return (seed >> 32 << 32 | low) & 0x7FFFFFFFFFFFFFFF
+
+
+class Generators:
+    """The generators from which the layers on one device can draw: the CPU's and the device's.
+
+    Args:
+        device: where the layers are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.keys: list[_Key] = [_CPU]
+        self._generators: list[torch.Generator] = [torch.default_generator]
+        if device.type not in ("cpu", "meta"):
+            generator = _device_generator(device)
+            if generator is not None:
+                self.keys.append((device.type, device.index))
+                self._generators.append(generator)
+        self.all = (1 << len(self.keys)) - 1
+
+    def pick(self, which: int) -> list[tuple[_Key, torch.Generator]]:
+        """The generators in a bit mask; in the one order in which their locks are taken."""
+        pairs = list(zip(self.keys, self._generators, strict=True))
+        return [pair for k, pair in enumerate(pairs) if which >> k & 1]
+
+
+def _device_generator(device: torch.device) -> torch.Generator | None:
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if generators is not None:
+        if not len(generators) and hasattr(module, "init"):
+            module.init()
+            generators = module.default_generators
+        generator: torch.Generator = generators[device.index]
+        return generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return None
+
+
+class Seeded:
+    """A context in which one layer draws its own random numbers for one micro-batch.
+
+    Args:
+        generators: those of the layer's device.
+        which: bit mask of the generators that the layer is expected to draw from.
+        cell: seed of the call, index of the layer, index of the micro-batch.
+
+    Attributes:
+        drew: after the exit, with ``observe``, the bit mask of the generators that were drawn from.
+    """
+
+    __slots__ = ("_held", "_observe", "_picked", "_seed", "_states", "_token", "drew")
+
+    def __init__(
+        self, generators: Generators, which: int, cell: tuple[int, int, int], *, observe: bool
+    ) -> None:
+        self._picked = generators.pick(which)
+        self._seed = _mix(*cell)
+        self._observe = observe
+        self.drew = 0
+
+    def __enter__(self) -> Seeded:
+        self._held: list[_RLock] = []
+        self._states: list[tuple[Tensor, Tensor | None]] = []
+        try:
+            for key, _ in self._picked:
+                lock = _lock(key)
+                self._held.append(lock)  # before it is held: Ctrl-C may come right after
+                lock.acquire()
+            with _Bare():
+                for _, generator in self._picked:
+                    before = generator.get_state()
+                    self._states.append((before, None))
+                    generator.manual_seed(self._seed)
+                    if self._observe:
+                        self._states[-1] = (before, generator.get_state())
+        except BaseException:
+            self._restore()
+            raise
+        inner = {key: threading.RLock() for key, _ in self._picked}
+        self._token = INNER_LOCKS.set({**(INNER_LOCKS.get() or {}), **inner})
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        INNER_LOCKS.reset(self._token)
+        self._restore()
+
+    def _restore(self) -> None:
+        try:
+            with _Bare():
+                for k, ((_, generator), (before, seeded)) in enumerate(
+                    zip(self._picked, self._states, strict=False)
+                ):
+                    if seeded is not None and not torch.equal(seeded, generator.get_state()):
+                        self.drew |= 1 << k
+                    generator.set_state(before)
+        finally:
+            for lock in reversed(self._held):
+                with suppress(RuntimeError):  # interrupted before it was held
+                    lock.release()
+
+
+_QUIET: frozenset[type] = frozenset(
+    {
+        nn.Linear, nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding,
+        nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
+        nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.LocalResponseNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU,
+        nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh,
+        nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax,
+        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+        nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
+        nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.PixelShuffle,
+        nn.PixelUnshuffle, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d,
+        nn.ReplicationPad2d, nn.Sequential,
+    }
+)  # fmt: skip
+
+
+def never_draws(module: nn.Module) -> bool:
+    """Whether a layer is made of PyTorch's own modules that never draw, without any hook."""
+    return (
+        type(module) in _QUIET
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+        and all(never_draws(child) for child in module.children())
+    )

@@ -1,0 +1,160 @@
+"""What a thread knows besides its variables: captured from the caller, in force in the workers.
+
+Grad mode, autocast, the default device and a dozen other things belong to the thread that set
+them. A layer must not notice that it runs on another thread, so each call captures the state of
+its caller once and every worker wears it while it serves that call. Two kinds of state cannot go
+to another thread at all: dispatch modes and PyTorch's profiler (unless it was told to profile all
+threads), because one object of theirs must not be entered by two threads at a time. Where one of
+them is active the call runs inline, on the caller's thread (:attr:`CallerState.needs_inline`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import (  # type: ignore[attr-defined]
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._device import DeviceContext
+
+__all__ = ["Autocast", "CallerState"]
+
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
+
+
+@lru_cache(maxsize=1)
+def _autocast_types() -> tuple[str, ...]:
+    """The device types whose autocast state this build of PyTorch knows."""
+    known = []
+    for name in _AUTOCAST_TYPES:
+        try:
+            torch.is_autocast_enabled(name)
+            torch.get_autocast_dtype(name)
+        except RuntimeError:
+            continue
+        known.append(name)
+    return tuple(known)
+
+
+class Autocast:
+    """The autocast state of a thread, for every device type."""
+
+    __slots__ = ("cache", "enabled")
+
+    def __init__(self) -> None:
+        self.cache = torch.is_autocast_cache_enabled()
+        self.enabled = [
+            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+            for name in _autocast_types()
+        ]
+
+    def set(self, *, cache: bool) -> None:
+        """Puts the state in force on the calling thread.
+
+        Args:
+            cache: whether casts of weights may be cached. The cache is global and cleared by
+                whoever leaves the outermost ``autocast``; outside of one it would go stale.
+        """
+        for name, enabled, dtype in self.enabled:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
+class CallerState:
+    """The thread-local state of the thread that makes it.
+
+    Attributes:
+        context: the caller's context variables.
+        grad: whether the caller records a graph.
+        needs_inline: whether something is active that only the caller's own thread can honour.
+    """
+
+    __slots__ = (
+        "_forward_ad",
+        "_hooks",
+        "_multithreading",
+        "autocast",
+        "context",
+        "function_modes",
+        "grad",
+        "inference",
+        "needs_inline",
+    )
+
+    def __init__(self) -> None:
+        self.context = contextvars.copy_context()
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = Autocast()
+        self.function_modes: list[Any] = _get_current_function_mode_stack()
+        self._forward_ad = torch._C._is_fwd_grad_enabled()
+        self._multithreading = torch._C._is_multithreading_enabled()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.needs_inline = (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch.autograd._profiler_enabled()
+            or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
+
+    def worn(self) -> _Worn:
+        """A context manager that puts the state in force on the calling thread."""
+        return _Worn(self)
+
+
+class _Worn:
+    """The state of another thread, in force from enter to exit."""
+
+    __slots__ = ("_inference", "_previous", "_state")
+
+    def __init__(self, state: CallerState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        state = self._state
+        self._previous = (
+            torch.is_grad_enabled(),
+            torch._C._is_fwd_grad_enabled(),
+            torch._C._is_multithreading_enabled(),
+            Autocast(),
+        )
+        self._inference = torch.inference_mode() if state.inference else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        torch._C._set_grad_enabled(state.grad)
+        torch._C._set_fwd_grad_enabled(state._forward_ad)
+        torch._C._set_multithreading_enabled(state._multithreading)
+        # One level of nesting, so that an autocast inside a layer does not clear the cache.
+        torch.autocast_increment_nesting()
+        state.autocast.set(cache=state.autocast.cache)
+        for mode in state.function_modes:
+            _push_mode(mode)
+        if state._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*state._hooks)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        state = self._state
+        grad, forward_ad, multithreading, autocast = self._previous
+        if state._hooks is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for _ in state.function_modes:
+            _pop_mode()
+        autocast.set(cache=autocast.cache)
+        torch.autocast_decrement_nesting()
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+        torch._C._set_grad_enabled(grad)
+        torch._C._set_fwd_grad_enabled(forward_ad)
+        torch._C._set_multithreading_enabled(multithreading)

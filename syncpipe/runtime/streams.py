@@ -1,0 +1,165 @@
+"""Streams of a device, behind the few operations that a pipeline needs.
+
+A worker on an accelerator has three streams: ``compute`` (the device's current stream at the time
+of the call), and ``outbound`` and ``inbound`` for copies to and from other devices, so that a copy
+overlaps with computation. A CPU worker has none; its :class:`Lane` says so with ``streams=None``
+and nothing below is ever called for it.
+
+    device a   compute   | stage (i,a) |e stage (i+1,a) |
+               outbound                 |w copy |                 e: event, w: waits for it
+    device b   inbound                  | copy  |e
+               compute   | stage (i-1,b)         |w stage (i,b) |
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AcceleratorStreams", "Lane", "Streams"]
+
+
+class Streams(Protocol):
+    """The operations on streams of one device; streams and events are opaque here."""
+
+    def current(self) -> Any:
+        """The stream on which the calling thread works on this device."""
+
+    def new(self) -> Any:
+        """A new stream of this device."""
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        """Makes ``stream`` (and its device) current for the calling thread."""
+
+    def record(self, stream: Any) -> Any:
+        """An event that happens when all work so far on ``stream`` is done."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Lets further work on ``stream`` wait for ``event``; the host does not wait."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Keeps the memory of ``tensor`` from being reused before ``stream`` is done with it."""
+
+
+class _Using:
+    """Current device and stream of this thread; unlike ``with stream:`` it keeps nothing shared."""
+
+    __slots__ = ("_device", "_previous", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        index = self._stream.device.index
+        if index != self._device:
+            torch.accelerator.set_device_index(index)
+        self._previous = torch.accelerator.current_stream(index)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        torch.accelerator.set_stream(self._previous)
+        torch.accelerator.set_device_index(self._device)
+
+
+class AcceleratorStreams:
+    """:class:`Streams` of a real accelerator, by PyTorch's device-agnostic interface."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def new(self) -> torch.Stream:
+        return torch.Stream(device=self.device)
+
+    def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        return _Using(stream)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event()
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        stream.wait_event(event)
+
+    def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
+        if tensor.device.type == self.device.type:
+            tensor.record_stream(stream)
+
+
+@dataclass(slots=True)
+class Lane:
+    """A worker as one call sees it: its device, and its streams where it has any."""
+
+    device: torch.device
+    streams: Streams | None = None
+    compute: Any = None
+    outbound: Any = None
+    inbound: Any = None
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The context in which the stages of this worker run."""
+        return _NOTHING if self.streams is None else self.streams.use(self.compute)
+
+    def follow(self, other: Lane) -> None:
+        """Lets this lane's work wait for everything that ``other`` has been given so far."""
+        if self.streams is None or other.streams is None:
+            return
+        if self.compute != other.compute:
+            self.streams.wait(self.compute, other.streams.record(other.compute))
+
+    def receive(self, event: Any, tensors: list[Tensor]) -> None:
+        """Lets this lane wait for what another one sent (None: nothing to wait for)."""
+        if self.streams is None or event is None:
+            return
+        self.streams.wait(self.compute, event)
+        for tensor in tensors:
+            self.streams.keep(tensor, self.compute)
+
+    def send(self, tensors: list[Tensor], to: Lane) -> tuple[list[Tensor], Any]:
+        """Sends tensors that this lane computed to another lane.
+
+        Returns:
+            The tensors on the device of ``to``, and an event for :meth:`receive` there.
+        """
+        if self.device == to.device or self.device.type == to.device.type == "cpu":
+            event = None if self.streams is None else self.streams.record(self.compute)
+            return list(tensors), event
+        with ExitStack() as stack:
+            if self.streams is not None:
+                self.streams.wait(self.outbound, self.streams.record(self.compute))
+                stack.enter_context(self.streams.use(self.outbound))
+            if to.streams is not None:
+                stack.enter_context(to.streams.use(to.inbound))
+            # To the host a copy has to be waited for; between accelerators it need not be.
+            copies = [t.to(to.device, non_blocking=to.streams is not None) for t in tensors]
+            if self.streams is not None:
+                for tensor in tensors:
+                    self.streams.keep(tensor, self.outbound)
+            return copies, None if to.streams is None else to.streams.record(to.inbound)
+
+
+class _Nothing:
+    """A context that does nothing, without the cost of making one."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()

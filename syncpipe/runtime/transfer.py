@@ -1,0 +1,99 @@
+"""The nodes that the pipeline itself puts into the autograd graph.
+
+The graph of three micro-batches on stage j, with the order in which backward walks it:
+
+    stage (2,j) --> Gate(2,j) --> Send --> stage (2,j+1)      backward starts on the right
+                       ^
+                       | token
+    stage (1,j) --> Gate(1,j) --> Send --> stage (1,j+1)
+                       ^
+                       | token, through Early(0,j) where the cell is re-materialized
+    stage (0,j) --> Gate(0,j) --> Send --> stage (0,j+1)
+
+A gate passes the outputs of its cell. Its backward runs when their gradients are there *and* the
+gate of the next micro-batch has run (by the token, an empty tensor whose gradient is never
+anything but None). All nodes of a stage are made by one thread, so among nodes that are ready
+autograd takes those of the later micro-batch first: stage j goes back micro-batch by micro-batch,
+last one first, as the plain model does. ``Early`` hangs between two gates: when micro-batch 1 is
+through, cell (0,j) is recomputed, while its gradient is still being computed by stage j+1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncpipe.runtime.checkpoint import Frame
+from syncpipe.runtime.streams import Lane
+
+__all__ = ["Early", "Gate", "Send"]
+
+
+class Gate(torch.autograd.Function):
+    """Passes the outputs of a cell on, and orders its backward after the next micro-batch's.
+
+    ``apply(tokens, *outputs)`` returns the cell's own token and the outputs.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """``tensors``: ``count`` tokens to follow, then the outputs."""
+        ctx.set_materialize_grads(False)
+        ctx.count = count
+        outputs = tensors[count:]
+        return (outputs[0].new_empty(0, dtype=torch.float32), *(t.detach() for t in outputs))
+
+    @staticmethod
+    def backward(ctx: Any, _token: None, *grads: Tensor | None) -> Any:
+        return None, *(None for _ in range(ctx.count)), *grads
+
+
+class Early(torch.autograd.Function):
+    """A token whose backward recomputes a cell, if anything of it is still needed."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, token: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.frame = weakref.ref(frame)  # the nodes of the cell own it
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _token: None) -> Any:
+        frame = ctx.frame()
+        if frame is not None:
+            frame.recompute()
+        return None, None
+
+
+class Send(torch.autograd.Function):
+    """Sends tensors to another lane; in backward, their gradients the other way.
+
+    ``apply(source, target, events, *tensors)``; the event to wait for is appended to ``events``.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, source: Lane, target: Lane, events: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.target = source, target
+        sent, event = source.send(list(tensors), target)
+        events.append(event)
+        return tuple(
+            copy.detach() if copy is t else copy for t, copy in zip(tensors, sent, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        there = [grad for grad in grads if grad is not None]
+        events: list[Any] = []
+        back: Any = iter(Send.apply(ctx.target, ctx.source, events, *there) if there else ())
+        arrived = [None if grad is None else next(back) for grad in grads]
+        if there:
+            ctx.source.receive(events[0], [grad for grad in arrived if grad is not None])
+        return None, None, None, *arrived

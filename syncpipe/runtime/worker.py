@@ -1,0 +1,111 @@
+"""A worker: the thread, and on an accelerator the streams, that serve one device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
+
+__all__ = ["Worker", "WorkerThread", "same_memory"]
+
+
+def same_memory(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are the same memory (``cpu:0`` and ``cpu:1`` are, for tensors)."""
+    return a.type == b.type and (a.type == "cpu" or a.index == b.index)
+
+
+class Worker:
+    """A device with streams of its own, to be given to ``Pipe`` in place of a device.
+
+    Pipes make their workers themselves, one for each device. Made by hand, a worker puts a
+    partition on streams (and a thread) of its own even when another one uses the same device::
+
+        Pipe(model, [2, 2], devices=[Worker("cuda:0"), Worker("cuda:0")])
+
+    Args:
+        device: what ``torch.device`` takes.
+        streams: the stream operations to use, where PyTorch's own are not meant (tests).
+    """
+
+    def __init__(
+        self, device: torch.device | str | int, *, streams: Streams | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.index is None and self.device.type not in ("cpu", "meta"):
+            self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
+        self._given = streams
+        self._private = True
+        self._made: tuple[Streams | None, Any, Any, Any] | None = None
+
+    @classmethod
+    def shared(cls, device: torch.device) -> Worker:
+        """The worker that a pipe makes for a device: it computes on the current stream."""
+        worker = cls(device)
+        worker._private = False
+        return worker
+
+    def lane(self) -> Lane:
+        """This worker's device and streams for one call; call it on the caller's thread."""
+        if self._made is None:
+            streams = self._given
+            if streams is None and self.device.type not in ("cpu", "meta"):
+                streams = AcceleratorStreams(self.device)
+            if streams is None:
+                self._made = (None, None, None, None)
+            else:
+                compute = streams.new() if self._private else None
+                self._made = (streams, compute, streams.new(), streams.new())
+        streams, compute, outbound, inbound = self._made
+        if streams is not None and compute is None:
+            compute = streams.current()
+        return Lane(self.device, streams, compute, outbound, inbound)
+
+    def caller_lane(self) -> Lane:
+        """The stream on which the caller of the pipe works on this worker's device."""
+        streams = self.lane().streams
+        return Lane(self.device, streams, None if streams is None else streams.current())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+    def __repr__(self) -> str:
+        return f"Worker({str(self.device)!r})"
+
+
+class WorkerThread:
+    """A daemon thread that runs the jobs it is given, in order, until it is stopped."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs,), name=f"syncpipe {name}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queues a job. A job must not raise."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Ends the thread after the jobs it has; idempotent, callable from any thread."""
+        self._jobs.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Waits until the thread has ended, unless it is the calling one."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+
+def _serve(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    # A function and not a method, so that an idle thread keeps nothing alive but its queue.
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job()
+        del job

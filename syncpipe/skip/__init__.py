@@ -1,0 +1,29 @@
+"""Skip connections that pass over layers, and over devices, without touching those in between.
+
+A layer that sends or receives a skip is a class whose forward is a generator:
+
+    from syncpipe.skip import skippable, stash, pop
+
+    @skippable(stash=["before"])
+    class Remember(nn.Module):
+        def forward(self, x):
+            yield stash("before", x)
+            return x
+
+    @skippable(pop=["before"])
+    class Add(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("before"))
+
+    model = nn.Sequential(Remember(), nn.Linear(8, 8), nn.ReLU(), Add())
+
+The model runs as it is, and in a ``Pipe`` of any balance. To use such a pair several times in one
+model, give each pair a :class:`Namespace`: ``Remember().isolate(ns)``, ``Add().isolate(ns)``.
+"""
+
+from .commands import pop, stash
+from .namespace import Namespace
+from .skippable import skippable
+from .verify import verify_skippables
+
+__all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
