@@ -58,7 +58,8 @@ def _matched(
     own = {name: set(layer.state_dict()) for name, layer in module.named_children()}
     own = {name: keys for name, keys in own.items() if keys}
     if len(own) == len(found) and all(
-        _plain(keys) <= _plain(theirs) for keys, theirs in zip(own.values(), found.values(), strict=True)
+        _plain(keys) <= _plain(theirs)
+        for keys, theirs in zip(own.values(), found.values(), strict=True)
     ):
         return dict(zip(found, own, strict=True))
     return {place: place[1] for place in found}

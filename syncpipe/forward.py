@@ -19,7 +19,7 @@ from syncpipe.runtime.engine import Engine, Message
 from syncpipe.runtime.random import draw_seed
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.streams import Lane
-from syncpipe.runtime.transfer import Early, Gate, Send
+from syncpipe.runtime.transfer import early, gate, send
 from syncpipe.runtime.worker import Worker, same_memory
 from syncpipe.schedule import Action, forward_program
 from syncpipe.skip.layout import inspect_layout
@@ -188,24 +188,24 @@ class _Forward:
         follow = [token] if (token := self._tokens[j]) is not None else []
         own: list[Tensor] = []
 
-        def gate(tensors: list[Tensor]) -> list[Tensor]:
+        def ordered(tensors: list[Tensor]) -> list[Tensor]:
             differentiable = [t for t in tensors if t.requires_grad]
             if not differentiable:
                 return tensors
             # The tokens of the last micro-batch start its recomputations as soon as backward does.
             extra = list(tokens) if j == last else []
-            token, *passed = Gate.apply(len(follow + extra), *follow, *extra, *differentiable)
+            token, passed = gate(follow + extra, differentiable)
             own.append(token)
             following = iter(passed)
             return [next(following) if t.requires_grad else t for t in tensors]
 
-        outputs = map_tensors(gate, outputs)
+        outputs = map_tensors(ordered, outputs)
         if own:
             token = own[0]
-            self._tokens[j] = token if frame is None else Early.apply(frame, token)
+            self._tokens[j] = token if frame is None else early(frame, token)
             if frame is not None and i == batch.m - 1 and j < last:
                 start = token.detach().requires_grad_()
-                tokens = (*tokens, Early.apply(frame, start))
+                tokens = (*tokens, early(frame, start))
         return outputs, tokens
 
     def _packed(
@@ -228,13 +228,16 @@ class _Forward:
         return messages
 
     def _sent(self, value: Any, source: Lane, target: Lane) -> _Parcel:
-        if source is target or (source.streams is None and same_memory(source.device, target.device)):
+        if source is target or (
+            source.streams is None and same_memory(source.device, target.device)
+        ):
             return _Parcel(value, None)
         events: list[Any] = []
 
-        def send(tensors: list[Tensor]) -> list[Tensor]:
-            return list(Send.apply(source, target, events, *tensors))
+        def moved(tensors: list[Tensor]) -> list[Tensor]:
+            sent, event = send(source, target, tensors)
+            events.append(event)
+            return sent
 
-        value = map_tensors(send, value)
+        value = map_tensors(moved, value)
         return _Parcel(value, events[0] if events else None)
-

@@ -17,9 +17,9 @@ from syncpipe.tree import flatten
 __all__ = [
     "check_balance",
     "check_devices",
+    "check_input",
     "check_module",
     "check_shared",
-    "check_input",
     "default_devices",
     "missing_balance",
     "move_layers",

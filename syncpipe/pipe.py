@@ -43,7 +43,7 @@ _building = threading.Lock()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
 
-class inline(AbstractContextManager[None]):  # noqa: N801 - reads as a function
+class inline(AbstractContextManager[None]):
     """A context in which every pipe runs on the calling thread, without any hand-off.
 
     For a debugger, and for whatever looks at one thread only. The results are the same::
@@ -126,11 +126,13 @@ class Pipe(nn.Module):
 
     def _resolve(self, partitions: int) -> list[Worker]:
         devices = self._asked_devices
-        return resolve_workers(default_devices(partitions) if devices is None else devices, partitions)
+        return resolve_workers(
+            default_devices(partitions) if devices is None else devices, partitions
+        )
 
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
-        layers = iter(self._modules.items())
+        layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
         for size in balance:
             partition = Partition()
@@ -188,9 +190,8 @@ class Pipe(nn.Module):
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
         if checkpoint not in _CHECKPOINT_MODES:
-            raise ValueError(
-                f"checkpoint={checkpoint!r}: must be one of {', '.join(map(repr, _CHECKPOINT_MODES))}"
-            )
+            modes = ", ".join(map(repr, _CHECKPOINT_MODES))
+            raise ValueError(f"checkpoint={checkpoint!r}: must be one of {modes}")
         self._checkpoint = checkpoint
 
     @property
@@ -259,7 +260,7 @@ class Pipe(nn.Module):
         if tuple(self._modules.values()) == self._layers:
             return
         module = nn.Sequential()
-        module._modules.update(self._modules)
+        module._modules.update(cast("dict[str, nn.Module]", self._modules))
         check_module(module)
         verify_skippables(module)
         self._place(check_balance(self._balance, len(self)), self._workers)
@@ -303,7 +304,7 @@ class Pipe(nn.Module):
         # A parent that is moved calls this on its children.
         if moves(fn, self.devices):
             _refuse_placement("a move of the module that contains it")
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(

@@ -30,7 +30,7 @@ from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["MiniBatch", "Partition", "Stage"]
 
-_Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
+_Range = torch._C._profiler._RecordFunctionFast
 
 
 class Partition(nn.Sequential):
@@ -39,7 +39,7 @@ class Partition(nn.Sequential):
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
         if cell is None or cell.stage.partition is not self:
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[no-untyped-call]
         return cell.layers(input)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import (  # type: ignore[attr-defined]
+from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
@@ -274,10 +274,10 @@ class _As:
         # Outside of its `with autocast` nobody would ever clear the cache, so it stays off.
         torch.autocast_increment_nesting()
         self._state.autocast.set(cache=False)
-        here = _get_current_function_mode_stack()
+        here = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._modes = [mode for mode in self._state.function_modes if mode not in here]
         for mode in self._modes:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
         if self._count and self._count != self._threads:
             torch.set_num_threads(self._count)
 
@@ -285,7 +285,7 @@ class _As:
         if self._count and self._count != self._threads:
             torch.set_num_threads(self._threads)
         for _ in self._modes:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         self._autocast.set(cache=self._autocast.cache)
         torch.autocast_decrement_nesting()
         torch._C._set_grad_enabled(self._grad)

@@ -39,14 +39,14 @@ def annotate_backward(outputs: Iterable[Tensor], stop: Iterable[Any], note: str)
         if isinstance(node, BackwardCFunction):
             found = True
             if "apply" not in node.__dict__:
-                node.apply = _annotated(weakref.ref(node), note)  # type: ignore[method-assign]
+                node.apply = _annotated(weakref.ref(node), note)
         pending += [following for following, _ in node.next_functions if following is not None]
     return found
 
 
 def _annotated(reference: weakref.ref[Any], note: str) -> Any:
     def apply(*grads: Any) -> Any:
-        node = reference()
+        node: Any = reference()
         try:
             return type(node).apply(node, *grads)
         except BaseException as error:

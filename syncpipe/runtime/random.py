@@ -72,9 +72,9 @@ class _Bare:
     __slots__ = ("_dispatch", "_function")
 
     def __enter__(self) -> None:
-        self._dispatch = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
-        self._function = torch._C.DisableTorchFunction()
-        self._dispatch.__enter__()
+        self._dispatch: Any = torch._C._DisableTorchDispatch()
+        self._function: Any = torch._C.DisableTorchFunction()
+        self._dispatch.__enter__()  # type: ignore[no-untyped-call]
         self._function.__enter__()
 
     def __exit__(self, *exc_info: object) -> None:

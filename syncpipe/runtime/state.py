@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import (  # type: ignore[attr-defined]
+from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 __all__ = ["Autocast", "CallerState"]
 
-_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
 
 @lru_cache(maxsize=1)
@@ -93,13 +93,13 @@ class CallerState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = Autocast()
-        self.function_modes: list[Any] = _get_current_function_mode_stack()
+        self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
         self._multithreading = torch._C._is_multithreading_enabled()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.needs_inline = (
             torch._C._len_torch_dispatch_stack() > 0
-            or torch.autograd._profiler_enabled()
+            or torch._C._autograd._profiler_enabled()
             or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
             or torch._C._functorch.peek_interpreter_stack() is not None
         )
@@ -135,7 +135,7 @@ class _Worn:
         torch.autocast_increment_nesting()
         state.autocast.set(cache=state.autocast.cache)
         for mode in state.function_modes:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
         if state._hooks is not None:
             torch._C._autograd._push_saved_tensors_default_hooks(*state._hooks)
 
@@ -150,7 +150,7 @@ class _Worn:
         if state._hooks is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for _ in state.function_modes:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         autocast.set(cache=autocast.cache)
         torch.autocast_decrement_nesting()
         if self._inference is not None:

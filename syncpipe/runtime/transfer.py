@@ -29,20 +29,45 @@ from torch import Tensor
 from syncpipe.runtime.checkpoint import Frame
 from syncpipe.runtime.streams import Lane
 
-__all__ = ["Early", "Gate", "Send"]
+__all__ = ["early", "gate", "send"]
+
+
+def gate(tokens: list[Tensor], outputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Passes the differentiable outputs of a cell on, and orders its backward.
+
+    Args:
+        tokens: those of the gates that go back before this one.
+        outputs: what the cell computed.
+
+    Returns:
+        The cell's own token, and the outputs.
+    """
+    token, *passed = Gate.apply(len(tokens), *tokens, *outputs)  # type: ignore[no-untyped-call]
+    return token, passed
+
+
+def early(frame: Frame, token: Tensor) -> Tensor:
+    """A token whose backward recomputes a cell, if anything of it is still needed."""
+    result: Tensor = Early.apply(frame, token)  # type: ignore[no-untyped-call]
+    return result
+
+
+def send(source: Lane, target: Lane, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """Sends tensors to another lane, and in backward their gradients the other way.
+
+    Returns:
+        The tensors on the device of ``target``, and the event that says when they are there.
+    """
+    events: list[Any] = []
+    sent = Send.apply(source, target, events, *tensors)  # type: ignore[no-untyped-call]
+    return list(sent), events[0]
 
 
 class Gate(torch.autograd.Function):
-    """Passes the outputs of a cell on, and orders its backward after the next micro-batch's.
-
-    ``apply(tokens, *outputs)`` returns the cell's own token and the outputs.
-    """
+    """``apply(number of tokens, *tokens, *outputs)``; see :func:`gate`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        """``tensors``: ``count`` tokens to follow, then the outputs."""
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.count = count
         outputs = tensors[count:]
@@ -54,10 +79,10 @@ class Gate(torch.autograd.Function):
 
 
 class Early(torch.autograd.Function):
-    """A token whose backward recomputes a cell, if anything of it is still needed."""
+    """``apply(frame, token)``; see :func:`early`."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, token: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, frame: Frame, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.frame = weakref.ref(frame)  # the nodes of the cell own it
         return token.detach()
@@ -71,13 +96,10 @@ class Early(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Sends tensors to another lane; in backward, their gradients the other way.
-
-    ``apply(source, target, events, *tensors)``; the event to wait for is appended to ``events``.
-    """
+    """``apply(source, target, events, *tensors)``, which fills ``events``; see :func:`send`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, source: Lane, target: Lane, events: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -91,9 +113,9 @@ class Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         there = [grad for grad in grads if grad is not None]
-        events: list[Any] = []
-        back: Any = iter(Send.apply(ctx.target, ctx.source, events, *there) if there else ())
-        arrived = [None if grad is None else next(back) for grad in grads]
-        if there:
-            ctx.source.receive(events[0], [grad for grad in arrived if grad is not None])
-        return None, None, None, *arrived
+        if not there:
+            return None, None, None, *grads
+        back, event = send(ctx.target, ctx.source, there)
+        ctx.source.receive(event, back)
+        arrived = iter(back)
+        return None, None, None, *(None if grad is None else next(arrived) for grad in grads)

@@ -32,9 +32,7 @@ class Worker:
         streams: the stream operations to use, where PyTorch's own are not meant (tests).
     """
 
-    def __init__(
-        self, device: torch.device | str | int, *, streams: Streams | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | str | int, *, streams: Streams | None = None) -> None:
         self.device = torch.device(device)
         if self.device.index is None and self.device.type not in ("cpu", "meta"):
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
