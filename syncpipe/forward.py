@@ -7,6 +7,7 @@ It leaves one true autograd graph behind; how that goes back is drawn in ``runti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from syncpipe.runtime.transfer import early, gate, send
 from syncpipe.runtime.worker import Worker, same_memory
 from syncpipe.schedule import Action, forward_program
 from syncpipe.skip.layout import inspect_layout
-from syncpipe.skip.namespace import SkipKey
 from syncpipe.stage import MiniBatch, Partition, Stage
 from syncpipe.tree import map_tensors, tensors_in
 
@@ -31,11 +31,12 @@ __all__ = ["Pipeline"]
 
 
 class _Edge(NamedTuple):
-    """A way from one stage to another: of the activation (no key), or of a skip."""
+    """A way from one stage to another: of the activation, or of one of the source's skips."""
 
+    number: int
     source: int
     target: int
-    key: SkipKey | None
+    skip: int | None
 
 
 class _Parcel(NamedTuple):
@@ -43,7 +44,7 @@ class _Parcel(NamedTuple):
 
     value: Any
     event: Any
-    tokens: tuple[Tensor, ...] = ()
+    tokens: tuple[Tensor, ...]
 
 
 class Pipeline:
@@ -78,11 +79,14 @@ class Pipeline:
         self.workers = list(dict.fromkeys(workers))
         self.worker_of = [self.workers.index(worker) for worker in workers]
         self.engine = Engine(self.workers)
+        self.process = os.getpid()
         n = len(partitions)
-        skips = [
-            _Edge(source, j, key) for j in range(n) for key, source in layout.incoming[j].items()
-        ]
-        edges = [_Edge(j, j + 1, None) for j in range(n - 1)] + skips
+        ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
+        for j, stage in enumerate(self.stages):
+            for key in stage.pops:
+                source = layout.incoming[j][key]
+                ways.append((source, j, self.stages[source].stashes.index(key)))
+        edges = [_Edge(number, *way) for number, way in enumerate(ways)]
         self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
         self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
 
@@ -111,6 +115,9 @@ class Pipeline:
             state,
             threads=0 if inline or not self._on_cpu() else self.engine.share(),
             statistics=[MiniBatchStatistics() for _ in self.stages],
+            parameters=[
+                list(s.partition.parameters()) if rematerialized else [] for s in self.stages
+            ],
         )
         lanes = [worker.lane() for worker in self.workers]
         callers = [worker.caller_lane() for worker in self.workers]
@@ -149,20 +156,26 @@ class _Forward:
         self.outputs: list[Any] = [None for _ in micro_batches]
 
     def needs(self, action: Action) -> Sequence[Hashable]:
-        return [(edge, action.i) for edge in self._pipeline.incoming[action.j]]
+        i = action.i
+        return [(edge.number, i) for edge in self._pipeline.incoming[action.j]]
 
     def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
         _, i, j = action
         lane = self._lanes[self._pipeline.worker_of[j]]
+        if lane.streams is None:
+            return self._cell(i, j, lane, received)
         with lane.active():
-            value, skips, tokens = self._unpacked(i, j, lane, received)
-            outputs, frame = self._pipeline.stages[j].forward(
-                i, (value, skips), self._batch, rematerialize=i < self._rematerialized
-            )
-            del value, skips
-            if self._gated:
-                outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-            return self._packed(i, j, lane, outputs, tokens)
+            return self._cell(i, j, lane, received)
+
+    def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
+        value, skips, tokens = self._unpacked(i, j, lane, received)
+        outputs, frame = self._pipeline.stages[j].forward(
+            i, (value, skips), self._batch, rematerialize=i < self._rematerialized
+        )
+        del value, skips
+        if self._gated:
+            outputs, tokens = self._gate(i, j, outputs, frame, tokens)
+        return self._packed(i, j, lane, outputs, tokens)
 
     def _unpacked(
         self, i: int, j: int, lane: Lane, received: list[_Parcel]
@@ -171,7 +184,8 @@ class _Forward:
         values = []
         tokens: tuple[Tensor, ...] = ()
         for parcel in received:
-            lane.receive(parcel.event, tensors_in(parcel.value))
+            if parcel.event is not None:
+                lane.receive(parcel.event, tensors_in(parcel.value))
             values.append(parcel.value)
             tokens += parcel.tokens
         received.clear()
@@ -213,25 +227,22 @@ class _Forward:
     ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
-        stage = self._pipeline.stages[j]
-        stashed = dict(zip(stage.stashes, skips, strict=True))
         messages = []
         for edge in self._pipeline.outgoing[j]:
-            value = output if edge.key is None else stashed[edge.key]
+            value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
-            parcel = self._sent(value, lane, self._lanes[w])
-            if edge.key is None:
-                parcel = parcel._replace(tokens=tokens)
-            messages.append(Message(w, (edge, i), parcel))
+            along = tokens if edge.skip is None else ()
+            parcel = self._sent(value, lane, self._lanes[w], along)
+            messages.append(Message(w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output
         return messages
 
-    def _sent(self, value: Any, source: Lane, target: Lane) -> _Parcel:
+    def _sent(self, value: Any, source: Lane, target: Lane, tokens: tuple[Tensor, ...]) -> _Parcel:
         if source is target or (
             source.streams is None and same_memory(source.device, target.device)
         ):
-            return _Parcel(value, None)
+            return _Parcel(value, None, tokens)
         events: list[Any] = []
 
         def moved(tensors: list[Tensor]) -> list[Tensor]:
@@ -240,4 +251,4 @@ class _Forward:
             return sent
 
         value = map_tensors(moved, value)
-        return _Parcel(value, events[0] if events else None)
+        return _Parcel(value, events[0] if events else None, tokens)

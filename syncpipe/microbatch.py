@@ -61,7 +61,8 @@ def scatter(input: Any, chunks: int) -> list[Any]:
             pieces.
     """
     if isinstance(input, Tensor) and input.dim() > 0:
-        return list(input.chunk(chunks))
+        cut = input.chunk(chunks)
+        return list(cut) if len(cut) > 1 else [input]
 
     leaves, spec = flatten(input)
     pieces = {
@@ -76,6 +77,8 @@ def scatter(input: Any, chunks: int) -> list[Any]:
 
     m = counts.pop() if counts else 1
     whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
+    if m == 1:
+        return [unflatten(whole, spec)]
     return [
         unflatten([pieces[k][i] if k in pieces else leaf for k, leaf in enumerate(whole)], spec)
         for i in range(m)

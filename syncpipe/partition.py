@@ -257,13 +257,18 @@ def check_input(input: Any, device: torch.device) -> None:
 def move_layers(partitions: Sequence[nn.Module], workers: Sequence[Worker]) -> None:
     """Moves every partition to the device of its worker, in place."""
     for partition, worker in zip(partitions, workers, strict=True):
-        if worker.device.type == "cpu":
-            # "cpu:1" is a worker, not a memory; what is there already must not be touched
-            tensors = chain(partition.parameters(), partition.buffers())
-            if any(tensor.device.type != "cpu" for tensor in tensors):
-                partition.to("cpu")
-        else:
-            partition.to(worker.device)
+        _move(partition, worker.device)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    if getattr(module, "_syncpipe_skips_are_internal", False):
+        return  # a pipe has devices of its own
+    for child in module.children():
+        _move(child, device)
+    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
+    if not all(same_memory(tensor.device, device) for tensor in tensors):
+        module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
 
 
 def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,7 @@ __all__ = ["Pipe", "inline"]
 
 _CHECKPOINT_MODES = ("always", "except_last", "never")
 
-_building = threading.Lock()
+_building = threading.RLock()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
 
@@ -242,7 +243,8 @@ class Pipe(nn.Module):
         self._follow_layers()
         check_input(input, self._workers[0].device)
         with _building:
-            if self._pipeline is None:
+            # After a fork its threads are gone, and its locks may be held by nobody.
+            if self._pipeline is None or self._pipeline.process != os.getpid():
                 self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
             pipeline = self._pipeline
         return pipeline(

@@ -9,7 +9,7 @@ deferred BatchNorm, re-materialization, and the notes on exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,11 +25,15 @@ from syncpipe.runtime.errors import annotate, annotate_backward
 from syncpipe.runtime.random import Generators, Seeded, never_draws
 from syncpipe.runtime.state import CallerState
 from syncpipe.skip.namespace import SkipKey
+from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["MiniBatch", "Partition", "Stage"]
 
+#: The value that travels along the layers, and skips.
+_Inputs = tuple[Any, tuple[Any, ...]]
+_NOTHING = nullcontext()
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -38,7 +42,7 @@ class Partition(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
-        if cell is None or cell.stage.partition is not self:
+        if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
             return super().forward(input)  # type: ignore[no-untyped-call]
         return cell.layers(input)
 
@@ -53,6 +57,7 @@ class MiniBatch:
         state: the caller's.
         threads: intra-op threads of the CPU workers (0: the calling thread's own).
         statistics: accumulators of deferred BatchNorm, one for each stage.
+        parameters: for each stage those that a recomputation needs as they are.
     """
 
     m: int
@@ -60,6 +65,7 @@ class MiniBatch:
     state: CallerState
     threads: int
     statistics: list[MiniBatchStatistics]
+    parameters: list[list[nn.Parameter]]
 
 
 class Stage:
@@ -92,6 +98,7 @@ class Stage:
         self.pops = list(pops)
         self.stashes = list(stashes)
         self.buffers = Buffers(partition)
+        self.has_skips = any(is_skippable(child) for child in partition.modules())
         self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
@@ -99,8 +106,8 @@ class Stage:
         self._has_python_nodes = False
 
     def forward(
-        self, i: int, inputs: tuple[Any, tuple[Any, ...]], batch: MiniBatch, *, rematerialize: bool
-    ) -> tuple[tuple[Any, tuple[Any, ...]], Frame | None]:
+        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool
+    ) -> tuple[_Inputs, Frame | None]:
         """Computes cell ``(i, j)``.
 
         Args:
@@ -113,50 +120,60 @@ class Stage:
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        grad = batch.state.grad
-        shared = self.j == 0 and batch.m > 1  # micro-batches share their memory there
-        watch = grad and (rematerialize or shared)
-        copy = watch and self._mutates_inputs is not False
-        stop = [t.grad_fn for t in tensors_in(inputs) if t.grad_fn is not None] if grad else []
         cell = _Cell(self, i, batch)
-        given = inputs
-        with Exclusive(self.buffers.lock) if self.buffers.any else nullcontext():
-            frame = None
+        frame = None
+        with Exclusive(self.buffers.lock) if self.buffers.any else _NOTHING:
             if rematerialize:
-                buffers = self.buffers.watch()
-                frame = Frame(
-                    cell.again,
-                    inputs,
-                    mutates_inputs=copy,
-                    sandbox=buffers.sandbox,
-                    lock=self.buffers.lock if self.buffers.any else None,
-                    state=batch.state,
-                    threads=batch.threads,
-                    where=cell.where,
-                )
-            if copy:
-                given = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
-            before = versions(given) if watch else []
-            outputs = cell.run(given) if frame is None else frame.forward(cell.run, given)
-            if watch:
-                self._learn_inputs(before != versions(given), copied=copy, where=cell.where)
-            if rematerialize:
-                buffers.learn()
+                outputs, frame = self._rematerialized(cell, inputs)
+            elif batch.state.grad and self._shares_inputs(batch):
+                outputs = self._watched(cell, inputs, cell.run)
+            else:
+                outputs = cell.run(inputs)
             if self.defers and i == batch.m - 1:
                 batch.statistics[self.j].commit()
-        if grad and (i == 0 or self._has_python_nodes):
+        if batch.state.grad and (i == 0 or self._has_python_nodes):
             self._has_python_nodes |= annotate_backward(
-                tensors_in(outputs), stop, f"in backward of {cell.where}"
+                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
-        return outputs, frame if frame is not None and frame.stores else None
+        return outputs, frame
 
-    def _learn_inputs(self, mutated: bool, *, copied: bool, where: str) -> None:
+    def _rematerialized(self, cell: _Cell, inputs: _Inputs) -> tuple[_Inputs, Frame | None]:
+        """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
+        buffers = self.buffers.watch()
+        frame = Frame(
+            cell.again,
+            inputs,
+            cell.batch.parameters[self.j],
+            mutates_inputs=self._mutates_inputs is not False,
+            sandbox=buffers.sandbox,
+            lock=self.buffers.lock if self.buffers.any else None,
+            state=cell.batch.state,
+            threads=cell.batch.threads,
+            where=cell.where,
+        )
+        outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given))
+        buffers.learn()
+        return outputs, frame if frame.stores else None
+
+    def _shares_inputs(self, batch: MiniBatch) -> bool:
+        """Whether writing into an input would show in that of another micro-batch."""
+        return self.j == 0 and batch.m > 1 and self._mutates_inputs is not False
+
+    def _watched(self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs]) -> _Inputs:
+        """Runs a cell whose inputs must stay as they are: on copies, if it writes into them."""
+        copy = self._mutates_inputs is not False
+        if copy:
+            inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
+        before = versions(inputs)
+        outputs = run(inputs)
+        mutated = before != versions(inputs)
         self._mutates_inputs = mutated or bool(self._mutates_inputs)
-        if mutated and not copied:
+        if mutated and not copy:
             raise RuntimeError(
-                f"{where} modified its input in place, which it did not do for earlier "
+                f"{cell.where} modified its input in place, which it did not do for earlier "
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
+        return outputs
 
 
 class _Cell:
@@ -178,56 +195,65 @@ class _Cell:
         layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         return f"stage {stage.j} ({layers}), micro-batch {self.i}"
 
-    def again(self, inputs: tuple[Any, tuple[Any, ...]]) -> Any:
+    def again(self, inputs: _Inputs) -> _Inputs:
         """The recomputation of this cell."""
         again = _Cell(self.stage, self.i, self.batch)
         again.recomputing = True
         return again.run(inputs)
 
-    def run(self, inputs: tuple[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+    def run(self, inputs: _Inputs) -> _Inputs:
         """From inputs to outputs, through the partition."""
         stage = self.stage
-        value, skips = inputs
-        store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
         kind = "recompute" if self.recomputing else "forward"
+        with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
+            if not stage.defers:
+                return self._with_skips(inputs)
+            with collect(None if self.recomputing else self.batch.statistics[stage.j]):
+                return self._with_skips(inputs)
+
+    def _with_skips(self, inputs: _Inputs) -> _Inputs:
+        stage = self.stage
+        value, skips = inputs
+        if not stage.has_skips:
+            return self._partition(value), ()
+        store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
+        with use_store(store):
+            output = self._partition(value)
+        return output, tuple([store.pop(key) for key in stage.stashes])
+
+    def _partition(self, value: Any) -> Any:
+        partition = self.stage.partition
+        if not partition._forward_hooks and not partition._forward_pre_hooks:
+            return self.layers(value)
         token = _current_cell.set(self)
         try:
-            with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"), use_store(store):
-                if not stage.defers:
-                    output = stage.partition(value)
-                else:
-                    with collect(None if self.recomputing else self.batch.statistics[stage.j]):
-                        output = stage.partition(value)
+            return partition(value)
         finally:
             _current_cell.reset(token)
-        return output, tuple([store.pop(key) for key in stage.stashes])
 
     def layers(self, value: Any) -> Any:
         """The layers of the partition, one after another."""
         stage, i, seed = self.stage, self.i, self.batch.seed
-        outer = _current_cell.set(None)  # so that a partition used as a layer is just a layer
-        index = stage.first
+        first = i == 0 and not self.recomputing
+        k = 0
         try:
-            for k, layer in enumerate(stage.partition):
-                index = stage.first + k
-                learn = i == 0 and not self.recomputing and not never_draws(layer)
+            for k, layer in enumerate(stage.partition._modules.values()):
+                learn = first and not never_draws(layer)
                 which = stage.generators.all if learn else stage.draws[k]
                 if not which:
                     value = layer(value)
                     continue
-                seeded = Seeded(stage.generators, which, (seed, index, i), observe=learn)
-                with seeded:
+                cell = (seed, stage.first + k, i)
+                with Seeded(stage.generators, which, cell, observe=learn) as seeded:
                     value = layer(value)
                 stage.draws[k] |= seeded.drew
         except _Stop:
             raise
         except BaseException as error:
-            name = stage.names[index - stage.first]
-            kind = type(stage.partition[index - stage.first]).__name__
-            annotate(error, f"in layer {index} ({name!r}: {kind}) of {self.where}")
+            kind = type(stage.partition[k]).__name__
+            layer_k = f"layer {stage.first + k} ({stage.names[k]!r}: {kind})"
+            annotate(error, f"in {layer_k} of {self.where}")
             raise
-        finally:
-            _current_cell.reset(outer)
         return value
 
 

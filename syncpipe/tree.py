@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "keystr", "map_tensors", "tensors_in"]
+__all__ = ["described", "flatten", "keystr", "map_tensors", "tensors_in", "unflatten"]
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
@@ -29,19 +28,41 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    # Tuples and lists by hand: they are most of what travels, and pytree takes its time.
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) is tuple or type(tree) is list:
+        for child in tree:
+            _collect(child, found)
+    elif tree is not None:
+        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> Any:
     """Replaces the tensors of a tree by what ``function`` makes of the list of them all."""
     if isinstance(tree, Tensor):
         return function([tree])[0]
+    tensors = tensors_in(tree)
+    return _replace(tree, iter(function(tensors))) if tensors else tree
+
+
+def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if type(tree) is tuple:
+        return tuple([_replace(child, tensors) for child in tree])
+    if type(tree) is list:
+        return [_replace(child, tensors) for child in tree]
+    if tree is None:
+        return None
     leaves, spec = pytree.tree_flatten(tree)
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not places:
-        return tree
-    for k, tensor in zip(places, function([leaves[k] for k in places]), strict=True):
-        leaves[k] = tensor
+    leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -53,8 +74,3 @@ def keystr(root: str, path: Any) -> str:
 def described(tensor: Tensor) -> str:
     """A tensor's dtype and shape in a few characters: ``float32[8, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def is_differentiable(value: Any) -> bool:
-    """Whether a leaf is a tensor that autograd follows."""
-    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -80,16 +80,6 @@ class _Slot:
         self.value: Tensor | None = None
 
 
-class _Kept:
-    """A parameter in the graph: kept as it is, since it is alive anyway."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-
-
 Cell = Callable[[Any], Any]
 
 
@@ -99,6 +89,7 @@ class Frame:
     Args:
         cell: computes the cell from its inputs (a tree), the same every time.
         inputs: the tree of inputs.
+        parameters: what else the result depends on, and nobody may modify in between.
         mutates_inputs: whether the cell may write into its inputs, so that it has to be given
             copies of them, here as in the forward.
         sandbox: makes a context in which the cell can run again without touching buffers.
@@ -112,6 +103,7 @@ class Frame:
         self,
         cell: Cell,
         inputs: Any,
+        parameters: list[nn.Parameter],
         *,
         mutates_inputs: bool,
         sandbox: Callable[[], AbstractContextManager[None]],
@@ -134,15 +126,16 @@ class Frame:
         # Detached, so that a frame does not keep the graph before it alive; the version counter is
         # still the tensor's own.
         self._inputs = map_tensors(lambda ts: [t.detach() for t in ts], inputs)
-        self._versions = versions(inputs)
+        self._parameters = parameters
+        self._versions = versions((inputs, parameters))
 
     def forward(self, cell: Cell, inputs: Any) -> Any:
         """Runs the cell for the first time, storing nothing."""
         given = {id(t) for t in tensors_in(inputs)}
 
-        def pack(tensor: Tensor) -> _Slot | _Kept:
+        def pack(tensor: Tensor) -> _Slot | Tensor:
             if isinstance(tensor, nn.Parameter) and id(tensor) not in given:
-                return _Kept(tensor)
+                return tensor  # alive anyway, and without a graph of its own
             slot = _Slot(self, len(self._slots))
             self._slots.append(weakref.ref(slot))
             self._shapes.append(described(tensor))
@@ -214,15 +207,14 @@ class Frame:
         raise RuntimeError(self._not_the_same(count, "nothing more"))
 
     def _check_versions(self) -> None:
-        for tensor, now, version in zip(
-            tensors_in(self._inputs), versions(self._inputs), self._versions, strict=True
-        ):
-            if now != version:
+        watched = tensors_in((self._inputs, self._parameters))
+        for tensor, now, then in zip(watched, versions(watched), self._versions, strict=True):
+            if now != then:
+                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
                 raise RuntimeError(
-                    f"an input ({described(tensor)}) of {self._where} was modified in place "
-                    f"between forward and backward (version {version} became {now}), "
-                    f"so it cannot be recomputed: modify a copy, or use "
-                    "checkpoint='never'"
+                    f"{kind} ({described(tensor)}) of {self._where} was modified in place between "
+                    f"forward and backward (version {then} became {now}), so that the cell cannot "
+                    "be recomputed: call backward before the optimizer's step, and modify copies"
                 )
 
     def _not_the_same(self, count: int, got: str) -> str:
@@ -235,15 +227,9 @@ class Frame:
         )
 
 
-def _unpack(packed: _Slot | _Kept) -> Tensor:
-    if isinstance(packed, _Kept):
-        if packed.tensor._version != packed.version:
-            raise RuntimeError(
-                f"a parameter ({described(packed.tensor)}) was modified in place between forward "
-                f"and backward (version {packed.version} became {packed.tensor._version}): call "
-                "backward before the optimizer's step"
-            )
-        return packed.tensor
+def _unpack(packed: _Slot | Tensor) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
     if packed.value is None:
         packed.frame.recompute()
     value, packed.value = packed.value, None
@@ -272,8 +258,7 @@ class _As:
         self._threads = torch.get_num_threads()
         torch._C._set_grad_enabled(True)
         # Outside of its `with autocast` nobody would ever clear the cache, so it stays off.
-        torch.autocast_increment_nesting()
-        self._state.autocast.set(cache=False)
+        self._state.autocast.set(self._autocast, cache=False)
         here = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._modes = [mode for mode in self._state.function_modes if mode not in here]
         for mode in self._modes:
@@ -286,6 +271,5 @@ class _As:
             torch.set_num_threads(self._threads)
         for _ in self._modes:
             _pop_mode()  # type: ignore[no-untyped-call]
-        self._autocast.set(cache=self._autocast.cache)
-        torch.autocast_decrement_nesting()
+        self._autocast.set(self._state.autocast, cache=self._autocast.cache)
         torch._C._set_grad_enabled(self._grad)

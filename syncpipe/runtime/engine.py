@@ -114,10 +114,12 @@ class _Call:
         for message in self.task.perform(action, self.inboxes[w].take(self.task.needs(action))):
             self.inboxes[message.worker].put(message.key, message.value)
 
-    def work(self, w: int, state: CallerState) -> None:
+    def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
         action = None
         try:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.set_device_index(device.index)
             with state.worn():
                 for action in self.program[w]:
                     self.step(w, action)
@@ -135,6 +137,14 @@ class _Call:
         """Waits until ``count`` workers have finished; may be interrupted and called again."""
         while len(self.finished) < count:
             self.progress.get()
+
+    def run_alone(self) -> None:
+        """The list of the only worker there is, on the calling thread."""
+        task, values = self.task, dict[Hashable, Any]()
+        for action in self.program[0]:
+            received = [values.pop(key) for key in task.needs(action)]
+            for _, key, value in task.perform(action, received):
+                values[key] = value
 
     def run_inline(self) -> None:
         """Everything on the calling thread: in turn each worker's next action, if it can run."""
@@ -168,7 +178,6 @@ class Engine:
         self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
-        self._process = os.getpid()
 
     def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
@@ -183,7 +192,10 @@ class Engine:
             BaseException: what an action raised; of several, the one of the earliest clock cycle.
         """
         call = _Call(program, task)
-        if inline or len(program) == 1:
+        if len(program) == 1:
+            call.run_alone()
+            return
+        if inline:
             call.run_inline()
             return
         submitted = 0
@@ -193,7 +205,8 @@ class Engine:
                 self._start()
                 for w, thread in enumerate(self._threads):
                     context = state.context.copy()
-                    thread.submit(_job(context.run, call.work, w, state))
+                    device = self._workers[w].device
+                    thread.submit(_job(context.run, call.work, w, device, state))
                     submitted += 1
             call.wait(submitted)
         except BaseException:  # Ctrl-C, above all
@@ -209,16 +222,10 @@ class Engine:
                 del error  # or this frame and the traceback would keep each other alive
 
     def _start(self) -> None:
-        """Starts the threads if need be (after a fork they are gone) and shares out the cores."""
-        if self._threads and self._process != os.getpid():
-            self._threads = []
+        """Starts the threads if need be and shares out the cores."""
         if not self._threads:
-            self._process, self._share = os.getpid(), 0
             self._threads = [WorkerThread(str(worker.device)) for worker in self._workers]
-            for thread, worker in zip(self._threads, self._workers, strict=True):
-                if worker.device.type not in ("cpu", "meta"):
-                    thread.submit(_job(torch.accelerator.set_device_index, worker.device.index))
-            weakref.finalize(self, _stop, self._threads, self._process)
+            weakref.finalize(self, _stop, self._threads, os.getpid())
         share = self.share()
         if share != self._share:
             mine = torch.get_num_threads()

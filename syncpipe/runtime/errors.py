@@ -18,8 +18,8 @@ def annotate(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-def annotate_backward(outputs: Iterable[Tensor], stop: Iterable[Any], note: str) -> bool:
-    """Lets exceptions of the Python nodes between the nodes ``stop`` and ``outputs`` carry a note.
+def annotate_backward(outputs: Iterable[Tensor], inputs: Iterable[Tensor], note: str) -> bool:
+    """Lets exceptions of the Python nodes between ``inputs`` and ``outputs`` carry a note.
 
     Backward runs inside autograd, where no frame of ours could catch anything. Its only Python
     code, apart from hooks, are custom ``autograd.Function``s, whose nodes look ``apply`` up on
@@ -29,7 +29,7 @@ def annotate_backward(outputs: Iterable[Tensor], stop: Iterable[Any], note: str)
         Whether there was any such node.
     """
     pending = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    seen: set[Any] = set(stop)
+    seen: set[Any] = {x.grad_fn for x in inputs if x.grad_fn is not None}
     found = False
     while pending:
         node = pending.pop()

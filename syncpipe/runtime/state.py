@@ -54,16 +54,18 @@ class Autocast:
             for name in _autocast_types()
         ]
 
-    def set(self, *, cache: bool) -> None:
+    def set(self, present: Autocast, *, cache: bool) -> None:
         """Puts the state in force on the calling thread.
 
         Args:
+            present: what is in force there now.
             cache: whether casts of weights may be cached. The cache is global and cleared by
                 whoever leaves the outermost ``autocast``; outside of one it would go stale.
         """
-        for name, enabled, dtype in self.enabled:
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
+        if self.enabled != present.enabled:
+            for name, enabled, dtype in self.enabled:
+                torch.set_autocast_enabled(name, enabled)
+                torch.set_autocast_dtype(name, dtype)
         torch.set_autocast_cache_enabled(cache)
 
 
@@ -73,6 +75,7 @@ class CallerState:
     Attributes:
         context: the caller's context variables.
         grad: whether the caller records a graph.
+        nested: whether the caller is inside of an ``autocast``, which clears the cache at its end.
         needs_inline: whether something is active that only the caller's own thread can honour.
     """
 
@@ -86,6 +89,7 @@ class CallerState:
         "grad",
         "inference",
         "needs_inline",
+        "nested",
     )
 
     def __init__(self) -> None:
@@ -93,6 +97,8 @@ class CallerState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = Autocast()
+        self.nested = torch.autocast_increment_nesting() > 1
+        torch.autocast_decrement_nesting()
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
         self._multithreading = torch._C._is_multithreading_enabled()
@@ -131,9 +137,9 @@ class _Worn:
         torch._C._set_grad_enabled(state.grad)
         torch._C._set_fwd_grad_enabled(state._forward_ad)
         torch._C._set_multithreading_enabled(state._multithreading)
-        # One level of nesting, so that an autocast inside a layer does not clear the cache.
-        torch.autocast_increment_nesting()
-        state.autocast.set(cache=state.autocast.cache)
+        if state.nested:  # an autocast inside a layer must not clear the caller's cache
+            torch.autocast_increment_nesting()
+        state.autocast.set(self._previous[3], cache=state.autocast.cache)
         for mode in state.function_modes:
             _push_mode(mode)  # type: ignore[no-untyped-call]
         if state._hooks is not None:
@@ -151,8 +157,9 @@ class _Worn:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for _ in state.function_modes:
             _pop_mode()  # type: ignore[no-untyped-call]
-        autocast.set(cache=autocast.cache)
-        torch.autocast_decrement_nesting()
+        autocast.set(state.autocast, cache=autocast.cache)
+        if state.nested:
+            torch.autocast_decrement_nesting()
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
         torch._C._set_grad_enabled(grad)
