@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -247,14 +248,14 @@ class Pipe(nn.Module):
             if self._pipeline is None or self._pipeline.process != os.getpid():
                 self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
             pipeline = self._pipeline
-        return pipeline(
+        run = pipeline.__call__ if "torch._dynamo" not in sys.modules else _untraced(pipeline)
+        return run(
             input,
             chunks=self._chunks,
             checkpoint=self._checkpoint if self.training else "never",
             inline=_inline.get(),
         )
 
-    # torch.compile compiles layers; the threads in between are not for it to trace.
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _follow_layers(self) -> None:
@@ -354,6 +355,12 @@ def _placed(module: nn.Sequential, devices: Iterable[Any] | None) -> tuple[list[
         asked = found if devices is None else check_devices(devices)
         raise missing_balance(len(module), max(2, len(asked)))
     return balance, list(found)
+
+
+def _untraced(pipeline: Pipeline) -> Callable[..., Any]:
+    """The pipeline, out of sight of torch.compile: that is for layers, not for what is between."""
+    disable: Any = torch.compiler.disable
+    return cast("Callable[..., Any]", disable(pipeline.__call__))
 
 
 def _refuse_placement(what: str) -> NoReturn:
