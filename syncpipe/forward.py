@@ -77,7 +77,7 @@ class Pipeline:
             )
             first = last
         self.workers = list(dict.fromkeys(workers))
-        self.worker_of = [self.workers.index(worker) for worker in workers]
+        self.worker_of = tuple(self.workers.index(worker) for worker in workers)
         self.engine = Engine(self.workers)
         self.process = os.getpid()
         n = len(partitions)
@@ -114,7 +114,7 @@ class Pipeline:
             draw_seed(),
             state,
             threads=0 if inline or not self._on_cpu() else self.engine.share(),
-            statistics=[MiniBatchStatistics() for _ in self.stages],
+            statistics={stage.j: MiniBatchStatistics() for stage in self.stages if stage.defers},
             parameters=[
                 list(s.partition.parameters()) if rematerialized else [] for s in self.stages
             ],

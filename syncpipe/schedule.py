@@ -15,7 +15,8 @@ stages; a column is a stage, an entry is ``(i, j)``:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 __all__ = ["Action", "Kind", "Program", "clock_cycles", "forward_program"]
@@ -51,8 +52,9 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
 
 
-def forward_program(m: int, worker_of: Sequence[int]) -> Program:
-    """The forward half of GPipe's schedule, as a list of actions for each worker.
+@lru_cache(maxsize=128)
+def forward_program(m: int, worker_of: tuple[int, ...]) -> Program:
+    """The forward half of GPipe's schedule, as a list of actions for each worker (do not modify).
 
     A lone worker has nobody to wait for it, so it takes the micro-batches one after another
     through all of its stages: exactly what the plain model does with them, and with the fewest

@@ -56,7 +56,7 @@ class MiniBatch:
         seed: of the call's random numbers.
         state: the caller's.
         threads: intra-op threads of the CPU workers (0: the calling thread's own).
-        statistics: accumulators of deferred BatchNorm, one for each stage.
+        statistics: accumulators of deferred BatchNorm, for each stage that has any.
         parameters: for each stage those that a recomputation needs as they are.
     """
 
@@ -64,7 +64,7 @@ class MiniBatch:
     seed: int
     state: CallerState
     threads: int
-    statistics: list[MiniBatchStatistics]
+    statistics: dict[int, MiniBatchStatistics]
     parameters: list[list[nn.Parameter]]
 
 

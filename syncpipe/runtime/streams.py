@@ -21,7 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStreams", "Lane", "Streams"]
+__all__ = ["AcceleratorStreams", "Lane", "Streams", "same_memory"]
+
+
+def same_memory(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are the same memory (``cpu:0`` and ``cpu:1`` are, for tensors)."""
+    return a.type == b.type and (a.type == "cpu" or a.index == b.index)
 
 
 class Streams(Protocol):
@@ -133,7 +138,7 @@ class Lane:
         Returns:
             The tensors on the device of ``to``, and an event for :meth:`receive` there.
         """
-        if self.device == to.device or self.device.type == to.device.type == "cpu":
+        if same_memory(self.device, to.device):
             event = None if self.streams is None else self.streams.record(self.compute)
             return list(tensors), event
         with ExitStack() as stack:

@@ -9,14 +9,9 @@ from typing import Any
 
 import torch
 
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams, same_memory
 
 __all__ = ["Worker", "WorkerThread", "same_memory"]
-
-
-def same_memory(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are the same memory (``cpu:0`` and ``cpu:1`` are, for tensors)."""
-    return a.type == b.type and (a.type == "cpu" or a.index == b.index)
 
 
 class Worker:
