@@ -252,6 +252,7 @@ def _job(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
 
 
 def _set_threads(count: int, done: SimpleQueue[None]) -> None:
+    torch.get_num_threads()  # or the thread's first operation would set what others have set last
     torch.set_num_threads(count)
     done.put(None)
 

@@ -74,6 +74,10 @@ class Gate(torch.autograd.Function):
         return (outputs[0].new_empty(0, dtype=torch.float32), *(t.detach() for t in outputs))
 
     @staticmethod
+    def jvp(ctx: Any, _count: None, *tangents: Tensor | None) -> Any:
+        return None, *(t if t is None else t.detach() for t in tangents[ctx.count :])
+
+    @staticmethod
     def backward(ctx: Any, _token: None, *grads: Tensor | None) -> Any:
         return None, *(None for _ in range(ctx.count)), *grads
 
@@ -106,9 +110,12 @@ class Send(torch.autograd.Function):
         ctx.source, ctx.target = source, target
         sent, event = source.send(list(tensors), target)
         events.append(event)
-        return tuple(
-            copy.detach() if copy is t else copy for t, copy in zip(tensors, sent, strict=True)
+        outputs = [c.detach() if c is t else c for t, c in zip(tensors, sent, strict=True)]
+        needed = ctx.needs_input_grad[3:]
+        ctx.mark_non_differentiable(
+            *(output for output, need in zip(outputs, needed, strict=True) if not need)
         )
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
