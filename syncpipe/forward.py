@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from syncpipe.batchnorm import MiniBatchStatistics
 from syncpipe.microbatch import gather, scatter
@@ -151,7 +152,8 @@ class _Forward:
         self._lanes = lanes
         self._inputs: list[Any] = micro_batches
         self._rematerialized = rematerialized
-        self._gated = batch.state.grad and len(lanes) > 1
+        # Forward-mode AD has nothing that goes back, and does not pass a gate.
+        self._gated = batch.state.grad and len(lanes) > 1 and forward_ad._current_level < 0
         self._tokens: list[Tensor | None] = [None for _ in pipeline.stages]
         self.outputs: list[Any] = [None for _ in micro_batches]
 

@@ -74,10 +74,6 @@ class Gate(torch.autograd.Function):
         return (outputs[0].new_empty(0, dtype=torch.float32), *(t.detach() for t in outputs))
 
     @staticmethod
-    def jvp(ctx: Any, _count: None, *tangents: Tensor | None) -> Any:
-        return None, *(t if t is None else t.detach() for t in tangents[ctx.count :])
-
-    @staticmethod
     def backward(ctx: Any, _token: None, *grads: Tensor | None) -> Any:
         return None, *(None for _ in range(ctx.count)), *grads
 
