@@ -18,21 +18,15 @@ an abandoned one leaves no trace and `state_dict` has the keys that it always ha
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 import threading
-import types
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
     "DeferredBatchNorm",
@@ -41,7 +35,6 @@ __all__ = [
     "DeferredBatchNorm3d",
     "MiniBatchStatistics",
     "collect",
-    "defer_batch_norm",
 ]
 
 
@@ -191,19 +184,6 @@ class DeferredBatchNorm(_BatchNorm):
     `state_dict` keys are those of `torch.nn.BatchNorm1d`, `2d` and `3d`.
     """
 
-    @classmethod
-    def from_plain(cls, bn: nn.Module) -> DeferredBatchNorm:
-        """A deferred layer with the parameters, buffers and hooks of `bn`, which stays as it is.
-
-        Raises:
-            TypeError: `bn` is not exactly a `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`.
-            ValueError: `bn` is lazy and has not been run yet.
-        """
-        _check_plain(bn, "")
-        deferred = _DEFERRED[type(bn)].__new__(_DEFERRED[type(bn)])
-        _fill(deferred, bn, {bn: deferred})
-        return deferred
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, `(N, C, *)`, by its own (training) or the running statistics."""
         scope = _scope.get()
@@ -241,199 +221,3 @@ class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
 
 class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d`, deferred."""
-
-
-_DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
-    nn.BatchNorm1d: DeferredBatchNorm1d,
-    nn.BatchNorm2d: DeferredBatchNorm2d,
-    nn.BatchNorm3d: DeferredBatchNorm3d,
-}
-
-
-# -- converting a model ---------------------------------------------------------------------------
-
-
-def defer_batch_norm(module: nn.Module) -> nn.Module:
-    """The same model with its batch normalisations deferred.
-
-    `module` itself is left as it is. What holds no batch normalisation is returned as the very
-    same object; what does is replaced by a shallow clone, and all parameters and buffers are
-    shared, so that training the result trains `module`. Convert after moving to devices:
-    `Module.to` gives a clone buffers of its own.
-
-    Layers without running statistics, and those already deferred, are left alone.
-
-    Raises:
-        TypeError: a batch normalisation of a class that cannot be converted (`SyncBatchNorm`,
-            subclasses), or a compiled or patched module that would go on running the original.
-        ValueError: a lazy batch normalisation that has not been run yet.
-    """
-    paths = {part: path for path, part in module.named_modules()}
-    for part, path in paths.items():
-        if _tracks(part):
-            _check_plain(part, path)
-        _check_not_scripted(part, path)
-
-    # Whatever refers to a replaced module, be it a parent, a list of layers in a plain attribute
-    # or a hook, has to refer to the replacement: so it is replaced itself.
-    users: dict[nn.Module, list[nn.Module]] = {part: [] for part in paths}
-    for part in paths:
-        for used in _references(part):
-            if used in users:
-                users[used].append(part)
-    replaced = dict.fromkeys(part for part in paths if _tracks(part))
-    todo = list(replaced)
-    while todo:
-        for user in users[todo.pop()]:
-            if user not in replaced:
-                replaced[user] = None
-                todo.append(user)
-
-    for part in replaced:
-        _check_not_bound(part, paths[part])
-    clones = {part: _shell(part) for part in replaced}
-    for part in replaced:
-        _fill(clones[part], part, clones)
-    return clones.get(module, module)
-
-
-def _tracks(module: nn.Module) -> bool:
-    """Whether `module` is a batch normalisation that has yet to be deferred."""
-    return (
-        isinstance(module, _BatchNorm)
-        and not isinstance(module, DeferredBatchNorm)
-        and module.track_running_stats
-        and module.running_mean is not None
-    )
-
-
-def _named(module: nn.Module, path: str) -> str:
-    kind = type(module)
-    place = f" at '{path}'" if path else ""
-    return f"{kind.__module__}.{kind.__qualname__}{place}"
-
-
-def _check_plain(module: nn.Module, path: str) -> None:
-    if type(module) in _DEFERRED:
-        return _check_not_bound(module, path)
-    name = f"deferred_batch_norm cannot convert {_named(module, path)}: "
-    if isinstance(module, _LazyNormBase):
-        raise ValueError(f"{name}it is not initialised yet; run the model once first")
-    if isinstance(module, nn.SyncBatchNorm):
-        raise TypeError(
-            f"{name}statistics across processes need the plain form; "
-            "use BatchNorm1d/2d/3d, or deferred_batch_norm=False"
-        )
-    raise TypeError(
-        f"{name}only BatchNorm1d, BatchNorm2d and BatchNorm3d themselves are understood, not "
-        "subclasses or parametrized ones; convert it by hand by deriving it from "
-        "syncpipe.batchnorm.DeferredBatchNorm, or use deferred_batch_norm=False"
-    )
-
-
-def _check_not_bound(module: nn.Module, path: str) -> None:
-    """Refuse what would run the original module from inside its clone."""
-    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-        raise TypeError(
-            f"deferred_batch_norm cannot convert {_named(module, path)}: it is compiled around a "
-            "batch normalisation; wrap the model in the pipe first and compile its layers after, "
-            "or use deferred_batch_norm=False"
-        )
-    if "forward" in module.__dict__:
-        raise TypeError(
-            f"deferred_batch_norm cannot convert {_named(module, path)}: its 'forward' was "
-            "replaced on the instance and may be bound to the original; undo that before "
-            "wrapping the model in the pipe, or use deferred_batch_norm=False"
-        )
-
-
-def _check_not_scripted(module: nn.Module, path: str) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        kind = getattr(module, "original_name", "")
-        if "BatchNorm" in kind and getattr(module, "running_mean", None) is not None:
-            raise TypeError(
-                f"deferred_batch_norm cannot convert the scripted {kind} at '{path}'; "
-                "leave the model unscripted, or use deferred_batch_norm=False"
-            )
-
-
-# Where nn.Module registers things: parameters, buffers, children, hooks of all kinds.
-_REGISTRIES = frozenset(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set)))
-
-
-def _shell(module: nn.Module) -> nn.Module:
-    """An empty object of the class that replaces that of `module`."""
-    kind: type[nn.Module] = _DEFERRED.get(type(module), type(module))
-    return kind.__new__(kind)
-
-
-def _fill(clone: nn.Module, module: nn.Module, clones: dict[nn.Module, nn.Module]) -> None:
-    """Give `clone` the attributes of `module`, referring to `clones` where there are any."""
-    for name, value in module.__dict__.items():
-        rebound = _rebound(value, lambda part: clones.get(part, part))
-        if name in _REGISTRIES and rebound is value:
-            rebound = value.copy()
-        clone.__dict__[name] = rebound
-
-
-def _references(module: nn.Module) -> list[nn.Module]:
-    """The modules that `module` refers to, in whatever attribute."""
-    found: list[nn.Module] = []
-
-    def note(part: nn.Module) -> nn.Module:
-        found.append(part)
-        return part
-
-    _rebound(module.__dict__, note)
-    return found
-
-
-def _rebound(
-    value: Any, swap: Callable[[nn.Module], nn.Module], above: tuple[object, ...] = ()
-) -> Any:
-    """`value` with `swap` applied to each module in it; itself if that changes nothing.
-
-    Looks into plain containers, bound methods, partials and weak references. `above` are the
-    containers on the way to `value`: one that holds itself is not entered again.
-    """
-    if isinstance(value, nn.Module):
-        return swap(value)
-    if any(value is outer for outer in above):
-        return value
-
-    def again(part: Any) -> Any:
-        return _rebound(part, swap, (*above, value))
-
-    kind = type(value)
-    if kind is dict or kind is OrderedDict:
-        items = [(again(k), again(v)) for k, v in value.items()]
-        same = all(k is a and v is b for (k, v), (a, b) in zip(value.items(), items, strict=True))
-        return value if same else kind(items)
-    if kind in (list, tuple, set, frozenset):
-        parts = [again(part) for part in value]
-        same = all(old is new for old, new in zip(value, parts, strict=True))
-        return value if same else kind(parts)
-    if kind is types.MethodType:
-        owner = again(value.__self__)
-        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-    if kind is functools.partial:
-        old = (value.func, value.args, value.keywords)
-        func, args, keywords = new = tuple(again(part) for part in old)
-        same = all(a is b for a, b in zip(old, new, strict=True))
-        return value if same else functools.partial(func, *args, **keywords)
-    if kind is weakref.ref:
-        target = value()
-        new = again(target) if isinstance(target, nn.Module) else target
-        return value if new is target else weakref.ref(new)
-    if kind is _WrappedHook:
-        state = again(value.__dict__)
-        if state is value.__dict__:
-            return value
-        hook = copy.copy(value)
-        hook.__dict__.update(state)
-        return hook
-    return value
-
-
-# A hook that is handed its module (load_state_dict pre-hooks) keeps a weak reference to it.
-_WrappedHook = getattr(nn.modules.module, "_WrappedHook", None)

@@ -5,9 +5,9 @@ Their keys say in which partition a layer was:
     torchgpipe, fairscale                   partitions.{j}.{name of the layer}.weight
     torch.distributed.pipeline.sync         partitions.{j}.{place in the partition}.weight
 
-The layers come in the same order in all of them, so the ones with a state are matched one by one,
-whatever the balance was; only where their number differs (a checkpoint of a part of the model) the
-names have to do.
+The last one also took layers apart that are an ``nn.Sequential`` themselves. So keys are matched
+by the layers' names where that gives just the keys of the model, and otherwise by their order,
+which is the same in all of them whatever the balance was.
 """
 
 from __future__ import annotations
@@ -34,37 +34,46 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
     """
     if "partitions" in module._modules:
         return
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for key in state_dict:
-        match = _OLD_KEY.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
-        if match is not None:
-            found.setdefault((match[1], match[2]), {})[match[3]] = key
+    found = [
+        key
+        for key in state_dict
+        if key.startswith(prefix) and _OLD_KEY.fullmatch(key, len(prefix)) is not None
+    ]
     if not found:
         return
-    names = _matched(found, module)
-    for place, keys in found.items():
-        for rest, key in keys.items():
-            value = state_dict.pop(key)
-            owner, _, last = rest.rpartition(".")
-            statistics = f"{owner}.running_mean" if owner else "running_mean"
-            if not (last in _ACCUMULATORS and statistics in keys):
-                state_dict[f"{prefix}{names[place]}.{rest}"] = value
-
-
-def _matched(
-    found: dict[tuple[str, str], dict[str, str]], module: nn.Module
-) -> dict[tuple[str, str], str]:
-    """For each place in the checkpoint the name of the layer."""
-    own = {name: set(layer.state_dict()) for name, layer in module.named_children()}
-    own = {name: keys for name, keys in own.items() if keys}
-    if len(own) == len(found) and all(
-        _plain(keys) <= _plain(theirs)
-        for keys, theirs in zip(own.values(), found.values(), strict=True)
+    old = [key for key in found if not _is_accumulator(key, state_dict)]
+    own = module.state_dict()
+    named = [_named(key[len(prefix) :]) for key in old]
+    if {_plain(key) for key in named} != {_plain(key) for key in own} and _in_order(
+        [state_dict[key] for key in old], old, own
     ):
-        return dict(zip(found, own, strict=True))
-    return {place: place[1] for place in found}
+        named = list(own)
+    moved = {prefix + name: state_dict[key] for name, key in zip(named, old, strict=True)}
+    for key in found:
+        del state_dict[key]
+    state_dict.update(moved)
 
 
-def _plain(keys: Any) -> set[str]:
-    """Keys without the ``module.`` that torchgpipe puts before those of a skippable layer."""
-    return {key.replace("module.", "") for key in keys}
+def _is_accumulator(key: str, state_dict: dict[str, Any]) -> bool:
+    """Whether a key is of a buffer that torchgpipe's DeferredBatchNorm adds."""
+    owner, _, last = key.rpartition(".")
+    return last in _ACCUMULATORS and f"{owner}.running_mean" in state_dict
+
+
+def _named(key: str) -> str:
+    """The key without its partition: layer and rest."""
+    return key.split(".", 2)[2]
+
+
+def _plain(key: str) -> str:
+    """A key without the ``module.`` that torchgpipe puts before those of a skippable layer."""
+    return key.replace("module.", "")
+
+
+def _in_order(values: list[Any], keys: list[str], own: dict[str, Any]) -> bool:
+    """Whether the values can be those of the model's own keys, one after another."""
+    return len(values) == len(own) and all(
+        key.rpartition(".")[2] == mine.rpartition(".")[2]
+        and getattr(value, "shape", None) == getattr(tensor, "shape", None)
+        for value, key, (mine, tensor) in zip(values, keys, own.items(), strict=True)
+    )

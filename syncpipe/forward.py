@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from syncpipe.batchnorm import MiniBatchStatistics
 from syncpipe.microbatch import gather, scatter
 from syncpipe.runtime.checkpoint import Frame, is_checkpointing, is_recomputing
-from syncpipe.runtime.engine import Engine, Message
+from syncpipe.runtime.engine import RUNNING, Engine, Message
 from syncpipe.runtime.random import draw_seed
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.streams import Lane
@@ -26,7 +26,7 @@ from syncpipe.runtime.worker import Worker, same_memory
 from syncpipe.schedule import Action, forward_program
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stage import MiniBatch, Partition, Stage
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import map_tensors, share_memory, tensors_in
 
 __all__ = ["Pipeline"]
 
@@ -41,11 +41,19 @@ class _Edge(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """What travels over an edge: a tree, the event that says when it is there, and tokens."""
+    """What travels over an edge.
+
+    Attributes:
+        value: a tree.
+        event: tells when it is there.
+        tokens: start the recomputations of the last micro-batch.
+        alias: tensors of the value share memory with each other or with another parcel.
+    """
 
     value: Any
     event: Any
     tokens: tuple[Tensor, ...]
+    alias: bool
 
 
 class Pipeline:
@@ -103,10 +111,9 @@ class Pipeline:
         state = CallerState()
         micro_batches = scatter(input, chunks)
         m = len(micro_batches)
-        # Inside of a re-materialized cell of another pipe everything is dropped anyway, and what
-        # that pipe stores has to come in the same order both times.
+        inline = inline or state.needs_inline or RUNNING.get() or len(self.workers) == 1
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
-        inline = inline or state.needs_inline or nested or len(self.workers) == 1
         rematerialized = 0
         if state.grad and not nested:
             rematerialized = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
@@ -122,14 +129,15 @@ class Pipeline:
         )
         lanes = [worker.lane() for worker in self.workers]
         callers = [worker.caller_lane() for worker in self.workers]
+        first, last = lanes[self.worker_of[0]], lanes[self.worker_of[-1]]
         for lane, caller in zip(lanes, callers, strict=True):
-            lane.follow(caller)
+            lane.follow(caller, tensors_in(micro_batches[0]) if lane is first else ())
         run = _Forward(self, batch, lanes, micro_batches, rematerialized)
         try:
             self.engine.run(forward_program(m, self.worker_of), run, state, inline=inline)
         finally:
             for lane, caller in zip(lanes, callers, strict=True):
-                caller.follow(lane)
+                caller.follow(lane, tensors_in(run.outputs) if lane is last else ())
         return gather(run.outputs)
 
     def _on_cpu(self) -> bool:
@@ -170,9 +178,10 @@ class _Forward:
             return self._cell(i, j, lane, received)
 
     def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
+        alias = any(parcel.alias for parcel in received)
         value, skips, tokens = self._unpacked(i, j, lane, received)
         outputs, frame = self._pipeline.stages[j].forward(
-            i, (value, skips), self._batch, rematerialize=i < self._rematerialized
+            i, (value, skips), self._batch, rematerialize=i < self._rematerialized, alias=alias
         )
         del value, skips
         if self._gated:
@@ -229,22 +238,25 @@ class _Forward:
     ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
+        alias = (bool(skips) or not isinstance(output, Tensor)) and share_memory(outputs)
         messages = []
         for edge in self._pipeline.outgoing[j]:
             value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
             along = tokens if edge.skip is None else ()
-            parcel = self._sent(value, lane, self._lanes[w], along)
+            value, event = self._sent(value, lane, self._lanes[w])
+            parcel = _Parcel(value, event, along, alias)
             messages.append(Message(w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output
         return messages
 
-    def _sent(self, value: Any, source: Lane, target: Lane, tokens: tuple[Tensor, ...]) -> _Parcel:
+    def _sent(self, value: Any, source: Lane, target: Lane) -> tuple[Any, Any]:
+        """The value where ``target`` is, and the event to wait for there."""
         if source is target or (
             source.streams is None and same_memory(source.device, target.device)
         ):
-            return _Parcel(value, None, tokens)
+            return value, None
         events: list[Any] = []
 
         def moved(tensors: list[Tensor]) -> list[Tensor]:
@@ -253,4 +265,4 @@ class _Forward:
             return sent
 
         value = map_tensors(moved, value)
-        return _Parcel(value, events[0] if events else None, tokens)
+        return value, events[0] if events else None

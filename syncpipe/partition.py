@@ -285,4 +285,7 @@ def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bo
     except RuntimeError:  # share_memory_() and the like: not for meta, but no move either
         pass
     probes = [torch.empty(0, device=device) for device in dict.fromkeys(devices)]
-    return any(fn(probe).device != probe.device for probe in probes)
+    try:
+        return any(fn(probe).device != probe.device for probe in probes)
+    except RuntimeError:  # a device that cannot be reached
+        return True

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast, overload
 import torch
 from torch import Tensor, nn
 
-from syncpipe.batchnorm import defer_batch_norm
+from syncpipe.batchnorm_convert import defer_batch_norm
 from syncpipe.checkpoints import translate_keys
 from syncpipe.forward import Pipeline
 from syncpipe.partition import (
@@ -180,7 +180,9 @@ class Pipe(nn.Module):
             count = operator.index(chunks)
         except TypeError as error:
             raise TypeError(f"chunks must be an integer, not {chunks!r}") from error
-        if count <= 0 or isinstance(chunks, bool):
+        if isinstance(chunks, bool):
+            raise ValueError(f"chunks={chunks!r}: must be a number of micro-batches, not a bool")
+        if count <= 0:
             raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
         self._chunks = count
 

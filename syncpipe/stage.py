@@ -20,9 +20,9 @@ from torch import nn
 
 from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.runtime.buffers import Buffers, Exclusive
-from syncpipe.runtime.checkpoint import Frame, _Stop, versions
+from syncpipe.runtime.checkpoint import Frame, versions
 from syncpipe.runtime.errors import annotate, annotate_backward
-from syncpipe.runtime.random import Generators, Seeded, never_draws
+from syncpipe.runtime.random import Generators, Seeded, Undisturbed, never_draws
 from syncpipe.runtime.state import CallerState
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
@@ -103,10 +103,10 @@ class Stage:
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self._mutates_inputs: bool | None = None  # not known yet
-        self._has_python_nodes = False
+        self._has_python_nodes: bool | None = None  # not known yet
 
     def forward(
-        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool
+        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool, alias: bool
     ) -> tuple[_Inputs, Frame | None]:
         """Computes cell ``(i, j)``.
 
@@ -115,6 +115,7 @@ class Stage:
             inputs: the input of the first layer, and the skips that this stage pops.
             batch: what the cells of this call share.
             rematerialize: store nothing for backward, compute the cell again then.
+            alias: an input shares its memory with something that went elsewhere.
 
         Returns:
             The output of the last layer with the skips for other stages; and the frame that
@@ -124,20 +125,22 @@ class Stage:
         frame = None
         with Exclusive(self.buffers.lock) if self.buffers.any else _NOTHING:
             if rematerialize:
-                outputs, frame = self._rematerialized(cell, inputs)
-            elif batch.state.grad and self._shares_inputs(batch):
-                outputs = self._watched(cell, inputs, cell.run)
+                outputs, frame = self._rematerialized(cell, inputs, alias)
+            elif alias or (batch.state.grad and self._shares_inputs(batch)):
+                outputs = self._watched(cell, inputs, cell.run, alias)
             else:
                 outputs = cell.run(inputs)
             if self.defers and i == batch.m - 1:
                 batch.statistics[self.j].commit()
-        if batch.state.grad and (i == 0 or self._has_python_nodes):
-            self._has_python_nodes |= annotate_backward(
+        if self._has_python_nodes is not False and batch.state.grad:
+            self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
         return outputs, frame
 
-    def _rematerialized(self, cell: _Cell, inputs: _Inputs) -> tuple[_Inputs, Frame | None]:
+    def _rematerialized(
+        self, cell: _Cell, inputs: _Inputs, alias: bool
+    ) -> tuple[_Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         buffers = self.buffers.watch()
         frame = Frame(
@@ -151,7 +154,7 @@ class Stage:
             threads=cell.batch.threads,
             where=cell.where,
         )
-        outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given))
+        outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given), alias)
         buffers.learn()
         return outputs, frame if frame.stores else None
 
@@ -159,7 +162,9 @@ class Stage:
         """Whether writing into an input would show in that of another micro-batch."""
         return self.j == 0 and batch.m > 1 and self._mutates_inputs is not False
 
-    def _watched(self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs]) -> _Inputs:
+    def _watched(
+        self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs], alias: bool
+    ) -> _Inputs:
         """Runs a cell whose inputs must stay as they are: on copies, if it writes into them."""
         copy = self._mutates_inputs is not False
         if copy:
@@ -168,6 +173,12 @@ class Stage:
         outputs = run(inputs)
         mutated = before != versions(inputs)
         self._mutates_inputs = mutated or bool(self._mutates_inputs)
+        if mutated and alias:
+            raise RuntimeError(
+                f"{cell.where} modified in place a tensor that went over the partition border "
+                "more than once (stashed as a skip as well, or twice in one output): the others "
+                "would not see it. Let the layer work on a copy (for an activation: inplace=False)"
+            )
         if mutated and not copy:
             raise RuntimeError(
                 f"{cell.where} modified its input in place, which it did not do for earlier "
@@ -235,26 +246,34 @@ class _Cell:
         """The layers of the partition, one after another."""
         stage, i, seed = self.stage, self.i, self.batch.seed
         first = i == 0 and not self.recomputing
+        draws = stage.draws
         k = 0
         try:
             for k, layer in enumerate(stage.partition._modules.values()):
                 learn = first and not never_draws(layer)
-                which = stage.generators.all if learn else stage.draws[k]
-                if not which:
+                if learn or draws[k]:
+                    which = stage.generators.all if learn else draws[k]
+                    cell = (seed, stage.first + k, i)
+                    with Seeded(stage.generators, which, cell, observe=learn) as seeded:
+                        value = layer(value)
+                    draws[k] |= seeded.drew
+                elif self.recomputing and not never_draws(layer):
+                    watch = Undisturbed(stage.generators, self._layer(k))
+                    try:
+                        with watch:
+                            value = layer(value)
+                    finally:
+                        draws[k] |= watch.drew
+                else:
                     value = layer(value)
-                    continue
-                cell = (seed, stage.first + k, i)
-                with Seeded(stage.generators, which, cell, observe=learn) as seeded:
-                    value = layer(value)
-                stage.draws[k] |= seeded.drew
-        except _Stop:
-            raise
         except BaseException as error:
-            kind = type(stage.partition[k]).__name__
-            layer_k = f"layer {stage.first + k} ({stage.names[k]!r}: {kind})"
-            annotate(error, f"in {layer_k} of {self.where}")
+            annotate(error, f"in {self._layer(k)} of {self.where}")
             raise
         return value
+
+    def _layer(self, k: int) -> str:
+        kind = type(self.stage.partition[k]).__name__
+        return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
 
 
 _current_cell: ContextVar[_Cell | None] = ContextVar("syncpipe_cell", default=None)

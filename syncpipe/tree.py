@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["described", "flatten", "keystr", "map_tensors", "tensors_in", "unflatten"]
+__all__ = [
+    "described",
+    "flatten",
+    "keystr",
+    "map_tensors",
+    "share_memory",
+    "tensors_in",
+    "unflatten",
+]
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
@@ -64,6 +72,19 @@ def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def share_memory(tree: Any) -> bool:
+    """Whether two tensors of a tree share their memory."""
+    tensors = tensors_in(tree)
+    return len(tensors) > 1 and len({_storage(t) for t in tensors}) < len(tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+        return id(tensor)
 
 
 def keystr(root: str, path: Any) -> str:

@@ -33,7 +33,6 @@ from torch.overrides import (
 
 from syncpipe.runtime.buffers import OUTERMOST, Exclusive
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.random import INNER_LOCKS
 from syncpipe.runtime.state import Autocast, CallerState
 from syncpipe.tree import described, map_tensors, tensors_in
 
@@ -63,10 +62,6 @@ def is_recomputing() -> bool:
 def versions(tree: Any) -> list[int]:
     """How often each tensor of a tree has been modified in place."""
     return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
-
-
-class _Stop(BaseException):
-    """Ends a recomputation as soon as everything that backward needs is there."""
 
 
 class _Slot:
@@ -157,16 +152,13 @@ class Frame:
         """Fills the slots that are alive and empty; does nothing when there is none."""
         with self._lock:
             if any((slot := ref()) is not None and slot.value is None for ref in self._slots):
-                # The caller's context, but for the locks: those are what this thread holds.
-                held = [(variable, variable.get()) for variable in (OUTERMOST, INNER_LOCKS)]
-                self._state.context.copy().run(self._recompute, held)
+                # The caller's context, but for the lock that this thread may hold itself.
+                self._state.context.copy().run(self._recompute, OUTERMOST.get())
 
-    def _recompute(self, held: list[tuple[ContextVar[Any], Any]]) -> None:
+    def _recompute(self, held: Any) -> None:
         self._check_versions()
-        for variable, value in held:
-            variable.set(value)
+        OUTERMOST.set(held)
         _recomputing.set(True)
-        last = max(k for k, ref in enumerate(self._slots) if ref() is not None)
         count = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -180,8 +172,6 @@ class Frame:
             if slot is not None and slot.value is None:
                 slot.value = tensor.detach()
             count += 1
-            if count > last:
-                raise _Stop
             return tensor.detach()
 
         flags = iter(self._requires_grad)
@@ -199,12 +189,11 @@ class Frame:
                 saved_tensors_hooks(pack, _identity),
             ):
                 self._cell(inputs)
-        except _Stop:
-            return
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise
-        raise RuntimeError(self._not_the_same(count, "nothing more"))
+        if count < len(self._slots):
+            raise RuntimeError(self._not_the_same(count, "nothing more"))
 
     def _check_versions(self) -> None:
         watched = tensors_in((self._inputs, self._parameters))

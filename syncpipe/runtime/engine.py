@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedule import Action, Program
 
-__all__ = ["Engine", "Message", "Task"]
+__all__ = ["RUNNING", "Engine", "Message", "Task"]
 
 _JOIN_SECONDS = 5.0  # a thread that is stuck in a layer must not block whoever drops the pipe
 
@@ -51,6 +52,11 @@ class Task(Protocol):
 
         The list is the task's to empty.
         """
+
+
+#: Set wherever an action runs. A pipe inside a layer runs inline there: all nodes of the layer are
+#: then made by one thread, which is what autograd orders them by.
+RUNNING: ContextVar[bool] = ContextVar("syncpipe_running", default=False)
 
 
 class _Cancelled(BaseException):
@@ -117,6 +123,7 @@ class _Call:
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
         action = None
+        RUNNING.set(True)  # each job has a context of its own
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
@@ -192,11 +199,12 @@ class Engine:
             BaseException: what an action raised; of several, the one of the earliest clock cycle.
         """
         call = _Call(program, task)
-        if len(program) == 1:
-            call.run_alone()
-            return
-        if inline:
-            call.run_inline()
+        if inline or len(program) == 1:
+            token = RUNNING.set(True)
+            try:
+                call.run_alone() if len(program) == 1 else call.run_inline()
+            finally:
+                RUNNING.reset(token)
             return
         submitted = 0
         try:

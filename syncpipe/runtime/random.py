@@ -11,9 +11,8 @@ was drawn before. Which layers draw is learned anew in each call from the first 
 which all layers run that way; the others then run freely. Layers of PyTorch that are known not
 to draw skip even that.
 
-A layer that draws may itself hold a pipe, whose threads draw too. While the layer holds a lock, its
-context carries another one for those below it: they exclude each other, and nobody else can come
-between since the layer keeps the outer lock for them all.
+A layer that draws may itself hold a pipe. That one runs on the layer's own thread, which has the
+locks already (they are reentrant).
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["INNER_LOCKS", "Generators", "Seeded", "draw_seed", "never_draws"]
+__all__ = ["Generators", "Seeded", "Undisturbed", "draw_seed", "never_draws"]
 
 _Key = tuple[str, int]
 _RLock = Any  # threading.RLock is a function
@@ -40,30 +38,48 @@ class _Locks:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._locks: dict[_Key, _RLock] = {}
+        self._made: dict[_Key, _RLock] = {}
 
     def __getitem__(self, key: _Key) -> _RLock:
         with self._guard:
-            return self._locks.setdefault(key, threading.RLock())
+            return self._made.setdefault(key, threading.RLock())
 
     def renew(self) -> None:
         """In a forked child: the threads that held locks do not exist here."""
         self.__init__()  # type: ignore[misc]
 
 
-_process_locks = _Locks()
-INNER_LOCKS: ContextVar[dict[_Key, _RLock] | None] = ContextVar(
-    "syncpipe_inner_locks", default=None
-)
+class _Turns:
+    """Counts who had generators to himself, so that others can tell whether anybody did."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._inside = self._total = 0
+
+    def begin(self) -> None:
+        with self._guard:
+            self._inside += 1
+            self._total += 1
+
+    def end(self) -> None:
+        with self._guard:
+            self._inside -= 1
+
+    def quiet(self) -> int | None:
+        """The number of turns so far; None while there is one."""
+        with self._guard:
+            return None if self._inside else self._total
+
+    def renew(self) -> None:
+        """In a forked child."""
+        self.__init__()  # type: ignore[misc]
+
+
+_locks = _Locks()
+_turns = _Turns()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_process_locks.renew)
-
-
-def _lock(key: _Key) -> _RLock:
-    inner = INNER_LOCKS.get()
-    if inner is not None and key in inner:
-        return inner[key]
-    return _process_locks[key]
+    os.register_at_fork(after_in_child=_locks.renew)
+    os.register_at_fork(after_in_child=_turns.renew)
 
 
 class _Bare:
@@ -84,8 +100,12 @@ class _Bare:
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    with _lock(_CPU), _Bare():
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    with _locks[_CPU], _Bare():
+        _turns.begin()
+        try:
+            return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        finally:
+            _turns.end()
 
 
 def _mix(seed: int, layer: int, i: int) -> int:
@@ -152,7 +172,7 @@ class Seeded:
         drew: after the exit, with ``observe``, the bit mask of the generators that were drawn from.
     """
 
-    __slots__ = ("_held", "_observe", "_picked", "_seed", "_states", "_token", "drew")
+    __slots__ = ("_held", "_observe", "_picked", "_seed", "_states", "drew")
 
     def __init__(
         self, generators: Generators, which: int, cell: tuple[int, int, int], *, observe: bool
@@ -166,8 +186,9 @@ class Seeded:
         self._held: list[_RLock] = []
         self._states: list[tuple[Tensor, Tensor | None]] = []
         try:
+            _turns.begin()
             for key, _ in self._picked:
-                lock = _lock(key)
+                lock = _locks[key]
                 self._held.append(lock)  # before it is held: Ctrl-C may come right after
                 lock.acquire()
             with _Bare():
@@ -180,8 +201,6 @@ class Seeded:
         except BaseException:
             self._restore()
             raise
-        inner = {key: threading.RLock() for key, _ in self._picked}
-        self._token = INNER_LOCKS.set({**(INNER_LOCKS.get() or {}), **inner})
         return self
 
     def __exit__(
@@ -190,7 +209,6 @@ class Seeded:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        INNER_LOCKS.reset(self._token)
         self._restore()
 
     def _restore(self) -> None:
@@ -203,9 +221,59 @@ class Seeded:
                         self.drew |= 1 << k
                     generator.set_state(before)
         finally:
+            _turns.end()
             for lock in reversed(self._held):
                 with suppress(RuntimeError):  # interrupted before it was held
                     lock.release()
+
+
+class Undisturbed:
+    """A context for the recomputation of a layer that was not seen to draw: it must not.
+
+    What it drew in the forward came from nobody knows where, so it cannot be drawn again. Only a
+    change that nobody else can have made counts: none is seen while another layer draws.
+
+    Args:
+        generators: those of the layer's device.
+        where: the layer in words.
+
+    Raises:
+        RuntimeError: at the exit, when the layer drew.
+    """
+
+    __slots__ = ("_before", "_generators", "_turns", "_where", "drew")
+
+    def __init__(self, generators: Generators, where: str) -> None:
+        self._generators = generators.pick(generators.all)
+        self._where = where
+        self.drew = 0
+
+    def __enter__(self) -> Undisturbed:
+        self._turns = _turns.quiet()
+        with _Bare():
+            self._before = [generator.get_state() for _, generator in self._generators]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _Bare():
+            now = [generator.get_state() for _, generator in self._generators]
+            for k, (before, after) in enumerate(zip(self._before, now, strict=True)):
+                if not torch.equal(before, after):
+                    self.drew |= 1 << k
+        if self._turns is None or self._turns != _turns.quiet():
+            self.drew = 0  # others drew meanwhile, nothing can be said
+        if self.drew and kind is None:
+            raise RuntimeError(
+                f"{self._where} draws random numbers, but did not for the first micro-batch of any "
+                "call so far: what it drew in the forward cannot be drawn again. It is known from "
+                "the next call on; to have it known from the start, let it draw for every "
+                "micro-batch"
+            )
 
 
 _QUIET: frozenset[type] = frozenset(

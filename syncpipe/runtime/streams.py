@@ -13,6 +13,7 @@ and nothing below is ever called for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -117,12 +118,20 @@ class Lane:
         """The context in which the stages of this worker run."""
         return _NOTHING if self.streams is None else self.streams.use(self.compute)
 
-    def follow(self, other: Lane) -> None:
-        """Lets this lane's work wait for everything that ``other`` has been given so far."""
+    def follow(self, other: Lane, tensors: Sequence[Tensor] = ()) -> None:
+        """Lets this lane's work wait for everything that ``other`` has been given so far.
+
+        Copies that ``other`` sends count: they may still be reading what it was given. Memory
+        of ``tensors``, which come from there, is kept until this lane is done with it.
+        """
         if self.streams is None or other.streams is None:
             return
+        for stream in (other.compute, other.outbound):
+            if stream is not None and self.compute != stream:
+                self.streams.wait(self.compute, other.streams.record(stream))
         if self.compute != other.compute:
-            self.streams.wait(self.compute, other.streams.record(other.compute))
+            for tensor in tensors:
+                self.streams.keep(tensor, self.compute)
 
     def receive(self, event: Any, tensors: list[Tensor]) -> None:
         """Lets this lane wait for what another one sent (None: nothing to wait for)."""

@@ -59,7 +59,10 @@ def send(source: Lane, target: Lane, tensors: list[Tensor]) -> tuple[list[Tensor
         The tensors on the device of ``target``, and the event that says when they are there.
     """
     events: list[Any] = []
-    sent = Send.apply(source, target, events, *tensors)  # type: ignore[no-untyped-call]
+    # Autograd runs a node on the stream on which it was made. This one starts where gradients come
+    # from: several of them are added there first, and what it sends waits for that stream.
+    with target.active():
+        sent = Send.apply(source, target, events, *tensors)  # type: ignore[no-untyped-call]
     return list(sent), events[0]
 
 
