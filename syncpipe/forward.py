@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,9 +27,12 @@ from syncpipe.runtime.worker import Worker, same_memory
 from syncpipe.schedule import Action, forward_program
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stage import MiniBatch, Partition, Stage
-from syncpipe.tree import map_tensors, share_memory, tensors_in
+from syncpipe.tree import aliased, map_tensors, tensors_in
 
 __all__ = ["Pipeline"]
+
+
+_ALONE = (False,)
 
 
 class _Edge(NamedTuple):
@@ -47,13 +51,14 @@ class _Parcel(NamedTuple):
         value: a tree.
         event: tells when it is there.
         tokens: start the recomputations of the last micro-batch.
-        alias: tensors of the value share memory with each other or with another parcel.
+        alias: for each tensor of the value, whether it shares memory with another one that the
+            source sends; nothing where none does.
     """
 
     value: Any
     event: Any
     tokens: tuple[Tensor, ...]
-    alias: bool
+    alias: Sequence[bool]
 
 
 class Pipeline:
@@ -178,7 +183,7 @@ class _Forward:
             return self._cell(i, j, lane, received)
 
     def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
-        alias = any(parcel.alias for parcel in received)
+        alias = [flag for parcel in received for flag in parcel.alias]
         value, skips, tokens = self._unpacked(i, j, lane, received)
         outputs, frame = self._pipeline.stages[j].forward(
             i, (value, skips), self._batch, rematerialize=i < self._rematerialized, alias=alias
@@ -238,14 +243,17 @@ class _Forward:
     ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
-        alias = (bool(skips) or not isinstance(output, Tensor)) and share_memory(outputs)
+        flags: list[Sequence[bool]] = [_ALONE]
+        if skips or not isinstance(output, Tensor):
+            alias = iter(aliased(outputs))
+            flags = [list(islice(alias, len(tensors_in(part)))) for part in (output, *skips)]
         messages = []
         for edge in self._pipeline.outgoing[j]:
             value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
             along = tokens if edge.skip is None else ()
             value, event = self._sent(value, lane, self._lanes[w])
-            parcel = _Parcel(value, event, along, alias)
+            parcel = _Parcel(value, event, along, flags[0 if edge.skip is None else 1 + edge.skip])
             messages.append(Message(w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output

@@ -181,7 +181,7 @@ class Pipe(nn.Module):
         except TypeError as error:
             raise TypeError(f"chunks must be an integer, not {chunks!r}") from error
         if isinstance(chunks, bool):
-            raise ValueError(f"chunks={chunks!r}: must be a number of micro-batches, not a bool")
+            raise ValueError(f"chunks={chunks!r}: must be a number, at least 1, not a bool")
         if count <= 0:
             raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
         self._chunks = count

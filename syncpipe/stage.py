@@ -106,7 +106,7 @@ class Stage:
         self._has_python_nodes: bool | None = None  # not known yet
 
     def forward(
-        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool, alias: bool
+        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool, alias: list[bool]
     ) -> tuple[_Inputs, Frame | None]:
         """Computes cell ``(i, j)``.
 
@@ -115,7 +115,8 @@ class Stage:
             inputs: the input of the first layer, and the skips that this stage pops.
             batch: what the cells of this call share.
             rematerialize: store nothing for backward, compute the cell again then.
-            alias: an input shares its memory with something that went elsewhere.
+            alias: for each tensor of the inputs (nothing for the mini-batch's own) whether it
+                shares its memory with something that was sent, too.
 
         Returns:
             The output of the last layer with the skips for other stages; and the frame that
@@ -126,7 +127,7 @@ class Stage:
         with Exclusive(self.buffers.lock) if self.buffers.any else _NOTHING:
             if rematerialize:
                 outputs, frame = self._rematerialized(cell, inputs, alias)
-            elif alias or (batch.state.grad and self._shares_inputs(batch)):
+            elif True in alias or (batch.state.grad and self._shares_inputs(batch)):
                 outputs = self._watched(cell, inputs, cell.run, alias)
             else:
                 outputs = cell.run(inputs)
@@ -139,7 +140,7 @@ class Stage:
         return outputs, frame
 
     def _rematerialized(
-        self, cell: _Cell, inputs: _Inputs, alias: bool
+        self, cell: _Cell, inputs: _Inputs, alias: list[bool]
     ) -> tuple[_Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         buffers = self.buffers.watch()
@@ -163,7 +164,7 @@ class Stage:
         return self.j == 0 and batch.m > 1 and self._mutates_inputs is not False
 
     def _watched(
-        self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs], alias: bool
+        self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs], alias: list[bool]
     ) -> _Inputs:
         """Runs a cell whose inputs must stay as they are: on copies, if it writes into them."""
         copy = self._mutates_inputs is not False
@@ -171,9 +172,12 @@ class Stage:
             inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
         before = versions(inputs)
         outputs = run(inputs)
-        mutated = before != versions(inputs)
+        after = versions(inputs)
+        mutated = before != after
         self._mutates_inputs = mutated or bool(self._mutates_inputs)
-        if mutated and alias:
+        if mutated and any(
+            flag and then != now for flag, then, now in zip(alias, before, after, strict=False)
+        ):
             raise RuntimeError(
                 f"{cell.where} modified in place a tensor that went over the partition border "
                 "more than once (stashed as a skip as well, or twice in one output): the others "

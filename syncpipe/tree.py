@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "aliased",
     "described",
     "flatten",
     "keystr",
     "map_tensors",
-    "share_memory",
     "tensors_in",
     "unflatten",
 ]
@@ -74,10 +74,10 @@ def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def share_memory(tree: Any) -> bool:
-    """Whether two tensors of a tree share their memory."""
-    tensors = tensors_in(tree)
-    return len(tensors) > 1 and len({_storage(t) for t in tensors}) < len(tensors)
+def aliased(tree: Any) -> list[bool]:
+    """For each tensor of a tree whether another one of them shares its memory."""
+    storages = [_storage(tensor) for tensor in tensors_in(tree)]
+    return [storages.count(storage) > 1 for storage in storages]
 
 
 def _storage(tensor: Tensor) -> int:

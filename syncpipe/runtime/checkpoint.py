@@ -115,6 +115,7 @@ class Frame:
         self._where = where
         self._lock = threading.RLock()
         self._slots: list[weakref.ref[_Slot]] = []
+        self._complete = False  # backward inside of a layer's forward comes before
         self._shapes: list[str] = []
         self._requires_grad = [t.requires_grad for t in tensors_in(inputs)]
         self._mutates_inputs = mutates_inputs
@@ -139,7 +140,9 @@ class Frame:
         token = _checkpointing.set(True)
         try:
             with saved_tensors_hooks(pack, _unpack):
-                return cell(inputs)
+                outputs = cell(inputs)
+            self._complete = True
+            return outputs
         finally:
             _checkpointing.reset(token)
 
@@ -159,14 +162,16 @@ class Frame:
         self._check_versions()
         OUTERMOST.set(held)
         _recomputing.set(True)
-        count = 0
+        count, expected = 0, len(self._slots)
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
             # Not the tensor itself: stored by the node that made it, the two would never die.
             if isinstance(tensor, nn.Parameter):
                 return tensor.detach()
-            if count >= len(self._slots) or described(tensor) != self._shapes[count]:
+            if count >= expected and not self._complete:
+                return tensor.detach()
+            if count >= expected or described(tensor) != self._shapes[count]:
                 raise RuntimeError(self._not_the_same(count, described(tensor)))
             slot = self._slots[count]()
             if slot is not None and slot.value is None:
@@ -192,7 +197,7 @@ class Frame:
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise
-        if count < len(self._slots):
+        if count < expected:
             raise RuntimeError(self._not_the_same(count, "nothing more"))
 
     def _check_versions(self) -> None:

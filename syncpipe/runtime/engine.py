@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
@@ -30,7 +31,7 @@ from syncpipe.schedule import Action, Program
 
 __all__ = ["RUNNING", "Engine", "Message", "Task"]
 
-_JOIN_SECONDS = 5.0  # a thread that is stuck in a layer must not block whoever drops the pipe
+_JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 
 
 class Message(NamedTuple):
@@ -270,5 +271,6 @@ def _stop(threads: list[WorkerThread], process: int) -> None:
         return
     for thread in threads:
         thread.stop()
+    deadline = time.monotonic() + _JOIN_SECONDS
     for thread in threads:
-        thread.join(_JOIN_SECONDS)
+        thread.join(max(0.0, deadline - time.monotonic()))

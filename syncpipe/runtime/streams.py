@@ -13,9 +13,10 @@ and nothing below is ever called for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -44,6 +45,9 @@ class Streams(Protocol):
 
     def record(self, stream: Any) -> Any:
         """An event that happens when all work so far on ``stream`` is done."""
+
+    def done(self, event: Any) -> bool:
+        """Whether an event has happened; the host does not wait."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """Lets further work on ``stream`` wait for ``event``; the host does not wait."""
@@ -96,6 +100,9 @@ class AcceleratorStreams:
     def record(self, stream: torch.Stream) -> torch.Event:
         return stream.record_event()
 
+    def done(self, event: torch.Event) -> bool:
+        return event.query()
+
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         stream.wait_event(event)
 
@@ -113,6 +120,7 @@ class Lane:
     compute: Any = None
     outbound: Any = None
     inbound: Any = None
+    held: deque[tuple[Any, list[Tensor]]] = field(default_factory=deque)
 
     def active(self) -> AbstractContextManager[Any]:
         """The context in which the stages of this worker run."""
@@ -140,6 +148,17 @@ class Lane:
         self.streams.wait(self.compute, event)
         for tensor in tensors:
             self.streams.keep(tensor, self.compute)
+
+    def hold(self, tensors: list[Tensor]) -> None:
+        """Holds tensors that were just sent until the copy is done.
+
+        Autograd adds to a gradient in place when nobody else holds it, copy or no copy.
+        """
+        if self.streams is None:
+            return
+        self.held.append((self.streams.record(self.outbound), tensors))
+        while self.held and self.streams.done(self.held[0][0]):
+            self.held.popleft()
 
     def send(self, tensors: list[Tensor], to: Lane) -> tuple[list[Tensor], Any]:
         """Sends tensors that this lane computed to another lane.

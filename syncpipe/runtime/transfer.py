@@ -123,5 +123,6 @@ class Send(torch.autograd.Function):
             return None, None, None, *grads
         back, event = send(ctx.target, ctx.source, there)
         ctx.source.receive(event, back)
+        ctx.target.hold(there)
         arrived = iter(back)
         return None, None, None, *(None if grad is None else next(arrived) for grad in grads)

@@ -1,0 +1,71 @@
+"""What holds for every test: one intra-op thread, a fixed seed, and no thread left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    deadline=None,  # no test asserts on a time
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` skip where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_intra_op_thread() -> None:
+    """Equality on the CPU is bitwise for a fixed number of intra-op threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same parameters and inputs in every run."""
+    torch.manual_seed(0)
+
+
+def our_threads() -> list[threading.Thread]:
+    """The threads of all pipes that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("syncpipe")]
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    """Remembers failures: their tracebacks keep pipes, and so threads, alive."""
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_pipe(seeded: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test whose pipes are gone while a worker thread still runs."""
+    before = set(our_threads())
+    yield
+    if request.node.stash.get(_failed, False):
+        return
+    if set(our_threads()) - before:
+        gc.collect()  # a pipe may be part of a cycle
+    left = sorted(thread.name for thread in set(our_threads()) - before)
+    assert not left, f"threads of syncpipe that outlive this test's pipes: {left}"

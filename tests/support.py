@@ -1,0 +1,303 @@
+"""What several tests need: small models, the reference run, and the bitwise comparison with it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncpipe import Pipe
+from syncpipe.skip import Namespace, pop, skippable, stash
+
+CHANNELS, LENGTH = 4, 3  # every layer below maps [batch, CHANNELS, LENGTH] to the same shape
+CHECKPOINT_MODES = ["always", "except_last", "never"]
+
+
+# --- layers: each takes a tensor, or the dict that Fork makes, and works on its "x" -------------
+
+
+def on_x(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies a function to a tensor, or to the entry "x" of a dict."""
+    return {**value, "x": function(value["x"])} if isinstance(value, dict) else function(value)
+
+
+class Inner(nn.Module):
+    """A layer of PyTorch on a tensor or on "x"."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, value: Any) -> Any:
+        return on_x(self.inner, value)
+
+
+class Tied(nn.Module):
+    """Two linear layers with one weight, the first of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(LENGTH, LENGTH)
+        self.b = nn.Linear(LENGTH, LENGTH, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: self.a(self.b(self.a(x).tanh())), value)
+
+
+class Counter(nn.Module):
+    """Reads and changes a buffer in each forward, as spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, value: Any) -> Any:
+        with torch.no_grad():
+            self.scale.add_(0.25)
+        scale = self.scale.clone()  # what autograd stores must not change
+        return on_x(lambda x: x * scale, value)
+
+
+class Noise(nn.Module):
+    """Draws in training, in a way that no list of PyTorch's layers knows."""
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x + torch.randn_like(x) if self.training else x, value)
+
+
+class Fork(nn.Module):
+    """From a tensor to a tree: several tensors, one of them an integer one, None and a string."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        rows = torch.arange(len(x))
+        return {"x": x + 0, "side": (x * 2, [rows, None]), "label": "fork", "mask": x.detach() > 0}
+
+
+class Join(nn.Module):
+    """From the tree of Fork back to a tensor."""
+
+    def forward(self, tree: dict[str, Any]) -> Tensor:
+        side, (rows, _) = tree["side"]
+        return (tree["x"] - side + rows.view(-1, 1, 1)) * tree["mask"]
+
+
+@skippable(stash=["skip"])
+class Send(nn.Module):
+    """Stashes "x", an integer tensor or None."""
+
+    def __init__(self, what: str = "x") -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, value: Any) -> Any:
+        x = value["x"] if isinstance(value, dict) else value
+        yield stash("skip", {"x": x, "int": torch.arange(len(x)), "none": None}[self.what])
+        return value
+
+
+@skippable(pop=["skip"])
+class Receive(nn.Module):
+    """Pops a skip, and uses it or not."""
+
+    def __init__(self, used: bool = True) -> None:
+        super().__init__()
+        self.used = used
+
+    def forward(self, value: Any) -> Any:
+        skip = yield pop("skip")
+        if skip is None or not self.used:
+            return value
+        if not skip.is_floating_point():
+            skip = skip.view(-1, 1, 1)
+        return on_x(lambda x: x + skip, value)
+
+
+def _frozen() -> nn.Module:
+    return Inner(nn.Linear(LENGTH, LENGTH)).requires_grad_(False)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Inner(nn.Linear(LENGTH, LENGTH)),
+    "conv": lambda: Inner(nn.Conv1d(CHANNELS, CHANNELS, 1)),
+    "norm": lambda: Inner(nn.BatchNorm1d(CHANNELS)),
+    "momentum_none": lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None)),
+    "layer_norm": lambda: Inner(nn.LayerNorm(LENGTH)),
+    "tanh": lambda: Inner(nn.Tanh()),
+    "frozen": _frozen,
+    "tied": Tied,
+    "counter": Counter,
+}
+RANDOM_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: Inner(nn.Dropout(0.5)),
+    "rrelu": lambda: Inner(nn.RReLU()),
+    "noise": Noise,
+}
+SENDS = {"send": "x", "send_int": "int", "send_none": "none"}
+#: Layers whose output autograd does not store, so that it may be changed in place.
+_KEEP_NO_OUTPUT = {"linear", "conv", "frozen", "norm", "momentum_none", "layer_norm", "fork"}
+#: Layers that may return the very tensor that they were given.
+_PASS_ON = {"send", "send_int", "send_none", "receive", "receive_unused", "dropout", "noise"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model in words: what hypothesis draws, and what a failing example shows.
+
+    ``receive``, ``join`` and ``inplace`` turn into ``tanh`` where they make no sense; sends that
+    are still open at the end are received there.
+    """
+
+    kinds: tuple[str, ...]
+    seed: int = 0
+    layers: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers: list[str] = []
+        waiting, forked, stashed = 0, False, False
+        for kind in self.kinds:
+            if (
+                (kind in ("receive", "receive_unused") and not waiting)
+                or (kind == "join" and not forked)
+                or (kind == "fork" and forked)
+                or (kind in ("fork", "send") and stashed)  # see the test of sums of three
+                or (kind == "inplace" and (not layers or layers[-1] not in _KEEP_NO_OUTPUT))
+            ):
+                kind = "tanh"
+            waiting += (kind in SENDS) - (kind in ("receive", "receive_unused"))
+            forked = (forked or kind == "fork") and kind != "join"
+            stashed = kind == "send" or (stashed and kind in _PASS_ON)
+            layers.append(kind)
+        object.__setattr__(self, "layers", (*layers, *["receive"] * waiting))
+
+    def build(self) -> nn.Sequential:
+        """The same model every time."""
+        torch.manual_seed(self.seed)
+        open_skips: list[Namespace] = []
+        built: list[nn.Module] = []
+        for kind in self.layers:
+            if kind in SENDS:
+                open_skips.append(Namespace())
+                built.append(Send(SENDS[kind]).isolate(open_skips[-1]))
+            elif kind in ("receive", "receive_unused"):
+                built.append(Receive(kind == "receive").isolate(open_skips.pop(0)))
+            elif kind == "inplace":
+                built.append(Inner(nn.ReLU(inplace=True)))
+            elif kind in ("fork", "join"):
+                built.append(Fork() if kind == "fork" else Join())
+            else:
+                built.append({**LAYERS, **RANDOM_LAYERS}[kind]())
+        return nn.Sequential(*built)
+
+
+def linear_model(layers: int = 4, width: int = 3) -> nn.Sequential:
+    """Linear layers, the plainest model there is."""
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def named_model() -> nn.Sequential:
+    """Layers with names, one of them with buffers."""
+    return nn.Sequential(
+        OrderedDict(stem=nn.Linear(3, 3), act=nn.ReLU(), norm=nn.BatchNorm1d(3), fc=nn.Linear(3, 2))
+    )
+
+
+# --- the reference: the plain model, micro-batch by micro-batch ----------------------------------
+
+
+def cut(tree: Any, chunks: int) -> list[Any]:
+    """The micro-batches of a tree of tensors, each cut by ``torch.chunk``."""
+    leaves, spec = pytree.tree_flatten(tree)
+    pieces = [leaf.chunk(chunks) for leaf in leaves]
+    return [pytree.tree_unflatten(list(row), spec) for row in zip(*pieces, strict=True)]
+
+
+def concatenate(outputs: list[Any]) -> Any:
+    """The outputs of the micro-batches as one tree."""
+    return pytree.tree_map(
+        lambda *row: torch.cat(row) if isinstance(row[0], Tensor) else row[0], *outputs
+    )
+
+
+def in_turn(model: nn.Module, chunks: int) -> Callable[[Any], Any]:
+    """What ``Pipe(model, chunks=chunks)`` has to equal."""
+    return lambda x: concatenate([model(piece) for piece in cut(x, chunks)])
+
+
+@dataclass
+class Result:
+    """All that one can see of a training step."""
+
+    output: Any
+    input_grads: list[Tensor | None]
+    parameter_grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """A scalar with another weight for each element; None if nothing is differentiable."""
+    terms = [
+        (leaf * torch.linspace(-1, 1, leaf.numel()).view_as(leaf)).sum()
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def step(call: Callable[[Any], Any], module: nn.Module, x: Any) -> Result:
+    """Forward and one backward of ``call``, whose parameters are those of ``module``."""
+    x = pytree.tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), x)
+    output = call(x)
+    loss = loss_of(output)
+    if loss is not None:
+        loss.backward()
+    return Result(
+        pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, output),
+        [leaf.grad for leaf in pytree.tree_leaves(x)],
+        {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()},
+        {name: buffer.clone() for name, buffer in module.named_buffers()},
+    )
+
+
+def assert_same_tree(actual: Any, expected: Any, what: str) -> None:
+    """Same structure, and each leaf the same to the last bit."""
+    leaves, spec = pytree.tree_flatten(actual)
+    others, other_spec = pytree.tree_flatten(expected)
+    assert spec == other_spec, f"{what}: {spec} instead of {other_spec}"
+    for k, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if isinstance(other, Tensor):
+            assert isinstance(leaf, Tensor), f"{what}, leaf {k}: {leaf!r} instead of a tensor"
+            assert leaf.dtype == other.dtype, f"{what}, leaf {k}: {leaf.dtype}"
+            same = torch.equal(leaf, other)  # NaN is not expected anywhere
+            assert same, f"{what}, leaf {k} differs:\n{leaf}\ninstead of\n{other}"
+        else:
+            assert leaf == other, f"{what}, leaf {k}: {leaf!r} instead of {other!r}"
+
+
+def assert_same(actual: Result, expected: Result) -> None:
+    """Bitwise equality of everything that a step leaves behind."""
+    for what in ("output", "input_grads", "parameter_grads", "buffers"):
+        assert_same_tree(getattr(actual, what), getattr(expected, what), what)
+
+
+def assert_close(actual: Result, expected: Result) -> None:
+    """Equality to rounding, for where a promise goes no further."""
+    torch.testing.assert_close(asdict(actual), asdict(expected))
+
+
+def assert_equals_plain(
+    model: nn.Sequential, x: Any, balance: list[int] | None, *, steps: int = 1, **arguments: Any
+) -> Pipe:
+    """P1 for a model without random layers: the pipe against the plain model; returns the pipe."""
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, balance, **arguments)
+    reference = in_turn(plain, arguments.get("chunks", 1))
+    for _ in range(steps):
+        assert_same(step(pipe, pipe, x), step(reference, plain, x))
+    return pipe

@@ -1,0 +1,83 @@
+"""Helpers of the tests that run pipes: workers, references, layers that do what a test says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+
+MODES = ("never", "except_last", "always")
+
+
+def pipe_of(module: nn.Sequential, balance: list[int] | None = None, **options: Any) -> Pipe:
+    """A pipe on CPU workers that run at the same time; by default a layer for each."""
+    balance = [1] * len(module) if balance is None else balance
+    options.setdefault("chunks", 4)
+    return Pipe(module, balance, devices=[f"cpu:{j}" for j in range(len(balance))], **options)
+
+
+def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
+    """The reference: the micro-batches one after another through the plain model."""
+    return torch.cat([module(chunk) for chunk in x.chunk(chunks)])
+
+
+def trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Any]:
+    """One forward and backward: the output, the gradients of x and of the parameters, buffers."""
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = run(x)
+    weigh(y).backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+
+
+def weigh(y: Tensor) -> Tensor:
+    """A loss in which each sample has a gradient of its own."""
+    weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float32).view_as(y)
+    return (y * weights).sum()
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Bitwise equality of two lists of tensors (or None)."""
+    assert len(ours) == len(theirs)
+    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
+            assert a is b, f"number {k}: {a} and {b}"
+        else:
+            assert torch.equal(a, b), f"number {k} differs by {(a - b).abs().max()}"
+
+
+class Do(nn.Module):
+    """Calls a function with its input; passes on what that returns, or the input for None."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        y = self.function(x)
+        return x if y is None else y
+
+
+class Noise(nn.Module):
+    """A layer of a user's own that draws random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape) * x
+
+
+class Dawdle(nn.Module):
+    """Takes a different, short time at each call, without any of PyTorch's random numbers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.delays = random.Random(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.delays.randrange(2000)):
+            pass
+        return x
