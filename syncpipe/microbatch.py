@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from syncpipe.tree import described, flatten, keystr, unflatten
+from syncpipe.tree import described, flatten, leaf_names, unflatten
 
 __all__ = ["NoChunk", "gather", "scatter"]
 
@@ -87,10 +87,10 @@ def scatter(input: Any, chunks: int) -> list[Any]:
 
 def _cannot_scatter(input: Any, chunks: int) -> str:
     lines = []
-    for path, leaf in pytree.tree_flatten_with_path(input)[0]:
+    for where, leaf in zip(leaf_names("input", input), pytree.tree_leaves(input), strict=True):
         if not isinstance(leaf, Tensor):
             continue
-        name = f"  {keystr('input', path)}: {described(leaf)}"
+        name = f"  {where}: {described(leaf)}"
         if leaf.dim() == 0:
             lines.append(f"{name} has no dimension to cut")
         else:
@@ -120,54 +120,50 @@ def gather(outputs: list[Any]) -> Any:
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if all(isinstance(output, Tensor) for output in outputs):
-        return _concatenate(outputs, ())
-
-    paths, spec = pytree.tree_flatten_with_path(first)
-    columns = []
-    for i, output in enumerate(outputs):
-        leaves, other = pytree.tree_flatten(output)
-        if other != spec:
+    columns, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    for i, spec in enumerate(specs):
+        if spec != specs[0]:
             raise ValueError(
                 "the outputs of the micro-batches differ in structure: micro-batch 0 gave "
-                f"{spec}, micro-batch {i} gave {other}. Let the last layer return the same "
+                f"{specs[0]}, micro-batch {i} gave {spec}. Let the last layer return the same "
                 "structure for every micro-batch."
             )
-        columns.append(leaves)
     gathered = [
-        _concatenate(list(row), path)
+        _concatenate(list(row), first, k)
         if any(isinstance(value, Tensor) for value in row)
-        else _common(list(row), path)
-        for (path, _), row in zip(paths, zip(*columns, strict=True), strict=True)
+        else _common(list(row), first, k)
+        for k, row in enumerate(zip(*columns, strict=True))
     ]
-    return pytree.tree_unflatten(gathered, spec)
+    return pytree.tree_unflatten(gathered, specs[0])
 
 
-def _concatenate(row: list[Any], path: Any) -> Tensor:
-    name = keystr("output", path)
+def _concatenate(row: list[Any], output: Any, k: int) -> Tensor:
     strangers = [type(value).__name__ for value in row if not isinstance(value, Tensor)]
     if strangers:
         raise ValueError(
-            f"{name} is a tensor in some micro-batches and {strangers[0]} in others: let the last "
-            "layer return the same kind of value for every micro-batch"
+            f"{leaf_names('output', output)[k]} is a tensor in some micro-batches and "
+            f"{strangers[0]} in others: let the last layer return the same kind of value for every "
+            "micro-batch"
         )
     if any(tensor.dim() == 0 for tensor in row):
         raise ValueError(
-            f"{name} is a tensor without dimensions in every micro-batch, and {len(row)} of them "
-            "cannot be concatenated. Return one value a sample from the last layer (for a loss: "
-            "reduction='none'), or compute it from the pipe's output, outside of the pipe."
+            f"{leaf_names('output', output)[k]} is a tensor without dimensions in every "
+            f"micro-batch, and {len(row)} of them cannot be concatenated. Return one value a "
+            "sample from the last layer (for a loss: reduction='none'), or compute it from the "
+            "pipe's output, outside of the pipe."
         )
     try:
         return torch.cat(row)
     except (RuntimeError, TypeError) as error:
         shapes = ", ".join(described(tensor) for tensor in row)
         raise ValueError(
-            f"{name} cannot be concatenated along dimension 0, the micro-batches gave {shapes}: "
-            f"{error}. Bring the other dimensions to one size (pad them) in the last layer."
+            f"{leaf_names('output', output)[k]} cannot be concatenated along dimension 0, the "
+            f"micro-batches gave {shapes}: {error}. Bring the other dimensions to one size (pad "
+            "them) in the last layer."
         ) from error
 
 
-def _common(row: list[Any], path: Any) -> Any:
+def _common(row: list[Any], output: Any, k: int) -> Any:
     first = row[0]
     for i, value in enumerate(row):
         if value is first:
@@ -178,8 +174,8 @@ def _common(row: list[Any], path: Any) -> Any:
             same = False
         if not same:
             raise ValueError(
-                f"{keystr('output', path)} is not a tensor and differs between micro-batches "
-                f"({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so there is no one "
+                f"{leaf_names('output', output)[k]} is not a tensor and differs between "
+                f"micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so there is no one "
                 "value to return: return it as a tensor with one entry a sample"
             )
     return first

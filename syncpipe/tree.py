@@ -12,7 +12,7 @@ __all__ = [
     "aliased",
     "described",
     "flatten",
-    "keystr",
+    "leaf_names",
     "map_tensors",
     "tensors_in",
     "unflatten",
@@ -87,9 +87,12 @@ def _storage(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def keystr(root: str, path: Any) -> str:
-    """Writes the path of a leaf as one would in Python: ``input['x'][0]``."""
-    return root + pytree.keystr(path)
+def leaf_names(root: str, tree: Any) -> list[str]:
+    """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
+    try:
+        return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a node type that was registered without names
+        return [f"leaf {k} of {root}" for k in range(len(pytree.tree_leaves(tree)))]
 
 
 def described(tensor: Tensor) -> str:

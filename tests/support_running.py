@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ def pipe_of(module: nn.Sequential, balance: list[int] | None = None, **options: 
 def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
     """The reference: the micro-batches one after another through the plain model."""
     return torch.cat([module(chunk) for chunk in x.chunk(chunks)])
+
+
+def beside(
+    mode: str, layers: nn.Sequential, balance: Sequence[int] = (2, 3), **options: Any
+) -> tuple[Pipe, Callable[[Tensor], Tensor], nn.Sequential]:
+    """A pipe, the plain loop over a copy of its layers, and that copy."""
+    copied = copy.deepcopy(layers)
+    pipe = pipe_of(layers, list(balance), checkpoint=mode, **options)
+    return pipe, lambda x: plain(copied, x, pipe.chunks), copied
 
 
 def trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Any]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from syncpipe import inline, is_recomputing
-from tests.support_running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
+from syncpipe import inline
+from tests.support_running import MODES, Do, assert_same, beside, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.parametrize("mode", MODES)
 
@@ -26,21 +26,13 @@ def x():
     return torch.randn(8, 6)
 
 
-def both(mode, layers=None, balance=(2, 3), **options):
-    """A pipe, the function that computes the same with a copy of its layers, and that copy."""
-    layers = model() if layers is None else layers
-    copied = copy.deepcopy(layers)
-    pipe = pipe_of(layers, list(balance), checkpoint=mode, **options)
-    return pipe, lambda x: plain(copied, x, pipe.chunks), copied
-
-
 def test_backward_gives_the_plain_loops_bits(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
 
 
 def test_backward_to_chosen_inputs_leaves_the_others_without_gradient(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     for run, module in ((pipe, pipe), (reference, copied)):
         weigh(run(x)).backward(inputs=[module[2].weight, module[0].bias])
     assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
@@ -49,7 +41,7 @@ def test_backward_to_chosen_inputs_leaves_the_others_without_gradient(mode, x):
 
 @pytest.mark.parametrize("of", ["input", "parameters", "both", "the last layer"])
 def test_autograd_grad(mode, of, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     x.requires_grad_()
 
     def grads(run, module):
@@ -66,7 +58,7 @@ def test_autograd_grad(mode, of, x):
 
 
 def test_a_retained_graph_can_be_gone_through_again_and_a_freed_one_cannot(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     for run in (pipe, reference):
         loss = weigh(run(x))
         for retain in (True, True, False):
@@ -78,7 +70,7 @@ def test_a_retained_graph_can_be_gone_through_again_and_a_freed_one_cannot(mode,
 
 @pytest.mark.parametrize("part", [slice(0, 1), slice(3, 5), slice(7, 8)])
 def test_backward_of_some_samples(mode, part, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     ours = trained(lambda x: pipe(x)[part], pipe, x)
     assert_same(ours, trained(lambda x: reference(x)[part], copied, x))
 
@@ -94,7 +86,7 @@ def test_backward_of_one_of_two_outputs(mode, used, x):
             return self.a(x), self.b(x).tanh()
 
     layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Fork())
-    pipe, _, copied = both(mode, layers, [1, 2])
+    pipe, _, copied = beside(mode, layers, [1, 2])
     ours = trained(lambda x: pipe(x)[used], pipe, x)
     theirs = trained(lambda x: torch.cat([copied(c)[used] for c in x.chunk(4)]), copied, x)
     assert_same(ours, theirs)
@@ -102,7 +94,7 @@ def test_backward_of_one_of_two_outputs(mode, used, x):
 
 
 def test_two_forwards_before_one_backward(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
 
     def twice(run):
         return lambda x: run(x) * 2 + run(x.flip(0)).tanh()
@@ -114,7 +106,7 @@ def test_two_forwards_before_one_backward(mode, x):
 
 def test_the_output_of_a_pipe_can_go_through_it_again(mode, x):
     layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    pipe, reference, copied = both(mode, layers, [2, 1])
+    pipe, reference, copied = beside(mode, layers, [2, 1])
     ours = trained(lambda x: pipe(pipe(x)), pipe, x)
     for a, b in zip(ours, trained(lambda x: reference(reference(x)), copied, x), strict=True):
         torch.testing.assert_close(a, b)
@@ -142,7 +134,7 @@ def test_a_pipe_inside_a_pipe(mode, inner_mode):
 
 
 def test_one_pipe_called_from_several_threads(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     inputs = [torch.randn(8, 6) for _ in range(3)]
 
     def run(run, module, x):
@@ -167,7 +159,7 @@ def test_one_pipe_called_from_several_threads(mode, x):
 
 
 def test_create_graph_gives_second_derivatives(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     x.requires_grad_()
 
     def hessian_product(run, module):
@@ -180,62 +172,13 @@ def test_create_graph_gives_second_derivatives(mode, x):
 
 
 def test_a_gradient_penalty_trains_the_parameters(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     x.requires_grad_()
     for run in (pipe, reference):
         (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         (slope.norm(dim=1) - 1).square().mean().backward()
     for p, q in zip(pipe.parameters(), copied.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-
-
-# Hooks
-
-
-def test_parameter_hooks_run_once_a_backward(mode, x):
-    pipe, _, _ = both(mode)
-    calls = []
-    for name, parameter in pipe.named_parameters():
-        parameter.register_hook(lambda g, name=name: calls.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
-    weigh(pipe(x)).backward()
-    assert sorted(calls) == sorted(2 * [name for name, _ in pipe.named_parameters()])
-
-
-def test_hooks_on_layers_run_once_a_micro_batch(mode, x):
-    pipe, _, _ = both(mode)
-    calls = []
-    for k, layer in enumerate(pipe):
-        layer.register_forward_pre_hook(
-            lambda *_, k=k: None if is_recomputing() else calls.append(("before", k))
-        )
-        layer.register_forward_hook(
-            lambda *_, k=k: None if is_recomputing() else calls.append(("after", k))
-        )
-    weigh(pipe(x)).backward()
-    assert sorted(calls) == sorted(
-        [(what, k) for what in ("before", "after") for k in range(5)] * 4
-    )
-
-
-def test_full_backward_hooks_get_the_plain_gradients(mode, x):
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    pipe, reference, copied = both(mode, layers)
-
-    def noted(run, module):
-        seen = {k: [] for k in range(5)}
-        for k in range(5):
-            module[k].register_full_backward_hook(
-                lambda _, gi, go, k=k: seen[k].append((gi[0], go[0]))
-            )
-        weigh(run(x.clone().requires_grad_())).backward()
-        return seen
-
-    ours, theirs = noted(pipe, pipe), noted(reference, copied)
-    for k in range(5):
-        assert len(ours[k]) == 4
-        for a, b in zip(ours[k], theirs[k], strict=True):
-            assert_same(a, b)
 
 
 # Layers out of the ordinary
@@ -257,7 +200,7 @@ class Slope(nn.Module):
 @pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2]])
 def test_a_layer_that_calls_autograd_inside_of_forward(mode, balance, x):
     layers = nn.Sequential(nn.Linear(6, 8), Slope(), nn.Linear(8, 3))
-    pipe, reference, copied = both(mode, layers, balance)
+    pipe, reference, copied = beside(mode, layers, balance)
     assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
 
 
@@ -266,7 +209,7 @@ def test_frozen_layers(mode, frozen, x):
     layers = model()
     for k in frozen:
         layers[k].requires_grad_(False)
-    pipe, reference, copied = both(mode, layers, [1, 2, 2])
+    pipe, reference, copied = beside(mode, layers, [1, 2, 2])
     assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
     if len(frozen) < 3:  # and with an input that needs none, so that the first stage stores nothing
         weigh(pipe(x)).backward()
@@ -276,7 +219,7 @@ def test_frozen_layers(mode, frozen, x):
 
 def test_a_stage_that_cuts_the_graph(mode, x):
     layers = nn.Sequential(nn.Linear(6, 8), Do(torch.Tensor.detach), nn.Linear(8, 3))
-    pipe, _, copied = both(mode, layers, [1, 1, 1])
+    pipe, _, copied = beside(mode, layers, [1, 1, 1])
     weigh(pipe(x)).backward()
     weigh(plain(copied, x)).backward()
     assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
@@ -295,7 +238,7 @@ def test_integer_and_boolean_tensors_travel_along(mode, x):
             return x * positive + best[:, None], best
 
     layers = nn.Sequential(nn.Linear(6, 8), Mark(), Use())
-    pipe, _, copied = both(mode, layers, [1, 1, 1])
+    pipe, _, copied = beside(mode, layers, [1, 1, 1])
     expected = [copied(chunk) for chunk in x.chunk(4)]
     y, best = pipe(x)
     assert torch.equal(best, torch.cat([e[1] for e in expected]))
@@ -310,13 +253,13 @@ def test_in_place_layers_at_the_start_of_a_stage(mode, balance, x):
     layers = nn.Sequential(
         nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), cosine, nn.Linear(8, 3)
     )
-    pipe, reference, copied = both(mode, layers, balance)
+    pipe, reference, copied = beside(mode, layers, balance)
     assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
 
 
 def test_an_in_place_layer_on_the_input_of_the_pipe(mode, x):
     layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh())
-    pipe, _, copied = both(mode, layers, [1, 2])
+    pipe, _, copied = beside(mode, layers, [1, 2])
 
     def reference(x):  # micro-batches that do not share their memory
         return torch.cat([copied(chunk.clone()) for chunk in x.chunk(4)])
@@ -330,7 +273,7 @@ def test_an_in_place_layer_on_the_input_of_the_pipe(mode, x):
 
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_changing_a_weight_between_forward_and_backward_is_an_error(mode, layer, x):
-    pipe, _, _ = both(mode)
+    pipe, _, _ = beside(mode, model())
     loss = weigh(pipe(x.requires_grad_()))
     with torch.no_grad():
         pipe[layer].weight.add_(1)
@@ -339,7 +282,7 @@ def test_changing_a_weight_between_forward_and_backward_is_an_error(mode, layer,
 
 
 def test_changing_the_input_between_forward_and_backward_is_an_error(mode, x):
-    pipe, _, _ = both(mode)
+    pipe, _, _ = beside(mode, model())
     loss = weigh(pipe(x))
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified"):
@@ -347,7 +290,7 @@ def test_changing_the_input_between_forward_and_backward_is_an_error(mode, x):
 
 
 def test_loss_scaling_gives_the_plain_models_steps(mode, x):
-    pipe, reference, copied = both(mode)
+    pipe, reference, copied = beside(mode, model())
     for run, module in ((pipe, pipe), (reference, copied)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

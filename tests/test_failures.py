@@ -123,6 +123,8 @@ def test_an_exception_anywhere_reaches_the_caller_and_the_next_call_works(phase,
         if sys.version_info >= (3, 11):
             notes = notes_of(kind)
             assert re.search(rf"stage {j} \(layer {j}\), micro-batch {i}", notes), notes
+            assert ("while recomputing" in notes) == (phase == "recompute")
+            assert ("in backward of" in notes) == (phase == "backward")
         assert_works(pipe)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -27,7 +27,12 @@ class Record:
     note: Any
 
 
-pytree.register_dataclass(Record)
+# (register_dataclass came after PyTorch 2.6.)
+pytree.register_pytree_node(
+    Record,
+    lambda record: ([getattr(record, f.name) for f in fields(record)], None),
+    lambda values, _: Record(*values),
+)
 
 
 class Apply(nn.Module):

@@ -210,7 +210,7 @@ class Watch(nn.Module):
 
     def forward(self, x):
         y = x * 2
-        self.made.append(weakref.ref(y))
+        self.made.append(weakref.ref(y.untyped_storage()))
         return y.sin()
 
     def alive(self):
@@ -227,6 +227,14 @@ def test_activations_of_rematerialized_cells_are_dropped_until_backward(mode):
     y.sum().backward()
     for layer in pipe:
         assert layer.alive() == 0
+
+
+def test_a_retained_graph_keeps_no_recomputed_activations():
+    pipe = pipe_of(nn.Sequential(Watch(), Watch()), checkpoint="always")
+    y = pipe(torch.randn(8, 3, requires_grad=True))
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+        assert pipe[0].alive() == pipe[1].alive() == 0
 
 
 def test_recomputed_activations_are_freed_as_backward_goes_on():
@@ -272,7 +280,8 @@ def test_nothing_is_left_after_a_thousand_steps_not_even_cycles(mode):
         before, after = steps(20), steps(1000)
     finally:
         gc.enable()
-    grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 10}
+    # one in five steps would be a leak; PyTorch has a few caches of its own
+    grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 200}
     assert grown == {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import re
 import threading
 from collections import Counter
@@ -159,88 +158,6 @@ def test_the_thread_that_called_backward_gets_its_own_state_back():
     assert (autocast_state(), torch.is_grad_enabled(), torch.get_num_threads()) == before
 
 
-# Autocast
-
-
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_training_under_autocast_gives_the_plain_loops_bits_step_after_step(mode, cache):
-    ours = model()
-    theirs = copy.deepcopy(ours)
-    pipe = pipe_of(ours, [2, 3], checkpoint=mode)
-    x = torch.randn(8, 6)
-
-    def step(module, run):
-        def forward(x):
-            with torch.autocast("cpu", dtype=BF16, cache_enabled=cache):
-                return run(x)
-
-        result = trained(forward, module, x)
-        torch.optim.SGD(module.parameters(), lr=1.0).step()
-        return result
-
-    for _ in range(3):
-        result = step(ours, pipe)
-        assert result[0].dtype == BF16
-        assert_same(result, step(theirs, lambda x: plain(theirs, x)))
-
-
-class OwnAutocast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=BF16):
-            return self.linear(x).float()
-
-
-class DecoratedAutocast(OwnAutocast):
-    @torch.autocast("cpu", dtype=BF16)
-    def forward(self, x):
-        return self.linear(x).float()
-
-
-class SwitchedOff(OwnAutocast):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.linear(x.float())
-
-
-@pytest.mark.parametrize("around", [False, True], ids=["alone", "inside the caller's"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer", [OwnAutocast, DecoratedAutocast, SwitchedOff])
-def test_a_layer_with_an_autocast_of_its_own_never_uses_a_stale_weight(layer, mode, around):
-    ours = nn.Sequential(layer(), nn.Tanh(), layer())
-    theirs = copy.deepcopy(ours)
-    pipe = pipe_of(ours, [2, 1], checkpoint=mode)
-    x = torch.randn(8, 6)
-
-    def step(module, run):
-        def forward(x):
-            with torch.autocast("cpu", dtype=BF16, enabled=around):
-                return run(x)
-
-        result = trained(forward, module, x)
-        torch.optim.SGD(module.parameters(), lr=1.0).step()
-        return result
-
-    for _ in range(3):
-        assert_same(step(ours, pipe), step(theirs, lambda x: plain(theirs, x)))
-
-
-def test_a_pipe_leaves_the_callers_autocast_cache_alone():
-    linear = nn.Linear(4, 4)
-    pipe = pipe_of(nn.Sequential(OwnAutocast(), OwnAutocast()))
-    x = torch.randn(4, 4)
-    with torch.autocast("cpu", dtype=BF16):
-        first = linear(x)
-        pipe(torch.randn(8, 6))
-        second = linear(x)
-    casts = [y.grad_fn.next_functions[2][0].next_functions[0][0] for y in (first, second)]
-    assert casts[0] is casts[1]  # one cast of the weight, found again in the cache
-
-
 # Modes
 
 
@@ -332,7 +249,10 @@ def test_anomaly_mode_shows_the_line_of_the_layer_that_gave_nan(mode):
 @pytest.mark.parametrize("all_threads", [False, True])
 def test_profiler_ranges_name_stage_and_micro_batch(all_threads):
     pipe = pipe_of(model(), [2, 3], chunks=2, checkpoint="except_last")
-    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    try:
+        config = _ExperimentalConfig(profile_all_threads=True) if all_threads else None
+    except TypeError:
+        pytest.skip("this version of PyTorch profiles its own threads only")
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as prof:
         pipe(torch.randn(8, 6)).sum().backward()
     names = Counter(event.name for event in prof.events())
