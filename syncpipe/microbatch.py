@@ -175,7 +175,7 @@ def _common(row: list[Any], output: Any, k: int) -> Any:
         if not same:
             raise ValueError(
                 f"{leaf_names('output', output)[k]} is not a tensor and differs between "
-                f"micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so there "
-                "is no one value to return: return it as a tensor with one entry a sample"
+                f"micro-batches ({first!r} in micro-batch 0, {value!r} in micro-batch {i}), so "
+                "there is no one value to return: return it as a tensor with one entry a sample"
             )
     return first
