@@ -120,6 +120,9 @@ def gather(outputs: list[Any]) -> Any:
     first = outputs[0]
     if len(outputs) == 1:
         return first
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _concatenate(outputs, first, 0)
+
     columns, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     for i, spec in enumerate(specs):
         if spec != specs[0]:

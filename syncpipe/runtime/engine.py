@@ -148,7 +148,8 @@ class _Call:
 
     def run_alone(self) -> None:
         """The list of the only worker there is, on the calling thread."""
-        task, values = self.task, dict[Hashable, Any]()
+        task = self.task
+        values: dict[Hashable, Any] = {}
         for action in self.program[0]:
             received = [values.pop(key) for key in task.needs(action)]
             for _, key, value in task.perform(action, received):
