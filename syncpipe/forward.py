@@ -183,32 +183,33 @@ class _Forward:
             return self._cell(i, j, lane, received)
 
     def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
-        alias = [flag for parcel in received for flag in parcel.alias]
-        value, skips, tokens = self._unpacked(i, j, lane, received)
+        inputs, tokens, alias = self._unpacked(i, j, lane, received)
         outputs, frame = self._pipeline.stages[j].forward(
-            i, (value, skips), self._batch, rematerialize=i < self._rematerialized, alias=alias
+            i, inputs, self._batch, rematerialize=i < self._rematerialized, alias=alias
         )
-        del value, skips
+        del inputs
         if self._gated:
             outputs, tokens = self._gate(i, j, outputs, frame, tokens)
         return self._packed(i, j, lane, outputs, tokens)
 
     def _unpacked(
         self, i: int, j: int, lane: Lane, received: list[_Parcel]
-    ) -> tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]:
-        """The input of the stage, its skips, and the tokens that came along."""
-        values = []
+    ) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Tensor, ...], list[bool]]:
+        """The inputs of the stage, the tokens that came along, and what has an alias."""
+        if j == 0:  # which nothing can send to
+            value, self._inputs[i] = self._inputs[i], None
+            return (value, ()), (), []
+        values: list[Any] = []
         tokens: tuple[Tensor, ...] = ()
+        alias: list[bool] = []
         for parcel in received:
             if parcel.event is not None:
                 lane.receive(parcel.event, tensors_in(parcel.value))
             values.append(parcel.value)
             tokens += parcel.tokens
+            alias += parcel.alias
         received.clear()
-        if j == 0:
-            values.insert(0, self._inputs[i])
-            self._inputs[i] = None
-        return values[0], tuple(values[1:]), tokens
+        return (values[0], tuple(values[1:])), tokens, alias
 
     def _gate(
         self, i: int, j: int, outputs: Any, frame: Frame | None, tokens: tuple[Tensor, ...]
@@ -247,14 +248,14 @@ class _Forward:
         if skips or not isinstance(output, Tensor):
             alias = iter(aliased(outputs))
             flags = [list(islice(alias, len(tensors_in(part)))) for part in (output, *skips)]
-        messages = []
+        messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
             along = tokens if edge.skip is None else ()
             value, event = self._sent(value, lane, self._lanes[w])
             parcel = _Parcel(value, event, along, flags[0 if edge.skip is None else 1 + edge.skip])
-            messages.append(Message(w, (edge.number, i), parcel))
+            messages.append((w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output
         return messages

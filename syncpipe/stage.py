@@ -10,7 +10,6 @@ deferred BatchNorm, re-materialization, and the notes on exceptions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ __all__ = ["MiniBatch", "Partition", "Stage"]
 
 #: The value that travels along the layers, and skips.
 _Inputs = tuple[Any, tuple[Any, ...]]
-_NOTHING = nullcontext()
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -123,21 +121,27 @@ class Stage:
             recomputes the cell, if there is anything to recompute.
         """
         cell = _Cell(self, i, batch)
-        frame = None
-        with Exclusive(self.buffers.lock) if self.buffers.any else _NOTHING:
-            if rematerialize:
-                outputs, frame = self._rematerialized(cell, inputs, alias)
-            elif True in alias or (batch.state.grad and self._shares_inputs(batch)):
-                outputs = self._watched(cell, inputs, cell.run, alias)
-            else:
-                outputs = cell.run(inputs)
-            if self.defers and i == batch.m - 1:
-                batch.statistics[self.j].commit()
+        if self.buffers.any:
+            with Exclusive(self.buffers.lock):
+                outputs, frame = self._run(cell, inputs, rematerialize, alias)
+                if self.defers and i == batch.m - 1:
+                    batch.statistics[self.j].commit()
+        else:
+            outputs, frame = self._run(cell, inputs, rematerialize, alias)
         if self._has_python_nodes is not False and batch.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
         return outputs, frame
+
+    def _run(
+        self, cell: _Cell, inputs: _Inputs, rematerialize: bool, alias: list[bool]
+    ) -> tuple[_Inputs, Frame | None]:
+        if rematerialize:
+            return self._rematerialized(cell, inputs, alias)
+        if True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
+            return self._watched(cell, inputs, cell.run, alias), None
+        return cell.run(inputs), None
 
     def _rematerialized(
         self, cell: _Cell, inputs: _Inputs, alias: list[bool]

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,12 +34,8 @@ __all__ = ["RUNNING", "Engine", "Message", "Task"]
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 
 
-class Message(NamedTuple):
-    """Something that one action sends to another one."""
-
-    worker: int
-    key: Hashable
-    value: Any
+#: Something that one action sends to another one: for which worker, under which key, what.
+Message = tuple[int, Hashable, Any]
 
 
 class Task(Protocol):
@@ -118,8 +114,9 @@ class _Call:
         if self.cancelled:
             raise _Cancelled
         # The task gets the only reference to what it receives.
-        for message in self.task.perform(action, self.inboxes[w].take(self.task.needs(action))):
-            self.inboxes[message.worker].put(message.key, message.value)
+        messages = self.task.perform(action, self.inboxes[w].take(self.task.needs(action)))
+        for worker, key, value in messages:
+            self.inboxes[worker].put(key, value)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
