@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
-from syncpipe.runtime.buffers import Buffers, Exclusive
+from syncpipe.runtime.buffers import OUTERMOST, Buffers
 from syncpipe.runtime.checkpoint import Frame, versions
 from syncpipe.runtime.errors import annotate, annotate_backward
-from syncpipe.runtime.random import Generators, Seeded, Undisturbed, never_draws
+from syncpipe.runtime.random import Generators, Undisturbed, never_draws, run_seeded
 from syncpipe.runtime.state import CallerState
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
@@ -121,13 +121,16 @@ class Stage:
             recomputes the cell, if there is anything to recompute.
         """
         cell = _Cell(self, i, batch)
-        if self.buffers.any:
-            with Exclusive(self.buffers.lock):
-                outputs, frame = self._run(cell, inputs, rematerialize, alias)
-                if self.defers and i == batch.m - 1:
-                    batch.statistics[self.j].commit()
-        else:
+        lock = self.buffers.lock if self.buffers.any and OUTERMOST.get() is None else None
+        if lock is None:
             outputs, frame = self._run(cell, inputs, rematerialize, alias)
+        else:
+            with lock:
+                token = OUTERMOST.set(lock)
+                try:
+                    outputs, frame = self._run(cell, inputs, rematerialize, alias)
+                finally:
+                    OUTERMOST.reset(token)
         if self._has_python_nodes is not False and batch.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
@@ -138,10 +141,14 @@ class Stage:
         self, cell: _Cell, inputs: _Inputs, rematerialize: bool, alias: list[bool]
     ) -> tuple[_Inputs, Frame | None]:
         if rematerialize:
-            return self._rematerialized(cell, inputs, alias)
-        if True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
-            return self._watched(cell, inputs, cell.run, alias), None
-        return cell.run(inputs), None
+            outputs, frame = self._rematerialized(cell, inputs, alias)
+        elif True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
+            outputs, frame = self._watched(cell, inputs, cell.run, alias), None
+        else:
+            outputs, frame = cell.run(inputs), None
+        if self.defers and cell.i == cell.batch.m - 1:
+            cell.batch.statistics[self.j].commit()
+        return outputs, frame
 
     def _rematerialized(
         self, cell: _Cell, inputs: _Inputs, alias: list[bool]
@@ -153,8 +160,8 @@ class Stage:
             inputs,
             cell.batch.parameters[self.j],
             mutates_inputs=self._mutates_inputs is not False,
-            sandbox=buffers.sandbox,
-            lock=self.buffers.lock if self.buffers.any else None,
+            sandboxed=buffers.sandboxed,
+            lock=OUTERMOST.get(),
             state=cell.batch.state,
             threads=cell.batch.threads,
             where=cell.where,
@@ -262,9 +269,10 @@ class _Cell:
                 if learn or draws[k]:
                     which = stage.generators.all if learn else draws[k]
                     cell = (seed, stage.first + k, i)
-                    with Seeded(stage.generators, which, cell, observe=learn) as seeded:
-                        value = layer(value)
-                    draws[k] |= seeded.drew
+                    value, drew = run_seeded(
+                        stage.generators, which, cell, layer, value, observe=learn
+                    )
+                    draws[k] |= drew
                 elif self.recomputing and not never_draws(layer):
                     watch = Undisturbed(stage.generators, self._layer(k))
                     try:

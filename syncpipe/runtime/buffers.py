@@ -15,8 +15,10 @@ lock of the outermost stage, which makes one order of locks: stage before random
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
-from types import TracebackType
+from operator import setitem
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
 from syncpipe.batchnorm import DeferredBatchNorm
 
-__all__ = ["OUTERMOST", "Buffers", "Exclusive"]
+__all__ = ["OUTERMOST", "Buffers"]
 
 _Lock = Any  # threading.RLock is a function
+#: The lock of the outermost stage that runs here; it covers the pipes inside.
 OUTERMOST: ContextVar[_Lock] = ContextVar("syncpipe_stage_lock", default=None)
 
 _WRITE_ONLY = frozenset(
@@ -38,27 +41,6 @@ _WRITE_ONLY = frozenset(
 )  # fmt: skip
 
 Place = tuple[nn.Module, str]
-
-
-class Exclusive:
-    """The lock of the outermost stage that runs, taken once."""
-
-    __slots__ = ("_own", "_token", "lock")
-
-    def __init__(self, lock: _Lock) -> None:
-        outer = OUTERMOST.get()
-        self._own = outer is None
-        self.lock = lock if outer is None else outer
-
-    def __enter__(self) -> None:
-        if self._own:
-            self.lock.acquire()
-            self._token = OUTERMOST.set(self.lock)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._own:
-            OUTERMOST.reset(self._token)
-            self.lock.release()
 
 
 class Buffers:
@@ -142,39 +124,25 @@ class Watch:
         buffers._known = True
         self._copies = {place: self._copies[place] for place in buffers._changing}
 
-    def sandbox(self) -> _Sandbox:
-        """A context in which the stage can run again."""
-        return _Sandbox(self._buffers, self._copies)
+    def sandboxed(self, run: Callable[[], None]) -> None:
+        """Runs the stage again, on copies of its buffers; under the lock.
 
-
-class _Sandbox:
-    __slots__ = ("_buffers", "_copies", "_originals")
-
-    def __init__(self, buffers: Buffers, copies: dict[Place, Tensor]) -> None:
-        self._buffers = buffers
-        self._copies = copies
-
-    def __enter__(self) -> None:
-        self._originals: dict[Place, Tensor | None] = {}
+        Ctrl-C may come between any two lines. So one call puts the buffers back.
+        """
+        copies: dict[Place, Tensor] = {}
         with torch.no_grad():
             for norm in self._buffers._norms:
                 if norm.training:
                     for name, buffer in norm._buffers.items():
                         if buffer is not None:
-                            self._put((norm, name), buffer.clone())
-            for place, copy in self._copies.items():
-                self._put(place, copy.clone())
-
-    def _put(self, place: Place, value: Tensor) -> None:
-        module, name = place
-        self._originals[place] = module._buffers[name]
-        module._buffers[name] = value
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for (module, name), original in self._originals.items():
-            module._buffers[name] = original
+                            copies[norm, name] = buffer.clone()
+            copies.update({place: copy.clone() for place, copy in self._copies.items()})
+        owners = [module._buffers for module, _ in copies]
+        names = [name for _, name in copies]
+        originals = [owner[name] for owner, name in zip(owners, names, strict=True)]
+        undo = map(setitem, owners, names, originals)
+        try:
+            deque(map(setitem, owners, names, copies.values()), maxlen=0)
+            run()
+        finally:
+            deque(undo, maxlen=0)

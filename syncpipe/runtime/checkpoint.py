@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.overrides import (
     _push_mode,
 )
 
-from syncpipe.runtime.buffers import OUTERMOST, Exclusive
+from syncpipe.runtime.buffers import OUTERMOST
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.state import Autocast, CallerState
 from syncpipe.tree import described, map_tensors, tensors_in
@@ -87,8 +87,8 @@ class Frame:
         parameters: what else the result depends on, and nobody may modify in between.
         mutates_inputs: whether the cell may write into its inputs, so that it has to be given
             copies of them, here as in the forward.
-        sandbox: makes a context in which the cell can run again without touching buffers.
-        lock: the lock of the cell's stage, if it has buffers.
+        sandboxed: runs what it is given on copies of the buffers.
+        lock: to be held meanwhile, if there are buffers.
         state: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
         where: the cell in words, for error messages.
@@ -101,15 +101,15 @@ class Frame:
         parameters: list[nn.Parameter],
         *,
         mutates_inputs: bool,
-        sandbox: Callable[[], AbstractContextManager[None]],
+        sandboxed: Callable[[Callable[[], None]], None],
         lock: Any,
         state: CallerState,
         threads: int,
         where: str,
     ) -> None:
         self._cell = cell
-        self._sandbox = sandbox
-        self._stage_lock = None if lock is None else Exclusive(lock).lock
+        self._sandboxed = sandboxed
+        self._stage_lock = lock
         self._state = state
         self._threads = threads
         self._where = where
@@ -160,7 +160,6 @@ class Frame:
 
     def _recompute(self, held: Any) -> None:
         self._check_versions()
-        OUTERMOST.set(held)
         _recomputing.set(True)
         count, expected = 0, len(self._slots)
 
@@ -186,14 +185,15 @@ class Frame:
         if self._mutates_inputs:
             with torch.enable_grad():
                 inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
-        try:
-            with (
-                nullcontext() if self._stage_lock is None else Exclusive(self._stage_lock),
-                self._sandbox(),
-                _As(self._state, self._threads),
-                saved_tensors_hooks(pack, _identity),
-            ):
+
+        def run() -> None:
+            with _As(self._state, self._threads), saved_tensors_hooks(pack, _identity):
                 self._cell(inputs)
+
+        try:
+            with self._stage_lock if self._stage_lock and held is None else nullcontext():
+                OUTERMOST.set(held or self._stage_lock)
+                self._sandboxed(run)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise

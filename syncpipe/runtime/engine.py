@@ -14,6 +14,7 @@ every worker that got it has finished its list, been cancelled, or failed.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 import time
@@ -91,6 +92,23 @@ class _Inbox:
         self._arrived[key] = value
 
 
+class _Finished:
+    """Counts the workers that are done with a call and hold nothing of it any more."""
+
+    def __init__(self) -> None:
+        self._workers: list[None] = []
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def report(self) -> None:
+        self._workers.append(None)
+        self._news.put(None)
+
+    def wait(self, count: int) -> None:
+        """Waits for ``count`` reports; may be interrupted and called again."""
+        while len(self._workers) < count:
+            self._news.get()
+
+
 class _Call:
     """One run of a program."""
 
@@ -98,8 +116,6 @@ class _Call:
         self.program = program
         self.task = task
         self.inboxes = [_Inbox() for _ in program]
-        self.finished: list[int] = []
-        self.progress: SimpleQueue[None] = SimpleQueue()
         self.failures: list[tuple[int, int, BaseException]] = []
         self.cancelled = False
 
@@ -134,14 +150,14 @@ class _Call:
             clock, j = (action.clock, action.j) if action is not None else (-1, w)
             self.failures.append((clock, j, error))
             self.cancel()
-        finally:
-            self.finished.append(w)
-            self.progress.put(None)
 
-    def wait(self, count: int) -> None:
-        """Waits until ``count`` workers have finished; may be interrupted and called again."""
-        while len(self.finished) < count:
-            self.progress.get()
+    def run_here(self) -> None:
+        """All lists, on the calling thread."""
+        RUNNING.set(True)
+        if len(self.program) == 1:
+            self.run_alone()
+        else:
+            self.run_inline()
 
     def run_alone(self) -> None:
         """The list of the only worker there is, on the calling thread."""
@@ -199,13 +215,10 @@ class Engine:
         """
         call = _Call(program, task)
         if inline or len(program) == 1:
-            token = RUNNING.set(True)
-            try:
-                call.run_alone() if len(program) == 1 else call.run_inline()
-            finally:
-                RUNNING.reset(token)
+            # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
+            contextvars.copy_context().run(call.run_here)
             return
-        submitted = 0
+        submitted, finished = 0, _Finished()
         try:
             # All workers see concurrent calls in the same order, or two calls could deadlock.
             with self._lock:
@@ -213,12 +226,14 @@ class Engine:
                 for w, thread in enumerate(self._threads):
                     context = state.context.copy()
                     device = self._workers[w].device
-                    thread.submit(_job(context.run, call.work, w, device, state))
+                    job = _job(context.run, call.work, w, device, state)
+                    thread.submit(job, finished.report)
+                    del job, context
                     submitted += 1
-            call.wait(submitted)
+            finished.wait(submitted)
         except BaseException:  # Ctrl-C, above all
             call.cancel()
-            call.wait(submitted)
+            finished.wait(submitted)
             raise
         if call.failures:
             error = min(call.failures, key=lambda failure: failure[:2])[2]
@@ -236,11 +251,10 @@ class Engine:
         share = self.share()
         if share != self._share:
             mine = torch.get_num_threads()
-            done: SimpleQueue[None] = SimpleQueue()
+            done = _Finished()
             for thread in self._threads:
-                thread.submit(_job(_set_threads, share, done))
-            for _ in self._threads:
-                done.get()
+                thread.submit(_job(_set_threads, share), done.report)
+            done.wait(len(self._threads))
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)
             self._share = share
@@ -258,10 +272,9 @@ def _job(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
     return job
 
 
-def _set_threads(count: int, done: SimpleQueue[None]) -> None:
+def _set_threads(count: int) -> None:
     torch.get_num_threads()  # or the thread's first operation would set what others have set last
     torch.set_num_threads(count)
-    done.put(None)
 
 
 def _stop(threads: list[WorkerThread], process: int) -> None:

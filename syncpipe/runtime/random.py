@@ -17,16 +17,18 @@ locks already (they are reentrant).
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-__all__ = ["Generators", "Seeded", "Undisturbed", "draw_seed", "never_draws"]
+__all__ = ["Generators", "Undisturbed", "draw_seed", "never_draws", "run_seeded"]
 
 _Key = tuple[str, int]
 _RLock = Any  # threading.RLock is a function
@@ -50,25 +52,21 @@ class _Locks:
 
 
 class _Turns:
-    """Counts who had generators to himself, so that others can tell whether anybody did."""
+    """Who has generators to himself, so that others can tell whether anybody had."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._inside = self._total = 0
+        self._numbers = itertools.count(1)
+        self._last = 0
+        self.inside: set[int] = set()
 
-    def begin(self) -> None:
-        with self._guard:
-            self._inside += 1
-            self._total += 1
-
-    def end(self) -> None:
-        with self._guard:
-            self._inside -= 1
+    def begin(self) -> int:
+        """A number for a turn, to be put ``inside`` while it lasts."""
+        self._last = next(self._numbers)
+        return self._last
 
     def quiet(self) -> int | None:
-        """The number of turns so far; None while there is one."""
-        with self._guard:
-            return None if self._inside else self._total
+        """The number of the last turn; None while there is one."""
+        return None if self.inside else self._last
 
     def renew(self) -> None:
         """In a forked child."""
@@ -102,10 +100,7 @@ def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
     with _locks[_CPU], _Bare():
         _turns.begin()
-        try:
-            return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        finally:
-            _turns.end()
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _mix(seed: int, layer: int, i: int) -> int:
@@ -160,71 +155,53 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
-class Seeded:
-    """A context in which one layer draws its own random numbers for one micro-batch.
+def run_seeded(
+    generators: Generators,
+    which: int,
+    cell: tuple[int, int, int],
+    layer: Callable[[Any], Any],
+    value: Any,
+    *,
+    observe: bool,
+) -> tuple[Any, int]:
+    """Runs a layer that draws its own random numbers for one micro-batch.
+
+    Ctrl-C may come between any two lines. So locks are held by ``with`` itself, and the states are
+    put back by one call.
 
     Args:
         generators: those of the layer's device.
         which: bit mask of the generators that the layer is expected to draw from.
         cell: seed of the call, index of the layer, index of the micro-batch.
+        layer: the layer.
+        value: its input.
+        observe: find out from which generators it draws.
 
-    Attributes:
-        drew: after the exit, with ``observe``, the bit mask of the generators that were drawn from.
+    Returns:
+        The layer's output, and with ``observe`` the bit mask of the generators it drew from.
     """
-
-    __slots__ = ("_held", "_observe", "_picked", "_seed", "_states", "drew")
-
-    def __init__(
-        self, generators: Generators, which: int, cell: tuple[int, int, int], *, observe: bool
-    ) -> None:
-        self._picked = generators.pick(which)
-        self._seed = _mix(*cell)
-        self._observe = observe
-        self.drew = 0
-
-    def __enter__(self) -> Seeded:
-        self._held: list[_RLock] = []
-        self._states: list[tuple[Tensor, Tensor | None]] = []
+    picked = generators.pick(which)
+    seed, drew = _mix(*cell), 0
+    locks = [_locks[key] for key, _ in picked]
+    with locks[0], locks[-1]:  # reentrant: twice the same one where there is only one
+        turn = _turns.begin()
+        before = [generator.get_state() for _, generator in picked]
+        undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
         try:
-            _turns.begin()
-            for key, _ in self._picked:
-                lock = _locks[key]
-                self._held.append(lock)  # before it is held: Ctrl-C may come right after
-                lock.acquire()
-            with _Bare():
-                for _, generator in self._picked:
-                    before = generator.get_state()
-                    self._states.append((before, None))
-                    generator.manual_seed(self._seed)
-                    if self._observe:
-                        self._states[-1] = (before, generator.get_state())
-        except BaseException:
-            self._restore()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        try:
-            with _Bare():
-                for k, ((_, generator), (before, seeded)) in enumerate(
-                    zip(self._picked, self._states, strict=False)
-                ):
-                    if seeded is not None and not torch.equal(seeded, generator.get_state()):
-                        self.drew |= 1 << k
-                    generator.set_state(before)
+            _turns.inside.add(turn)
+            try:
+                for _, generator in picked:
+                    generator.manual_seed(seed)
+                start = [generator.get_state() for _, generator in picked] if observe else []
+                output = layer(value)
+                for k, state in enumerate(start):
+                    with _Bare():
+                        drew |= (not torch.equal(state, picked[k][1].get_state())) << k
+            finally:
+                deque(undo, maxlen=0)
         finally:
-            _turns.end()
-            for lock in reversed(self._held):
-                with suppress(RuntimeError):  # interrupted before it was held
-                    lock.release()
+            _turns.inside.discard(turn)
+    return output, drew
 
 
 class Undisturbed:

@@ -70,19 +70,22 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
+_Item = tuple[Callable[[], None], Callable[[], None]] | None
+
+
 class WorkerThread:
     """A daemon thread that runs the jobs it is given, in order, until it is stopped."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Item] = SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._jobs,), name=f"syncpipe {name}", daemon=True
         )
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job. A job must not raise."""
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None], report: Callable[[], None]) -> None:
+        """Queues a job, which must not raise, and whom to tell when nothing is held of it."""
+        self._jobs.put((job, report))
 
     def stop(self) -> None:
         """Ends the thread after the jobs it has; idempotent, callable from any thread."""
@@ -94,11 +97,13 @@ class WorkerThread:
             self._thread.join(timeout)
 
 
-def _serve(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+def _serve(jobs: SimpleQueue[_Item]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
     while True:
-        job = jobs.get()
-        if job is None:
+        item = jobs.get()
+        if item is None:
             return
+        job, report = item
         job()
-        del job
+        del item, job
+        report()
