@@ -138,13 +138,14 @@ class Frame:
             return slot
 
         token = _checkpointing.set(True)
-        try:
-            with saved_tensors_hooks(pack, _unpack):
-                outputs = cell(inputs)
-            self._complete = True
-            return outputs
+        try:  # by hand: Ctrl-C may come between any two lines, but not before this one
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, _unpack)
+            outputs = cell(inputs)
         finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
             _checkpointing.reset(token)
+        self._complete = True
+        return outputs
 
     @property
     def stores(self) -> bool:
