@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode,
@@ -188,8 +187,12 @@ class Frame:
                 inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
 
         def run() -> None:
-            with _As(self._state, self._threads), saved_tensors_hooks(pack, _identity):
-                self._cell(inputs)
+            with _As(self._state, self._threads):
+                try:  # by hand, as in the forward
+                    torch._C._autograd._push_saved_tensors_default_hooks(pack, _identity)
+                    self._cell(inputs)
+                finally:
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
 
         try:
             with self._stage_lock if self._stage_lock and held is None else nullcontext():
