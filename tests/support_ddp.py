@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -87,6 +88,9 @@ def main(rank: int, rendezvous: str, output: str, cases: list[list[str]]) -> Non
     with open(output, "w") as file:
         json.dump(differences, file)
     dist.destroy_process_group()
+    # A thread of gloo may still be letting go of a tensor, which aborts a process that ends in
+    # the usual way meanwhile (seen with torch 2.13, in 1 run of 20): do not end in the usual way.
+    os._exit(0)
 
 
 if __name__ == "__main__":
