@@ -1,6 +1,7 @@
-"""The order in which the cells (micro-batch, stage) of a mini-batch are computed.
+"""What a schedule is: the order in which each device works on its cells (micro-batch, stage).
 
-Pure Python: nothing here knows of tensors, threads or devices.
+Pure Python: nothing here knows of tensors, threads or devices. The schedules that one can ask for
+by name are in :mod:`syncpipe.schedules`.
 
 The clock cycles of GPipe (Huang et al. 2019, section 2.3), for three micro-batches on three
 stages; a column is a stage, an entry is ``(i, j)``:
@@ -16,12 +17,33 @@ stages; a column is a stage, an entry is ``(i, j)``:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-__all__ = ["Action", "Kind", "Program", "clock_cycles", "forward_program"]
+__all__ = [
+    "LETTERS",
+    "Action",
+    "Kind",
+    "Program",
+    "Schedule",
+    "clock_cycles",
+    "forward_program",
+    "validate",
+]
 
-Kind = Literal["forward"]
+#: The halves of a backward: ``backward_input`` computes the gradient that the stage to the left
+#: waits for, ``backward_weight`` those of the parameters, for which nobody waits.
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+#: One for each kind, as in pictures and files.
+LETTERS: dict[Kind, str] = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+_HALVES: tuple[Kind, ...] = ("backward_input", "backward_weight")
 
 
 class Action(NamedTuple):
@@ -33,8 +55,12 @@ class Action(NamedTuple):
 
     @property
     def clock(self) -> int:
-        """The clock cycle in which the fill-drain schedule runs this cell."""
+        """The clock cycle in which the fill-drain schedule runs this cell's forward."""
         return self.i + self.j
+
+    def __str__(self) -> str:
+        """Stage, letter and micro-batch, as in CSV files: ``2F0`` is micro-batch 0 on stage 2."""
+        return f"{self.j}{LETTERS.get(self.kind, f'<{self.kind}>')}{self.i}"
 
 
 #: For each worker the actions that it performs, in order.
@@ -73,3 +99,187 @@ def forward_program(m: int, worker_of: tuple[int, ...]) -> Program:
         for i, j in cells:
             program[worker_of[j]].append(Action("forward", i, j))
     return program
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each device the actions that it performs, in order, for one mini-batch.
+
+    Devices run free: each walks its own list, and waits only until what the next action needs is
+    there. Nothing is checked here; see :func:`validate`.
+
+    Attributes:
+        m: number of micro-batches.
+        device_of: for each stage the index of the device that it is on.
+        actions: for each device its actions in order.
+        name: what people call it; two schedules are equal whatever their names.
+    """
+
+    m: int
+    device_of: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    name: str = field(default="custom", compare=False)
+
+    @property
+    def n(self) -> int:
+        """Number of stages."""
+        return len(self.device_of)
+
+    @property
+    def program(self) -> Program:
+        """The actions as what the engine runs."""
+        return [list(actions) for actions in self.actions]
+
+    @cached_property
+    def splits(self) -> frozenset[tuple[int, int]]:
+        """The cells ``(i, j)`` whose backward is split into its two halves."""
+        return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in _HALVES)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that must be over before this one can start.
+
+        A skip adds nothing: from a stage to one further right, its way is always behind the one
+        through the stages between them.
+        """
+        kind, i, j = action
+        if kind == "forward":
+            return (Action("forward", i, j - 1),) if j > 0 else ()
+        if kind == "backward_weight":
+            return (Action("backward_input", i, j),)
+        forward = Action("forward", i, j)
+        return (forward, self.backward_of(i, j + 1)) if j + 1 < self.n else (forward,)
+
+    def backward_of(self, i: int, j: int) -> Action:
+        """The action that computes the gradient of the inputs of a cell."""
+        return Action("backward_input" if (i, j) in self.splits else "backward", i, j)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the largest number of micro-batches whose activations are alive at once.
+
+        From the start of the forward to the end of the backward, or of its weight half. A stage
+        stays on one device, so the order alone decides this and the duration of actions does not.
+        """
+        peaks = [0] * self.n
+        for row in self.actions:
+            alive = [0] * self.n
+            for action in row:
+                alive[action.j] += _change(action)
+                peaks[action.j] = max(peaks[action.j], alive[action.j])
+        return tuple(peaks)
+
+    @cached_property
+    def in_flight_on_device(self) -> tuple[int, ...]:
+        """The same for each device: cells of all of its stages that are alive at once."""
+        peaks = []
+        for row in self.actions:
+            alive = peak = 0
+            for action in row:
+                alive += _change(action)
+                peak = max(peak, alive)
+            peaks.append(peak)
+        return tuple(peaks)
+
+
+def _change(action: Action) -> int:
+    """What an action adds to the number of micro-batches in flight on its stage."""
+    return {"forward": 1, "backward_input": 0}.get(action.kind, -1)
+
+
+def validate(schedule: Schedule) -> None:
+    """Proves that free-running devices can carry out a schedule, and that it is a whole one.
+
+    Each cell has one forward and one backward, whole or in two halves, on the device of its stage;
+    everything that an action needs comes before it on the same device; and devices never wait for
+    each other in a circle. Who passes has no deadlock, however long actions take: what a device
+    waits for depends on the order alone.
+
+    Raises:
+        ValueError: naming the first action that is wrong, and why.
+    """
+    try:
+        _check_placement(schedule)
+        places = _check_cells(schedule)
+        _check_complete(schedule, places)
+        _check_order(schedule, places)
+        _check_progress(schedule)
+    except ValueError as error:
+        raise ValueError(f"schedule {schedule.name!r} is not valid: {error}") from None
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if schedule.m < 1 or schedule.n < 1:
+        raise ValueError(f"it needs micro-batches and stages, not m={schedule.m}, n={schedule.n}")
+    devices = len(schedule.actions)
+    if set(schedule.device_of) != set(range(devices)):
+        raise ValueError(
+            f"it has {devices} lists of actions, but device_of={schedule.device_of}; "
+            "there is one list for each device, and each device has a stage"
+        )
+
+
+def _check_cells(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+    """Returns where each action is: the device and the position in its list."""
+    places: dict[Action, tuple[int, int]] = {}
+    for d, row in enumerate(schedule.actions):
+        for position, action in enumerate(row):
+            where = f"{action}, action {position} of device {d}"
+            kind, i, j = action
+            if kind not in LETTERS:
+                raise ValueError(f"{where}, has the kind {kind!r}; there are {', '.join(LETTERS)}")
+            if not (0 <= i < schedule.m and 0 <= j < schedule.n):
+                raise ValueError(f"{where}, is outside of m={schedule.m}, n={schedule.n}")
+            if schedule.device_of[j] != d:
+                raise ValueError(f"{where}, belongs on device {schedule.device_of[j]}")
+            if action in places:
+                raise ValueError(f"{where}, was already action {places[action][1]}")
+            if kind == "backward" and (i, j) in schedule.splits:
+                raise ValueError(f"{where}, is a whole backward, but that cell's is split as well")
+            places[action] = d, position
+    return places
+
+
+def _check_complete(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
+    for i in range(schedule.m):
+        for j in range(schedule.n):
+            whole: tuple[Kind, ...] = ("backward",)
+            kinds = _HALVES if (i, j) in schedule.splits else whole
+            for kind in ("forward", *kinds):
+                action = Action(kind, i, j)
+                if action not in places:
+                    d = schedule.device_of[j]
+                    raise ValueError(f"{action} is missing on device {d}: {kind} of cell {i, j}")
+
+
+def _check_order(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
+    for action, (d, position) in places.items():
+        for needed in schedule.needs(action):
+            device, other = places[needed]
+            if device == d and other > position:
+                raise ValueError(
+                    f"{action}, action {position} of device {d}, comes before {needed}, "
+                    f"action {other}, which it needs"
+                )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Lets every device go as far as it can, until all are through or nobody can go on."""
+    done: set[Action] = set()
+    position = [0] * len(schedule.actions)
+    moved = True
+    while moved:
+        moved = False
+        for d, row in enumerate(schedule.actions):
+            while position[d] < len(row) and done.issuperset(schedule.needs(row[position[d]])):
+                done.add(row[position[d]])
+                position[d] += 1
+                moved = True
+    heads = enumerate(zip(schedule.actions, position, strict=True))
+    stuck = [(d, row[p]) for d, (row, p) in heads if p < len(row)]
+    if stuck:
+        waits = [
+            f"{action}, action {position[d]} of device {d}, waits for "
+            + " and ".join(str(a) for a in schedule.needs(action) if a not in done)
+            for d, action in stuck
+        ]
+        raise ValueError("deadlock: " + "; ".join(waits))
