@@ -8,6 +8,7 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.loader import RepeatingLoader
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe, inline
 from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
@@ -15,4 +16,12 @@ from syncpipe.runtime.worker import Worker
 
 __version__ = "0.1.0"
 
-__all__ = ["NoChunk", "Pipe", "Worker", "inline", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "NoChunk",
+    "Pipe",
+    "RepeatingLoader",
+    "Worker",
+    "inline",
+    "is_checkpointing",
+    "is_recomputing",
+]

@@ -7,7 +7,6 @@ It leaves one true autograd graph behind; how that goes back is drawn in ``runti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,33 +14,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from syncpipe.batchnorm import MiniBatchStatistics
 from syncpipe.microbatch import gather, scatter
-from syncpipe.runtime.checkpoint import Frame, is_checkpointing, is_recomputing
-from syncpipe.runtime.engine import RUNNING, Engine, Message
-from syncpipe.runtime.random import draw_seed
-from syncpipe.runtime.state import CallerState
+from syncpipe.pipeline import Call, Pipeline
+from syncpipe.runtime.checkpoint import Frame
+from syncpipe.runtime.engine import Message
+from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import Lane
-from syncpipe.runtime.transfer import early, gate, send
-from syncpipe.runtime.worker import Worker, same_memory
+from syncpipe.runtime.transfer import early, gate
 from syncpipe.schedule import Action, forward_program
-from syncpipe.skip.layout import inspect_layout
-from syncpipe.stage import MiniBatch, Partition, Stage
 from syncpipe.tree import aliased, map_tensors, tensors_in
 
-__all__ = ["Pipeline"]
+__all__ = ["forward"]
 
 
 _ALONE = (False,)
-
-
-class _Edge(NamedTuple):
-    """A way from one stage to another: of the activation, or of one of the source's skips."""
-
-    number: int
-    source: int
-    target: int
-    skip: int | None
 
 
 class _Parcel(NamedTuple):
@@ -61,113 +47,52 @@ class _Parcel(NamedTuple):
     alias: Sequence[bool]
 
 
-class Pipeline:
-    """Partitions on their workers, ready to run.
+def forward(
+    pipeline: Pipeline,
+    input: Any,
+    *,
+    chunks: int,
+    checkpoint: str,
+    inline: bool,
+    recorder: Recorder | None,
+) -> Any:
+    """Runs a mini-batch through a pipeline.
 
     Args:
-        partitions: the partitions, already on their devices.
-        names: for each layer its name in the wrapped module.
-        workers: for each partition the worker that serves it.
+        pipeline: the pipeline.
+        input: a tree of tensors and other values, on the first device.
+        chunks: at most so many micro-batches.
+        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+        inline: run on the calling thread.
+        recorder: writes down what runs when, for a trace.
     """
-
-    def __init__(
-        self, partitions: Sequence[Partition], names: Sequence[str], workers: Sequence[Worker]
-    ) -> None:
-        layout = inspect_layout(partitions)
-        self.stages: list[Stage] = []
-        first = 0
-        for j, partition in enumerate(partitions):
-            last = first + len(partition)
-            self.stages.append(
-                Stage(
-                    j,
-                    partition,
-                    names[first:last],
-                    first,
-                    workers[j].device,
-                    list(layout.incoming[j]),
-                    list(layout.outgoing[j]),
-                )
-            )
-            first = last
-        self.workers = list(dict.fromkeys(workers))
-        self.worker_of = tuple(self.workers.index(worker) for worker in workers)
-        self.engine = Engine(self.workers)
-        self.process = os.getpid()
-        n = len(partitions)
-        ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
-        for j, stage in enumerate(self.stages):
-            for key in stage.pops:
-                source = layout.incoming[j][key]
-                ways.append((source, j, self.stages[source].stashes.index(key)))
-        edges = [_Edge(number, *way) for number, way in enumerate(ways)]
-        self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
-        self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
-
-    def __call__(self, input: Any, *, chunks: int, checkpoint: str, inline: bool) -> Any:
-        """Runs a mini-batch.
-
-        Args:
-            input: a tree of tensors and other values, on the first device.
-            chunks: at most so many micro-batches.
-            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
-            inline: run on the calling thread.
-        """
-        state = CallerState()
-        micro_batches = scatter(input, chunks)
-        m = len(micro_batches)
-        inline = inline or state.needs_inline or RUNNING.get() or len(self.workers) == 1
-        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
-        nested = is_checkpointing() or is_recomputing()
-        rematerialized = 0
-        if state.grad and not nested:
-            rematerialized = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
-        batch = MiniBatch(
-            m,
-            draw_seed(),
-            state,
-            threads=0 if inline or not self._on_cpu() else self.engine.share(),
-            statistics={stage.j: MiniBatchStatistics() for stage in self.stages if stage.defers},
-            parameters=[
-                list(s.partition.parameters()) if rematerialized else [] for s in self.stages
-            ],
-        )
-        lanes = [worker.lane() for worker in self.workers]
-        callers = [worker.caller_lane() for worker in self.workers]
-        first, last = lanes[self.worker_of[0]], lanes[self.worker_of[-1]]
-        for lane, caller in zip(lanes, callers, strict=True):
-            lane.follow(caller, tensors_in(micro_batches[0]) if lane is first else ())
-        run = _Forward(self, batch, lanes, micro_batches, rematerialized)
-        try:
-            self.engine.run(forward_program(m, self.worker_of), run, state, inline=inline)
-        finally:
-            for lane, caller in zip(lanes, callers, strict=True):
-                caller.follow(lane, tensors_in(run.outputs) if lane is last else ())
-        return gather(run.outputs)
-
-    def _on_cpu(self) -> bool:
-        return all(worker.device.type == "cpu" for worker in self.workers)
+    micro_batches = scatter(input, chunks)
+    call = Call(
+        pipeline, len(micro_batches), checkpoint=checkpoint, inline=inline, recorder=recorder
+    )
+    first = micro_batches[0]
+    run = _Forward(call, micro_batches)
+    call.run(forward_program(call.batch.m, pipeline.worker_of), run, first)
+    call.hand_over(-1, run.outputs)
+    return gather(run.outputs)
 
 
 class _Forward:
     """The forward of one mini-batch, as a task for the engine."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        batch: MiniBatch,
-        lanes: list[Lane],
-        micro_batches: list[Any],
-        rematerialized: int,
-    ) -> None:
-        self._pipeline = pipeline
-        self._batch = batch
-        self._lanes = lanes
+    def __init__(self, call: Call, micro_batches: list[Any]) -> None:
+        self._call = call
+        self._pipeline = call.pipeline
+        self._batch = call.batch
+        self._lanes = call.lanes
         self._inputs: list[Any] = micro_batches
-        self._rematerialized = rematerialized
+        self._rematerialized = call.rematerialized
+        self._recorder = call.recorder
         # Forward-mode AD has nothing that goes back, and does not pass a gate.
-        self._gated = batch.state.grad and len(lanes) > 1 and forward_ad._current_level < 0
-        self._tokens: list[Tensor | None] = [None for _ in pipeline.stages]
+        self._gated = (
+            call.batch.state.grad and len(call.lanes) > 1 and forward_ad._current_level < 0
+        )
+        self._tokens: list[Tensor | None] = [None for _ in call.pipeline.stages]
         self.outputs: list[Any] = [None for _ in micro_batches]
 
     def needs(self, action: Action) -> Sequence[Hashable]:
@@ -187,10 +112,12 @@ class _Forward:
         outputs, frame = self._pipeline.stages[j].forward(
             i, inputs, self._batch, rematerialize=i < self._rematerialized, alias=alias
         )
+        if self._recorder is not None and self._batch.state.grad:
+            self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
         del inputs
         if self._gated:
             outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-        return self._packed(i, j, lane, outputs, tokens)
+        return self._packed(i, j, outputs, tokens)
 
     def _unpacked(
         self, i: int, j: int, lane: Lane, received: list[_Parcel]
@@ -239,9 +166,7 @@ class _Forward:
                 tokens = (*tokens, early(frame, start))
         return outputs, tokens
 
-    def _packed(
-        self, i: int, j: int, lane: Lane, outputs: Any, tokens: tuple[Tensor, ...]
-    ) -> list[Message]:
+    def _packed(self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...]) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
         flags: list[Sequence[bool]] = [_ALONE]
@@ -253,25 +178,9 @@ class _Forward:
             value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
             along = tokens if edge.skip is None else ()
-            value, event = self._sent(value, lane, self._lanes[w])
+            value, event = self._call.over(edge, i, value, graph=True)
             parcel = _Parcel(value, event, along, flags[0 if edge.skip is None else 1 + edge.skip])
             messages.append((w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output
         return messages
-
-    def _sent(self, value: Any, source: Lane, target: Lane) -> tuple[Any, Any]:
-        """The value where ``target`` is, and the event to wait for there."""
-        if source is target or (
-            source.streams is None and same_memory(source.device, target.device)
-        ):
-            return value, None
-        events: list[Any] = []
-
-        def moved(tensors: list[Tensor]) -> list[Tensor]:
-            sent, event = send(source, target, tensors)
-            events.append(event)
-            return sent
-
-        value = map_tensors(moved, value)
-        return value, events[0] if events else None

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe.tree import described, flatten, leaf_names, unflatten
 
-__all__ = ["NoChunk", "gather", "scatter"]
+__all__ = ["NoChunk", "gather", "scatter", "scatter_pair"]
 
 
 class NoChunk:
@@ -64,7 +64,29 @@ def scatter(input: Any, chunks: int) -> list[Any]:
         cut = input.chunk(chunks)
         return list(cut) if len(cut) > 1 else [input]
 
-    leaves, spec = flatten(input)
+    return _scattered(input, chunks, {"input": input})
+
+
+def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any]]:
+    """Cuts a mini-batch and its targets into as many micro-batches.
+
+    Args:
+        input: as for :func:`scatter`.
+        target: the same; one without any tensor to cut goes whole to every micro-batch.
+        chunks: how many micro-batches to make, at most.
+
+    Returns:
+        The inputs and the targets of the micro-batches.
+
+    Raises:
+        ValueError: as :func:`scatter`, or the two give different numbers of micro-batches.
+    """
+    pairs = _scattered((input, target), chunks, {"input": input, "target": target})
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
+    leaves, spec = flatten(tree)
     pieces = {
         k: leaf.chunk(chunks)
         for k, leaf in enumerate(leaves)
@@ -73,7 +95,7 @@ def scatter(input: Any, chunks: int) -> list[Any]:
     counts = {len(cut) for cut in pieces.values()}
     scalars = any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in leaves)
     if scalars or len(counts) > 1:
-        raise ValueError(_cannot_scatter(input, chunks))
+        raise ValueError(_cannot_scatter(named, chunks))
 
     m = counts.pop() if counts else 1
     whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
@@ -85,9 +107,14 @@ def scatter(input: Any, chunks: int) -> list[Any]:
     ]
 
 
-def _cannot_scatter(input: Any, chunks: int) -> str:
+def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
     lines = []
-    for where, leaf in zip(leaf_names("input", input), pytree.tree_leaves(input), strict=True):
+    leaves = [
+        pair
+        for name, tree in named.items()
+        for pair in zip(leaf_names(name, tree), pytree.tree_leaves(tree), strict=True)
+    ]
+    for where, leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
         name = f"  {where}: {described(leaf)}"
@@ -96,7 +123,8 @@ def _cannot_scatter(input: Any, chunks: int) -> str:
         else:
             lines.append(f"{name} gives {len(leaf.chunk(chunks))} micro-batches")
     return (
-        f"the input cannot be cut into micro-batches along dimension 0 (chunks={chunks}):\n"
+        f"the {' and the '.join(named)} cannot be cut into micro-batches along "
+        f"dimension 0 (chunks={chunks}):\n"
         + "\n".join(lines)
         + "\nGive all tensors the same batch size, and wrap those that every micro-batch needs "
         "whole in syncpipe.NoChunk(tensor)."

@@ -6,36 +6,24 @@ import operator
 import os
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import islice
 from textwrap import indent
-from typing import Any, NoReturn, cast, overload
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from syncpipe.batchnorm_convert import defer_batch_norm
-from syncpipe.checkpoints import translate_keys
-from syncpipe.forward import Pipeline
-from syncpipe.partition import (
-    check_balance,
-    check_devices,
-    check_input,
-    check_module,
-    check_shared,
-    default_devices,
-    missing_balance,
-    move_layers,
-    moves,
-    placed_balance,
-    resolve_workers,
-)
-from syncpipe.runtime.worker import Worker
-from syncpipe.skip import verify_skippables
-from syncpipe.stage import Partition
+from syncpipe.forward import forward
+from syncpipe.partition import check_input
+from syncpipe.partitioned import Partitioned
+from syncpipe.pipeline import Pipeline
+from syncpipe.schedule import Schedule
+from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
+from syncpipe.trace import Trace
+from syncpipe.training import evaluate, evaluating, train
 
 __all__ = ["Pipe", "inline"]
 
@@ -61,7 +49,7 @@ class inline(AbstractContextManager[None]):
         _inline.reset(self._token)
 
 
-class Pipe(nn.Module):
+class Pipe(Partitioned):
     """Runs an ``nn.Sequential`` as a pipeline over several devices.
 
     The layers are cut into partitions, one after another on a device each. A mini-batch is cut
@@ -97,8 +85,6 @@ class Pipe(nn.Module):
         IndexError: fewer devices than partitions.
     """
 
-    _syncpipe_skips_are_internal = True
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -110,64 +96,10 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_module(module)
-        verify_skippables(module)
+        self._trace: Trace | None = None
         self.chunks = chunks
         self.checkpoint = checkpoint
-        if balance is None:
-            balance, devices = _placed(module, devices)
-        sizes = check_balance(balance, len(module))
-        self._asked_devices = None if devices is None else check_devices(devices)
-        # Straight into the dict: the names are the module's own, whatever attributes we have.
-        self._modules.update(module._modules)
-        self.training = module.training
-        self._place(sizes, self._resolve(len(sizes)))
-        if deferred_batch_norm:  # where the buffers are by now, which both modules share
-            self._modules.update(defer_batch_norm(module)._modules)
-            self._place(sizes, self._workers)
-
-    def _resolve(self, partitions: int) -> list[Worker]:
-        devices = self._asked_devices
-        return resolve_workers(
-            default_devices(partitions) if devices is None else devices, partitions
-        )
-
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
-        """Cuts the layers and moves them; leaves everything as it was when that is refused."""
-        layers = iter(cast("dict[str, nn.Module]", self._modules).items())
-        partitions = []
-        for size in balance:
-            partition = Partition()
-            partition._modules.update(islice(layers, size))
-            partition.training = self.training
-            partitions.append(partition)
-        check_shared(partitions, workers)
-        move_layers(partitions, workers)
-        self._balance, self._workers, self._partitions = balance, workers, partitions
-        self._layers = tuple(self._modules.values())
-        self._pipeline: Pipeline | None = None
-
-    @property
-    def balance(self) -> list[int]:
-        """For each partition the number of its layers. Setting it cuts the layers anew."""
-        return list(self._balance)
-
-    @balance.setter
-    def balance(self, balance: Iterable[int]) -> None:
-        sizes = check_balance(balance, len(self))
-        self._place(sizes, self._resolve(len(sizes)))
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """For each partition its device. Setting it moves the layers."""
-        return [worker.device for worker in self._workers]
-
-    @devices.setter
-    def devices(self, devices: Iterable[Any]) -> None:
-        asked = check_devices(devices)
-        workers = resolve_workers(asked, len(self._balance))
-        self._place(self._balance, workers)
-        self._asked_devices = asked
+        self._cut(module, balance, devices, deferred_batch_norm)
 
     @property
     def chunks(self) -> int:
@@ -198,33 +130,6 @@ class Pipe(nn.Module):
             raise ValueError(f"checkpoint={checkpoint!r}: must be one of {modes}")
         self._checkpoint = checkpoint
 
-    @property
-    def partitions(self) -> list[nn.Sequential]:
-        """For each stage its layers, as an ``nn.Sequential`` that shares them with the pipe."""
-        self._follow_layers()
-        return list(self._partitions)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(cast("list[nn.Module]", list(self._modules.values())))
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> nn.Sequential: ...
-
-    def __getitem__(self, index: int | slice) -> nn.Module:
-        items = cast("list[tuple[str, nn.Module]]", list(self._modules.items()))
-        if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(items[index]))
-        try:
-            return items[operator.index(index)][1]
-        except IndexError:
-            raise IndexError(f"layer {index} does not exist: the pipe has {len(self)}") from None
-
     def forward(self, input: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -243,97 +148,197 @@ class Pipe(nn.Module):
         """
         if not self._modules:
             return input
-        self._follow_layers()
+        pipeline = self._ready()
         check_input(input, self._workers[0].device)
+        return _untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: Callable[..., Any],
+        schedule: str | os.PathLike[str] | Schedule = "1f1b",
+        slots: str | Sequence[int] | None = None,
+        loss_reduction: str = "mean",
+        data_iter: Iterator[Any] | None = None,
+        grad_scaler: Any = None,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Forward and backward of one mini-batch, with the loss inside the pipeline.
+
+        A micro-batch can go back as soon as it has gone forward, so other schedules than
+        fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
+        optimizer is the caller's::
+
+            optimizer.zero_grad()
+            loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
+            optimizer.step()
+
+        With 1F1B few micro-batches are in flight at a time, so ``checkpoint="never"`` often costs
+        no memory that matters; see the README.
+
+        Args:
+            input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
+                first device.
+            target: the same, on any device; it goes to the last one micro-batch by micro-batch.
+                None: the loss function takes the output alone.
+            loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
+                micro-batch, on the last device. It returns the loss, one number, or
+                ``(loss, weight)``. A mean over samples is the default: micro-batches count by
+                their number of samples, so that the result is the mini-batch's. With weights
+                (tokens that are not masked, for example) it is ``sum(loss * weight) /
+                sum(weight)``.
+            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
+                on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
+                :class:`syncpipe.schedule.Schedule`, or the path of a CSV file
+                (``syncpipe.schedules.to_csv``).
+            slots: for ``"1f1b"`` the most micro-batches in flight on each stage: ``"textbook"``,
+                ``"overlap"``, or a list with a number for each stage
+                (``syncpipe.schedules.one_f_one_b``).
+            loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
+                ``"sum"``.
+            data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
+                micro-batches, on any device. Exactly ``chunks`` of them are taken, each when the
+                first stage is ready for it, on the thread of that stage.
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
+                (the loss that is returned is not scaled).
+            return_outputs: return the outputs as well.
+
+        Returns:
+            The loss of the mini-batch, detached, without dimensions, on the last device. With
+            ``return_outputs`` a pair: the loss, and the outputs gathered as by ``pipe(input)``,
+            detached.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
+                function gave; the message says which.
+            RuntimeError: gradients are switched off, or the loss needs none.
+
+        Whatever the call raises, ``.grad`` of all parameters is then what it was before the call,
+        and the pipe goes on working. That takes a copy of gradients that are there already when
+        the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
+        random generators, stay as the failed call left them.
+
+        While the total weight is not known yet, micro-batches go back with an estimate of it, and
+        gradients are put right at the end of the call, to rounding: with ``(loss, weight)``, and
+        with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
+        of micro-batches, before that.
+        """
+        pipeline = self._ready()
+        source = self._source(input, target, data_iter)
+        return _untraced(train)(
+            pipeline,
+            source,
+            parameters=self.parameters(),
+            loss_fn=loss_fn,
+            schedule=schedule,
+            slots=slots,
+            loss_reduction=loss_reduction,
+            grad_scaler=grad_scaler,
+            return_outputs=return_outputs,
+            **self._running(),
+        )
+
+    def eval_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        loss_reduction: str = "mean",
+        data_iter: Iterator[Any] | None = None,
+    ) -> Any:
+        """Forward of one mini-batch, without gradients and in ``eval()`` mode.
+
+        The ``training`` flags of all modules are as before when it returns.
+
+        Args:
+            input: as for :meth:`train_batch`.
+            target: as for :meth:`train_batch`.
+            loss_fn: as for :meth:`train_batch`; None to get the outputs.
+            loss_reduction: as for :meth:`train_batch`.
+            data_iter: as for :meth:`train_batch`.
+
+        Returns:
+            The loss of the mini-batch, without dimensions; or without ``loss_fn`` the outputs,
+            gathered as by ``pipe(input)``. On the last device.
+
+        Raises:
+            TypeError, ValueError: as :meth:`train_batch`.
+        """
+        pipeline = self._ready()
+        source = self._source(input, target, data_iter)
+        with evaluating(self):
+            return _untraced(evaluate)(
+                pipeline,
+                source,
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                **self._running(),
+            )
+
+    def trace(self, title: str = "") -> Trace:
+        """Records what this pipe does, and when::
+
+            with pipe.trace() as trace:
+                loss = pipe.train_batch(input, target, loss_fn=loss_fn)
+            print(trace.table(), trace.bubble, trace.busy)
+            trace.save("step.svg")    # or .png; or .json for https://ui.perfetto.dev
+
+        Every action (forward, backward, its halves, recomputation) and every transfer of
+        ``pipe(x)``, of the backward that follows, of ``train_batch`` and ``eval_batch`` is there,
+        if it happens before the block ends. A pipe that is not traced does no more than look
+        whether it is.
+
+        Args:
+            title: stands above pictures.
+
+        Raises:
+            RuntimeError: on entering, if the pipe is being traced already.
+        """
+        names = [str(worker.device) for worker in dict.fromkeys(self._workers)]
+        rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
+        return Trace(rows, self._attach_trace, title)
+
+    def _running(self) -> dict[str, Any]:
+        """How to run a mini-batch."""
+        return {
+            "checkpoint": self._checkpoint if self.training else "never",
+            "inline": _inline.get(),
+            "recorder": None if self._trace is None else self._trace.recorder(),
+        }
+
+    def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
+        if data_iter is None:
+            check_input(input, self._workers[0].device)
+            return FromMiniBatch(input, target, self._chunks)
+        if input is not None or target is not None:
+            raise ValueError(
+                "data_iter gives the micro-batches, so there can be no input and no target beside "
+                "it: give either"
+            )
+        return FromIterator(check_iterator(data_iter), self._chunks)
+
+    def _ready(self) -> Pipeline:
+        """The pipeline over the layers as they are now."""
+        self._follow_layers()
         with _building:
             # After a fork its threads are gone, and its locks may be held by nobody.
             if self._pipeline is None or self._pipeline.process != os.getpid():
                 self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
-            pipeline = self._pipeline
-        run = pipeline.__call__ if "torch._dynamo" not in sys.modules else _untraced(pipeline)
-        return run(
-            input,
-            chunks=self._chunks,
-            checkpoint=self._checkpoint if self.training else "never",
-            inline=_inline.get(),
-        )
+            return self._pipeline
 
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-    def _follow_layers(self) -> None:
-        """Notices layers that were replaced by name (``pipe.fc = ...``, quantization, LoRA)."""
-        if tuple(self._modules.values()) == self._layers:
-            return
-        module = nn.Sequential()
-        module._modules.update(cast("dict[str, nn.Module]", self._modules))
-        check_module(module)
-        verify_skippables(module)
-        self._place(check_balance(self._balance, len(self)), self._workers)
-
-    def train(self, mode: bool = True) -> Pipe:
-        """As ``nn.Module.train``."""
-        super().train(mode)
-        for partition in self._partitions:
-            partition.training = mode
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """As ``nn.Module.to``, for a dtype or a memory format.
-
-        Raises:
-            TypeError: a device is given.
-        """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            _refuse_placement(f"to({str(device)!r})")
-        super().to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cpu()")
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cuda()")
-
-    def xpu(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("xpu()")
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("to_empty()")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
-        # A parent that is moved calls this on its children.
-        if moves(fn, self.devices):
-            _refuse_placement("a move of the module that contains it")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        translate_keys(state_dict, prefix, self)
-        if local_metadata.get("assign_to_params_buffers", False):
-            homes = dict(zip(self._modules, self._layer_devices(), strict=True))
-            for key, value in state_dict.items():
-                name = key[len(prefix) :].split(".", 1)[0]
-                if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
-                    state_dict[key] = value.to(homes[name])
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def _layer_devices(self) -> list[torch.device]:
-        return [
-            worker.device
-            for worker, size in zip(self._workers, self._balance, strict=True)
-            for _ in range(size)
-        ]
+    def _attach_trace(self, trace: Trace | None) -> None:
+        if trace is not None and self._trace is not None:
+            raise RuntimeError("this pipe is being traced already: end that trace first")
+        self._trace = trace
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used.
-        return {**self.__dict__, "_pipeline": None}
+        return {**self.__dict__, "_pipeline": None, "_trace": None}
 
     def __repr__(self) -> str:
         lines = [
@@ -348,25 +353,9 @@ class Pipe(nn.Module):
         return "\n".join([*lines, ")"])
 
 
-def _placed(module: nn.Sequential, devices: Iterable[Any] | None) -> tuple[list[int], list[Any]]:
-    """Balance and devices of layers that are on several devices already."""
-    balance, found = placed_balance(module)
-    if not len(module):
-        return [], []
-    if devices is not None or len(set(found)) < 2:
-        asked = found if devices is None else check_devices(devices)
-        raise missing_balance(len(module), max(2, len(asked)))
-    return balance, list(found)
-
-
-def _untraced(pipeline: Pipeline) -> Callable[..., Any]:
-    """The pipeline, out of sight of torch.compile: that is for layers, not for what is between."""
+def _untraced(driver: Callable[..., Any]) -> Callable[..., Any]:
+    """A driver, out of sight of torch.compile: that is for layers, not for what is between."""
+    if "torch._dynamo" not in sys.modules:
+        return driver
     disable: Any = torch.compiler.disable
-    return cast("Callable[..., Any]", disable(pipeline.__call__))
-
-
-def _refuse_placement(what: str) -> NoReturn:
-    raise TypeError(
-        f"{what} would change the devices of a Pipe, whose partitions are on devices of their own: "
-        "set pipe.devices = [...], or make the Pipe with devices=[...]"
-    )
+    return cast("Callable[..., Any]", disable(driver))

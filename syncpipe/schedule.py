@@ -29,14 +29,16 @@ __all__ = [
     "Schedule",
     "clock_cycles",
     "forward_program",
+    "training_program",
     "validate",
 ]
 
 #: The halves of a backward: ``backward_input`` computes the gradient that the stage to the left
-#: waits for, ``backward_weight`` those of the parameters, for which nobody waits.
-Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+#: waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations
+#: are in no schedule; :func:`training_program` puts them where they belong.
+Kind = Literal["forward", "backward", "backward_input", "backward_weight", "recompute"]
 
-#: One for each kind, as in pictures and files.
+#: One for each kind that a schedule can have, as in pictures and files.
 LETTERS: dict[Kind, str] = {
     "forward": "F",
     "backward": "B",
@@ -54,9 +56,10 @@ class Action(NamedTuple):
     j: int
 
     @property
-    def clock(self) -> int:
-        """The clock cycle in which the fill-drain schedule runs this cell's forward."""
-        return self.i + self.j
+    def rank(self) -> tuple[bool, int, int]:
+        """Orders actions by when a fill-drain schedule performs them, forwards first."""
+        back = self.kind != "forward"
+        return back, self.i - self.j if back else self.i + self.j, self.j
 
     def __str__(self) -> str:
         """Stage, letter and micro-batch, as in CSV files: ``2F0`` is micro-batch 0 on stage 2."""
@@ -120,15 +123,13 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     name: str = field(default="custom", compare=False)
 
+    def __hash__(self) -> int:
+        return hash((self.m, self.device_of))  # of all actions it would take its time
+
     @property
     def n(self) -> int:
         """Number of stages."""
         return len(self.device_of)
-
-    @property
-    def program(self) -> Program:
-        """The actions as what the engine runs."""
-        return [list(actions) for actions in self.actions]
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
@@ -179,6 +180,28 @@ class Schedule:
                 peak = max(peak, alive)
             peaks.append(peak)
         return tuple(peaks)
+
+
+@lru_cache(maxsize=128)
+def training_program(schedule: Schedule, rematerialized: int) -> Program:
+    """A schedule as what the engine runs (do not modify).
+
+    A recomputation comes right before the backward of its cell, as an action of its own: it needs
+    nothing from anybody, so it begins before the gradient is there.
+
+    Args:
+        schedule: a valid one.
+        rematerialized: so many micro-batches, the first ones, are recomputed.
+    """
+    program: Program = []
+    for row in schedule.actions:
+        program.append([])
+        for action in row:
+            kind, i, j = action
+            if i < rematerialized and kind in ("backward", "backward_input"):
+                program[-1].append(Action("recompute", i, j))
+            program[-1].append(action)
+    return program
 
 
 def _change(action: Action) -> int:

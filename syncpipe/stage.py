@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.runtime.again import Again, forgotten
 from syncpipe.runtime.buffers import OUTERMOST, Buffers
 from syncpipe.runtime.checkpoint import Frame, versions
 from syncpipe.runtime.errors import annotate, annotate_backward
 from syncpipe.runtime.random import Generators, Undisturbed, never_draws, run_seeded
+from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
@@ -32,6 +34,7 @@ __all__ = ["MiniBatch", "Partition", "Stage"]
 
 #: The value that travels along the layers, and skips.
 _Inputs = tuple[Any, tuple[Any, ...]]
+_T = TypeVar("_T")
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -54,16 +57,20 @@ class MiniBatch:
         seed: of the call's random numbers.
         state: the caller's.
         threads: intra-op threads of the CPU workers (0: the calling thread's own).
+        forwards: for each stage the number of cells that went forward so far.
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         parameters: for each stage those that a recomputation needs as they are.
+        recorder: writes down what runs when, for a trace.
     """
 
     m: int
     seed: int
     state: CallerState
     threads: int
+    forwards: list[int]
     statistics: dict[int, MiniBatchStatistics]
     parameters: list[list[nn.Parameter]]
+    recorder: Recorder | None
 
 
 class Stage:
@@ -121,34 +128,123 @@ class Stage:
             recomputes the cell, if there is anything to recompute.
         """
         cell = _Cell(self, i, batch)
+
+        def run() -> tuple[_Inputs, Frame | None]:
+            outputs, frame = self._run(cell, inputs, rematerialize, alias)
+            self._count(batch)
+            return outputs, frame
+
+        outputs, frame = self._alone(run)
+        self._annotate(cell, inputs, outputs)
+        return outputs, frame
+
+    def forget(
+        self, i: int, inputs: _Inputs, batch: MiniBatch, *, kept: _Inputs, alias: list[bool]
+    ) -> tuple[_Inputs, Again]:
+        """Computes cell ``(i, j)``, to be forgotten and computed again by :meth:`again`.
+
+        Args:
+            i: the micro-batch.
+            inputs: as for :meth:`forward`.
+            batch: what the cells of this call share.
+            kept: the inputs without their graph.
+            alias: as for :meth:`forward`.
+
+        Returns:
+            The outputs, and how to compute them again.
+        """
+        cell = _Cell(self, i, batch)
+
+        def run() -> tuple[_Inputs, Again]:
+            buffers = self.buffers.watch()
+            again = Again(
+                cell.again,
+                kept,
+                batch.parameters[self.j],
+                mutates_inputs=self._mutates_inputs is not False,
+                buffers=buffers,
+                where=cell.where,
+            )
+            outputs = self._watched(cell, inputs, lambda given: forgotten(cell.run, given), alias)
+            buffers.learn()
+            self._count(batch)
+            return outputs, again
+
+        outputs, again = self._alone(run)
+        self._annotate(cell, inputs, outputs)
+        return outputs, again
+
+    def again(self, again: Again, inputs: _Inputs) -> _Inputs:
+        """The outputs of a forgotten cell once more."""
+        outputs: _Inputs = self._alone(lambda: again(inputs))
+        return outputs
+
+    def beyond(
+        self,
+        i: int,
+        batch: MiniBatch,
+        function: Callable[[Any], Any],
+        given: Any,
+        draws: int | None,
+    ) -> tuple[Any, int]:
+        """Calls a function (the loss) as if it were one more layer after those of this stage.
+
+        Args:
+            i: the micro-batch.
+            batch: what the cells of this call share.
+            function: the function.
+            given: its argument.
+            draws: bit mask of the generators that it draws from; None if that is not known yet.
+
+        Returns:
+            What the function returns, and the bit mask.
+        """
+        if draws == 0:
+            return function(given), 0
+        which = self.generators.all if draws is None else draws
+        cell = (batch.seed, self.first + len(self.names), i)
+        result, drew = run_seeded(
+            self.generators, which, cell, function, given, observe=draws is None
+        )
+        return result, draws or drew
+
+    def describe(self, i: int) -> str:
+        """Cell ``(i, j)`` in words."""
+        first, last = self.first, self.first + len(self.names) - 1
+        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
+        return f"stage {self.j} ({layers}), micro-batch {i}"
+
+    def _alone(self, run: Callable[[], _T]) -> _T:
+        """Runs something that may touch the buffers of this stage."""
         lock = self.buffers.lock if self.buffers.any and OUTERMOST.get() is None else None
         if lock is None:
-            outputs, frame = self._run(cell, inputs, rematerialize, alias)
-        else:
-            with lock:
-                token = OUTERMOST.set(lock)
-                try:
-                    outputs, frame = self._run(cell, inputs, rematerialize, alias)
-                finally:
-                    OUTERMOST.reset(token)
-        if self._has_python_nodes is not False and batch.state.grad:
+            return run()
+        with lock:
+            token = OUTERMOST.set(lock)
+            try:
+                return run()
+            finally:
+                OUTERMOST.reset(token)
+
+    def _count(self, batch: MiniBatch) -> None:
+        batch.forwards[self.j] += 1
+        if self.defers and batch.forwards[self.j] == batch.m:
+            batch.statistics[self.j].commit()
+
+    def _annotate(self, cell: _Cell, inputs: _Inputs, outputs: _Inputs) -> None:
+        if self._has_python_nodes is not False and cell.batch.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
-        return outputs, frame
 
     def _run(
         self, cell: _Cell, inputs: _Inputs, rematerialize: bool, alias: list[bool]
     ) -> tuple[_Inputs, Frame | None]:
         if rematerialize:
-            outputs, frame = self._rematerialized(cell, inputs, alias)
-        elif True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
-            outputs, frame = self._watched(cell, inputs, cell.run, alias), None
-        else:
-            outputs, frame = cell.run(inputs), None
-        if self.defers and cell.i == cell.batch.m - 1:
-            cell.batch.statistics[self.j].commit()
-        return outputs, frame
+            return self._rematerialized(cell, inputs, alias)
+        if True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
+            return self._watched(cell, inputs, cell.run, alias), None
+        return cell.run(inputs), None
 
     def _rematerialized(
         self, cell: _Cell, inputs: _Inputs, alias: list[bool]
@@ -156,7 +252,7 @@ class Stage:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         buffers = self.buffers.watch()
         frame = Frame(
-            cell.again,
+            self._recorded(cell),
             inputs,
             cell.batch.parameters[self.j],
             mutates_inputs=self._mutates_inputs is not False,
@@ -169,6 +265,18 @@ class Stage:
         outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given), alias)
         buffers.learn()
         return outputs, frame if frame.stores else None
+
+    def _recorded(self, cell: _Cell) -> Callable[[_Inputs], _Inputs]:
+        """The recomputation of a cell, for the trace if there is one."""
+        recorder = cell.batch.recorder
+        if recorder is None:
+            return cell.again
+
+        def again(inputs: _Inputs) -> _Inputs:
+            with recorder.span("recompute", cell.i, self.j):
+                return cell.again(inputs)
+
+        return again
 
     def _shares_inputs(self, batch: MiniBatch) -> bool:
         """Whether writing into an input would show in that of another micro-batch."""
@@ -216,10 +324,7 @@ class _Cell:
     @property
     def where(self) -> str:
         """The cell in words."""
-        stage = self.stage
-        first, last = stage.first, stage.first + len(stage.names) - 1
-        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
-        return f"stage {stage.j} ({layers}), micro-batch {self.i}"
+        return self.stage.describe(self.i)
 
     def again(self, inputs: _Inputs) -> _Inputs:
         """The recomputation of this cell."""
@@ -260,7 +365,7 @@ class _Cell:
     def layers(self, value: Any) -> Any:
         """The layers of the partition, one after another."""
         stage, i, seed = self.stage, self.i, self.batch.seed
-        first = i == 0 and not self.recomputing
+        first = not self.recomputing and not self.batch.forwards[stage.j]
         draws = stage.draws
         k = 0
         try:

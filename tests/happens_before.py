@@ -281,7 +281,7 @@ class FakeStreams:
                 names.append(frame.f_code.co_name)
             frame = frame.f_back
         where = "backward" if "backward" in names else "forward"
-        if names[0] == "follow":  # which of the streams of the other lane
+        if names[0] in ("follow", "adopt"):  # which of the streams of the other lane
             where = "start" if self.world.current(self.device) is not stream else "end"
             if what == "wait" and caller.f_locals["stream"] is caller.f_locals["other"].outbound:
                 where += " outbound"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import syncpipe.forward
+import syncpipe.pipeline
 import syncpipe.runtime.streams
 from syncpipe import Pipe, inline
 from syncpipe.runtime.transfer import Send
@@ -250,10 +251,10 @@ def world(monkeypatch) -> AutogradWorld:
         world.tag(tensors_in(made), stream)
         return messages
 
-    def tagged_apply(source, target, events, *tensors):
+    def tagged_apply(source, target, events, note, *tensors):
         # The nodes before this one belong to the stage, this one to where its outputs are.
         world.tag(tensors, source.compute)
-        copies = apply(source, target, events, *tensors)
+        copies = apply(source, target, events, note, *tensors)
         world.tag(copies, world.current(target.device.index))
         return copies
 
@@ -298,8 +299,8 @@ SITES = {
     "wait receive backward": [TWO],
     "wait send forward": [TWO],
     "wait send backward": [TWO],
-    "keep follow start": [ONE],
-    "keep follow end": [ONE, TWO],
+    "keep adopt start": [ONE],
+    "keep adopt end": [ONE, TWO],
     "keep receive forward": [ONE, TWO],
     "keep receive backward": [TWO],
     "keep send forward": [TWO],
@@ -311,7 +312,7 @@ SITES = {
 @pytest.mark.parametrize("how", ["threads", "inline"])
 @pytest.mark.parametrize(("site", "layout"), [(s, layout) for s in SITES for layout in SITES[s]])
 def test_race_without(world, site, layout, how, checkpoint):
-    if (site, how) == ("keep follow start", "threads"):
+    if (site, how) == ("keep adopt start", "threads"):
         pytest.skip("which of the nodes ready on the one CPU goes back last depends on threads")
     world.dropped = site
     with running(how):
@@ -330,9 +331,9 @@ def test_all_sites_are_known(world):
 def test_race_if_the_node_of_a_copy_is_made_on_the_source(world, layout, monkeypatch):
     """Gradients that meet there would be added on another stream than the copy waits for."""
 
-    def sent_from_source(source, target, tensors):
+    def sent_from_source(source, target, tensors, note):
         events = []
-        return list(Send.apply(source, target, events, *tensors)), events[0]
+        return list(Send.apply(source, target, events, note, *tensors)), events[0]
 
-    monkeypatch.setattr(syncpipe.forward, "send", sent_from_source)
+    monkeypatch.setattr(syncpipe.pipeline, "send", sent_from_source)
     assert Scenario(world, layout, checkpoint="never", chunks=2).run(1)

@@ -35,10 +35,18 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.state import Autocast, CallerState
 from syncpipe.tree import described, map_tensors, tensors_in
 
-__all__ = ["Frame", "is_checkpointing", "is_recomputing", "versions"]
+__all__ = [
+    "CHECKPOINTING",
+    "RECOMPUTING",
+    "Frame",
+    "Untouched",
+    "is_checkpointing",
+    "is_recomputing",
+    "versions",
+]
 
-_checkpointing: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
-_recomputing: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
+CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
+RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
 
 
 def is_checkpointing() -> bool:
@@ -46,7 +54,7 @@ def is_checkpointing() -> bool:
 
     It will run once more, in backward, for the same micro-batch.
     """
-    return _checkpointing.get()
+    return CHECKPOINTING.get()
 
 
 def is_recomputing() -> bool:
@@ -55,12 +63,41 @@ def is_recomputing() -> bool:
     A layer with a side effect (a counter, a log) asks this to have it only once. Buffers need no
     such care: a recomputation neither sees nor leaves a change in them.
     """
-    return _recomputing.get()
+    return RECOMPUTING.get()
 
 
 def versions(tree: Any) -> list[int]:
     """How often each tensor of a tree has been modified in place."""
     return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
+
+
+class Untouched:
+    """Sees to it that what a recomputation starts from is still as it was.
+
+    Args:
+        inputs: a tree.
+        parameters: what else the result depends on.
+        where: the cell in words.
+    """
+
+    __slots__ = ("_tensors", "_versions", "_where")
+
+    def __init__(self, inputs: Any, parameters: list[nn.Parameter], where: str) -> None:
+        self._tensors = tensors_in((inputs, parameters))
+        self._versions = versions(self._tensors)
+        self._where = where
+
+    def check(self) -> None:
+        """Raises a ``RuntimeError`` if any of it was modified in place meanwhile."""
+        current = versions(self._tensors)
+        for tensor, now, then in zip(self._tensors, current, self._versions, strict=True):
+            if now != then:
+                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
+                raise RuntimeError(
+                    f"{kind} ({described(tensor)}) of {self._where} was modified in place between "
+                    f"forward and backward (version {then} became {now}), so that the cell cannot "
+                    "be recomputed: call backward before the optimizer's step, and modify copies"
+                )
 
 
 class _Slot:
@@ -121,8 +158,7 @@ class Frame:
         # Detached, so that a frame does not keep the graph before it alive; the version counter is
         # still the tensor's own.
         self._inputs = map_tensors(lambda ts: [t.detach() for t in ts], inputs)
-        self._parameters = parameters
-        self._versions = versions((inputs, parameters))
+        self._untouched = Untouched(self._inputs, parameters, where)
 
     def forward(self, cell: Cell, inputs: Any) -> Any:
         """Runs the cell for the first time, storing nothing."""
@@ -136,13 +172,13 @@ class Frame:
             self._shapes.append(described(tensor))
             return slot
 
-        token = _checkpointing.set(True)
+        token = CHECKPOINTING.set(True)
         try:  # by hand: Ctrl-C may come between any two lines, but not before this one
             torch._C._autograd._push_saved_tensors_default_hooks(pack, _unpack)
             outputs = cell(inputs)
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            _checkpointing.reset(token)
+            CHECKPOINTING.reset(token)
         self._complete = True
         return outputs
 
@@ -159,8 +195,8 @@ class Frame:
                 self._state.context.copy().run(self._recompute, OUTERMOST.get())
 
     def _recompute(self, held: Any) -> None:
-        self._check_versions()
-        _recomputing.set(True)
+        self._untouched.check()
+        RECOMPUTING.set(True)
         count, expected = 0, len(self._slots)
 
         def pack(tensor: Tensor) -> Tensor:
@@ -203,17 +239,6 @@ class Frame:
             raise
         if count < expected:
             raise RuntimeError(self._not_the_same(count, "nothing more"))
-
-    def _check_versions(self) -> None:
-        watched = tensors_in((self._inputs, self._parameters))
-        for tensor, now, then in zip(watched, versions(watched), self._versions, strict=True):
-            if now != then:
-                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
-                raise RuntimeError(
-                    f"{kind} ({described(tensor)}) of {self._where} was modified in place between "
-                    f"forward and backward (version {then} became {now}), so that the cell cannot "
-                    "be recomputed: call backward before the optimizer's step, and modify copies"
-                )
 
     def _not_the_same(self, count: int, got: str) -> str:
         expected = self._shapes[count] if count < len(self._shapes) else "nothing more"

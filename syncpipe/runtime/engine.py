@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedule import Action, Program
@@ -112,11 +113,12 @@ class _Finished:
 class _Call:
     """One run of a program."""
 
-    def __init__(self, program: Program, task: Task) -> None:
+    def __init__(self, program: Program, task: Task, recorder: Recorder | None) -> None:
         self.program = program
         self.task = task
+        self.recorder = recorder
         self.inboxes = [_Inbox() for _ in program]
-        self.failures: list[tuple[int, int, BaseException]] = []
+        self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -130,9 +132,16 @@ class _Call:
         if self.cancelled:
             raise _Cancelled
         # The task gets the only reference to what it receives.
-        messages = self.task.perform(action, self.inboxes[w].take(self.task.needs(action)))
+        messages = self.perform(action, self.inboxes[w].take(self.task.needs(action)))
         for worker, key, value in messages:
             self.inboxes[worker].put(key, value)
+
+    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
+        """Has the task do it, and that recorded where somebody wants to know."""
+        if self.recorder is None:
+            return self.task.perform(action, received)
+        with self.recorder.span(*action):
+            return self.task.perform(action, received)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
@@ -147,8 +156,8 @@ class _Call:
         except _Cancelled:
             pass
         except BaseException as error:
-            clock, j = (action.clock, action.j) if action is not None else (-1, w)
-            self.failures.append((clock, j, error))
+            rank = (False, -1, w) if action is None else action.rank
+            self.failures.append((rank, error))
             self.cancel()
 
     def run_here(self) -> None:
@@ -165,7 +174,7 @@ class _Call:
         values: dict[Hashable, Any] = {}
         for action in self.program[0]:
             received = [values.pop(key) for key in task.needs(action)]
-            for _, key, value in task.perform(action, received):
+            for _, key, value in self.perform(action, received):
                 values[key] = value
 
     def run_inline(self) -> None:
@@ -201,7 +210,15 @@ class Engine:
         self._threads: list[WorkerThread] = []
         self._share = 0
 
-    def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
+    def run(
+        self,
+        program: Program,
+        task: Task,
+        state: CallerState,
+        *,
+        inline: bool,
+        recorder: Recorder | None = None,
+    ) -> None:
         """Runs a program to its end.
 
         Args:
@@ -209,11 +226,12 @@ class Engine:
             task: what to do for each action.
             state: the caller's state, in force wherever an action runs.
             inline: run everything on the calling thread.
+            recorder: writes down what runs when, for a trace.
 
         Raises:
-            BaseException: what an action raised; of several, the one of the earliest clock cycle.
+            BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Call(program, task)
+        call = _Call(program, task, recorder)
         if inline or len(program) == 1:
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)
@@ -236,7 +254,7 @@ class Engine:
             finished.wait(submitted)
             raise
         if call.failures:
-            error = min(call.failures, key=lambda failure: failure[:2])[2]
+            error = min(call.failures, key=lambda failure: failure[0])[1]
             call.failures.clear()
             try:
                 raise error

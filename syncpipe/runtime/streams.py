@@ -46,6 +46,9 @@ class Streams(Protocol):
     def record(self, stream: Any) -> Any:
         """An event that happens when all work so far on ``stream`` is done."""
 
+    def stamp(self, stream: Any) -> Any:
+        """The same, of an event that can tell its time (only traces ask)."""
+
     def done(self, event: Any) -> bool:
         """Whether an event has happened; the host does not wait."""
 
@@ -100,6 +103,9 @@ class AcceleratorStreams:
     def record(self, stream: torch.Stream) -> torch.Event:
         return stream.record_event()
 
+    def stamp(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event(torch.Event(self.device, enable_timing=True))
+
     def done(self, event: torch.Event) -> bool:
         return event.query()
 
@@ -126,18 +132,20 @@ class Lane:
         """The context in which the stages of this worker run."""
         return _NOTHING if self.streams is None else self.streams.use(self.compute)
 
-    def follow(self, other: Lane, tensors: Sequence[Tensor] = ()) -> None:
+    def follow(self, other: Lane) -> None:
         """Lets this lane's work wait for everything that ``other`` has been given so far.
 
-        Copies that ``other`` sends count: they may still be reading what it was given. Memory
-        of ``tensors``, which come from there, is kept until this lane is done with it.
+        Copies that ``other`` sends count: they may still be reading what it was given.
         """
         if self.streams is None or other.streams is None:
             return
         for stream in (other.compute, other.outbound):
             if stream is not None and self.compute != stream:
                 self.streams.wait(self.compute, other.streams.record(stream))
-        if self.compute != other.compute:
+
+    def adopt(self, tensors: Sequence[Tensor], other: Lane) -> None:
+        """Keeps the memory of tensors that ``other`` made until this lane is done with it."""
+        if self.streams is not None and self.compute != other.compute:
             for tensor in tensors:
                 self.streams.keep(tensor, self.compute)
 

@@ -21,6 +21,8 @@ through, cell (0,j) is recomputed, while its gradient is still being computed by
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from syncpipe.runtime.checkpoint import Frame
 from syncpipe.runtime.streams import Lane
 
-__all__ = ["early", "gate", "send"]
+__all__ = ["Note", "early", "gate", "send"]
 
 
 def gate(tokens: list[Tensor], outputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -52,8 +54,20 @@ def early(frame: Frame, token: Tensor) -> Tensor:
     return result
 
 
-def send(source: Lane, target: Lane, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+#: Makes a context that records a transfer.
+Note = Callable[..., AbstractContextManager[None]]
+
+
+def send(
+    source: Lane, target: Lane, tensors: list[Tensor], note: Note | None = None
+) -> tuple[list[Tensor], Any]:
     """Sends tensors to another lane, and in backward their gradients the other way.
+
+    Args:
+        source: where they are.
+        target: where they are needed.
+        tensors: what to send.
+        note: ``note(backward=True)`` is the context in which to send the gradients back.
 
     Returns:
         The tensors on the device of ``target``, and the event that says when they are there.
@@ -62,7 +76,7 @@ def send(source: Lane, target: Lane, tensors: list[Tensor]) -> tuple[list[Tensor
     # Autograd runs a node on the stream on which it was made. This one starts where gradients come
     # from: several of them are added there first, and what it sends waits for that stream.
     with target.active():
-        sent = Send.apply(source, target, events, *tensors)  # type: ignore[no-untyped-call]
+        sent = Send.apply(source, target, events, note, *tensors)  # type: ignore[no-untyped-call]
     return list(sent), events[0]
 
 
@@ -99,18 +113,18 @@ class Early(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """``apply(source, target, events, *tensors)``, which fills ``events``; see :func:`send`."""
+    """``apply(source, target, events, note, *tensors)`` fills ``events``; see :func:`send`."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Lane, target: Lane, events: list[Any], *tensors: Tensor
+        ctx: Any, source: Lane, target: Lane, events: list[Any], note: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.source, ctx.target = source, target
+        ctx.source, ctx.target, ctx.note = source, target, note
         sent, event = source.send(list(tensors), target)
         events.append(event)
         outputs = [c.detach() if c is t else c for t, c in zip(tensors, sent, strict=True)]
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
         ctx.mark_non_differentiable(
             *(output for output, need in zip(outputs, needed, strict=True) if not need)
         )
@@ -120,9 +134,10 @@ class Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         there = [grad for grad in grads if grad is not None]
         if not there:
-            return None, None, None, *grads
-        back, event = send(ctx.target, ctx.source, there)
+            return None, None, None, None, *grads
+        with nullcontext() if ctx.note is None else ctx.note(backward=True):
+            back, event = send(ctx.target, ctx.source, there)
         ctx.source.receive(event, back)
         ctx.target.hold(there)
         arrived = iter(back)
-        return None, None, None, *(None if grad is None else next(arrived) for grad in grads)
+        return None, None, None, None, *(None if grad is None else next(arrived) for grad in grads)

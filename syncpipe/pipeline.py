@@ -1,0 +1,261 @@
+"""Partitions on their workers, and what the two drivers have in common.
+
+``forward`` (``pipe(x)``) and ``training`` (``pipe.train_batch(...)``) run different actions, but
+over the same stages, edges and engine, and a call of either begins and ends in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncpipe.batchnorm import MiniBatchStatistics
+from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.engine import RUNNING, Engine, Task
+from syncpipe.runtime.random import draw_seed
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.state import CallerState
+from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.runtime.transfer import Note, send
+from syncpipe.runtime.worker import Worker
+from syncpipe.schedule import Program
+from syncpipe.skip.layout import inspect_layout
+from syncpipe.stage import MiniBatch, Partition, Stage
+from syncpipe.tree import map_tensors, tensors_in
+
+__all__ = ["Call", "Edge", "Pipeline", "events_of"]
+
+
+#: When what was made on a device, by whatever stream was current there, is done.
+Events = Sequence[tuple[torch.device, Any]]
+
+
+def events_of(tree: Any) -> Events:
+    """The events of tensors that the calling thread has just made or been given."""
+    devices = {tensor.device for tensor in tensors_in(tree)}
+    return [
+        (device, torch.accelerator.current_stream(device).record_event())
+        for device in devices
+        if device.type not in ("cpu", "meta")
+    ]
+
+
+class Edge(NamedTuple):
+    """A way from one stage to another: of the activation, or of one of the source's skips."""
+
+    number: int
+    source: int
+    target: int
+    skip: int | None
+
+
+class Pipeline:
+    """Partitions on their workers, ready to run.
+
+    Args:
+        partitions: the partitions, already on their devices.
+        names: for each layer its name in the wrapped module.
+        workers: for each partition the worker that serves it.
+    """
+
+    def __init__(
+        self, partitions: Sequence[Partition], names: Sequence[str], workers: Sequence[Worker]
+    ) -> None:
+        layout = inspect_layout(partitions)
+        self.stages: list[Stage] = []
+        first = 0
+        for j, partition in enumerate(partitions):
+            last = first + len(partition)
+            self.stages.append(
+                Stage(
+                    j,
+                    partition,
+                    names[first:last],
+                    first,
+                    workers[j].device,
+                    list(layout.incoming[j]),
+                    list(layout.outgoing[j]),
+                )
+            )
+            first = last
+        self.workers = list(dict.fromkeys(workers))
+        self.worker_of = tuple(self.workers.index(worker) for worker in workers)
+        self.engine = Engine(self.workers)
+        self.training = threading.RLock()  # what a failed call puts back must be its own
+        self.process = os.getpid()
+        n = len(partitions)
+        ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
+        for j, stage in enumerate(self.stages):
+            for key in stage.pops:
+                source = layout.incoming[j][key]
+                ways.append((source, j, self.stages[source].stashes.index(key)))
+        edges = [Edge(number, *way) for number, way in enumerate(ways)]
+        self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
+        self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all workers are CPU workers."""
+        return all(worker.device.type == "cpu" for worker in self.workers)
+
+
+class Call:
+    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
+
+    Args:
+        pipeline: the pipeline.
+        m: number of micro-batches.
+        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+        inline: run on the calling thread.
+        recorder: writes down what runs when, for a trace.
+
+    Attributes:
+        batch: what the stages need to know of the call.
+        lanes: for each worker its device and streams.
+        rematerialized: so many micro-batches, the first ones, are computed again in backward.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        m: int,
+        *,
+        checkpoint: str,
+        inline: bool,
+        recorder: Recorder | None,
+    ) -> None:
+        state = CallerState()
+        self.pipeline = pipeline
+        self.inline = inline or state.needs_inline or RUNNING.get() or len(pipeline.workers) == 1
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+        nested = is_checkpointing() or is_recomputing()
+        self.rematerialized = 0
+        if state.grad and not nested:
+            self.rematerialized = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+        stages = pipeline.stages
+        self.batch = MiniBatch(
+            m,
+            draw_seed(),
+            state,
+            threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
+            forwards=[0] * len(stages),
+            statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
+            parameters=[
+                list(stage.partition.parameters()) if self.rematerialized else []
+                for stage in stages
+            ],
+            recorder=recorder,
+        )
+        self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._callers = [worker.caller_lane() for worker in pipeline.workers]
+        self.recorder = recorder
+        if recorder is not None:
+            recorder.begin(self.lanes, pipeline.worker_of)
+
+    def run(self, program: Program, task: Task, input: Any) -> None:
+        """Runs a program to its end. The caller's streams then wait for all that it did.
+
+        Args:
+            program: for each worker its actions in order.
+            task: what to do for each action.
+            input: a tree that comes from the caller and is used by the first stage.
+        """
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.follow(caller)
+        self.lane_of(0).adopt(tensors_in(input), self._caller_of(0))
+        try:
+            self.pipeline.engine.run(
+                program, task, self.batch.state, inline=self.inline, recorder=self.recorder
+            )
+        finally:
+            for lane, caller in zip(self.lanes, self._callers, strict=True):
+                caller.follow(lane)
+
+    def lane_of(self, j: int) -> Lane:
+        """The lane of stage ``j``."""
+        return self.lanes[self.pipeline.worker_of[j]]
+
+    def over(
+        self, edge: Edge, i: int, value: Any, *, backward: bool = False, graph: bool = False
+    ) -> tuple[Any, Any]:
+        """Sends a value over an edge; for the worker at its near end to call.
+
+        Args:
+            edge: the edge.
+            i: the micro-batch.
+            value: a tree.
+            backward: from the edge's target to its source.
+            graph: let gradients come back the same way when autograd asks for them.
+
+        Returns:
+            The value at the far end, and the event to wait for there.
+        """
+        j, k = edge.source, edge.target
+        source, target = self.lane_of(j), self.lane_of(k)
+        if backward:
+            source, target = target, source
+        if source is target:
+            return value, None
+        if self.recorder is None:
+            return _sent(source, target, value, graph, None)
+        note = partial(self.recorder.transfer, i, j, k)
+        with note(backward=backward):
+            return _sent(source, target, value, graph, note)
+
+    def bring(self, tree: Any, j: int, after: Events = ()) -> Any:
+        """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
+
+        Args:
+            tree: tensors on any devices, and other values.
+            j: the stage.
+            after: when they are there, if they did not come with the call.
+        """
+        lane = self.lane_of(j)
+        return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
+
+    def _brought(self, tensor: Tensor, lane: Lane, after: Events) -> Tensor:
+        source = lane
+        if not same_memory(tensor.device, lane.device):
+            here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
+            source = here[0] if here else Lane(tensor.device)
+        for device, event in after:
+            if source.streams is not None and device == tensor.device:
+                source.streams.wait(source.compute, event)
+        if source is lane:
+            lane.adopt([tensor], Lane(lane.device))
+            return tensor
+        copies, event = source.send([tensor], lane)
+        lane.receive(event, copies)
+        return copies[0]
+
+    def hand_over(self, j: int, tree: Any) -> None:
+        """Tells that the caller goes on with what stage ``j`` computed."""
+        self._caller_of(j).adopt(tensors_in(tree), self.lane_of(j))
+
+    def _caller_of(self, j: int) -> Lane:
+        return self._callers[self.pipeline.worker_of[j]]
+
+
+def _sent(
+    source: Lane, target: Lane, value: Any, graph: bool, note: Note | None
+) -> tuple[Any, Any]:
+    if source.streams is None and same_memory(source.device, target.device):
+        return value, None
+    events: list[Any] = []
+
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        if graph:
+            sent, event = send(source, target, tensors, note)
+        else:
+            sent, event = source.send(tensors, target)
+        events.append(event)
+        return sent
+
+    value = map_tensors(moved, value)
+    return value, events[0] if events else None

@@ -1,0 +1,63 @@
+"""``.grad`` as it was before a call, should the call fail or have to weigh what it added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients that tensors had before a call added to them.
+
+    Where there were none (``zero_grad`` as it is by default) this costs nothing. Where there were,
+    it holds a copy: adding in place and taking away again would not give the same bits.
+
+    Args:
+        tensors: leaves that will get gradients.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
+        for tensor in tensors:
+            self.watch(tensor)
+
+    def watch(self, tensor: Tensor) -> None:
+        """Adds a leaf, before it gets any gradient from this call."""
+        if tensor.requires_grad and tensor not in self._before:
+            grad = tensor.grad
+            self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back, into the very tensors that were there."""
+        for tensor, (grad, copy) in self._before.items():
+            if grad is not None and copy is not None:
+                grad.copy_(copy)
+            tensor.grad = grad
+
+    @torch.no_grad()
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies what was added by this call.
+
+        Args:
+            factor: a number, or a tensor without dimensions on any device.
+        """
+        factors: dict[torch.device, float | Tensor] = {}
+        for tensor, (_, copy) in self._before.items():
+            grad = tensor.grad
+            if grad is None:
+                continue
+            if grad.device not in factors:
+                factors[grad.device] = (
+                    factor.to(grad.device, non_blocking=True)
+                    if isinstance(factor, Tensor)
+                    else factor
+                )
+            if copy is None:
+                grad.mul_(factors[grad.device])
+            else:
+                grad.sub_(copy).mul_(factors[grad.device]).add_(copy)

@@ -1,0 +1,171 @@
+"""Writes down what a call does when, for ``pipe.trace()``.
+
+On a CPU worker a moment is the host's time. On an accelerator it is an event on the stream where
+the work is done, which nobody waits for: the times are read when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncpipe.runtime.streams import Lane
+
+__all__ = ["Moment", "Record", "Recorder"]
+
+
+@dataclass(slots=True)
+class Moment:
+    """A point in time: the host's, or that of an event relative to another one."""
+
+    host: float
+    event: Any = None
+    since: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """On the host's clock; waits until the event has happened."""
+        if self.event is None:
+            return self.host
+        self.event.synchronize()
+        return self.host + float(self.since.elapsed_time(self.event)) / 1e3
+
+
+@dataclass(slots=True)
+class Record:
+    """Something that a worker did; the attributes are those of ``timeline.Span``."""
+
+    kind: str
+    i: int
+    j: int
+    row: int
+    step: int
+    start: Moment | None = None
+    end: Moment | None = None
+    target: int | None = None
+    backward: bool = False
+
+
+class Recorder:
+    """Records one call.
+
+    Args:
+        records: where to put what was recorded; shared by all threads.
+        origins: for each device an event, and when it happened; shared by all calls of a trace.
+        step: the number of the call.
+    """
+
+    def __init__(
+        self, records: list[Record], origins: dict[torch.device, Moment], step: int
+    ) -> None:
+        self._records = records
+        self._origins = origins
+        self._step = step
+        self._lanes: list[Lane] = []
+        self._row_of: tuple[int, ...] = ()
+
+    def begin(self, lanes: list[Lane], row_of: tuple[int, ...]) -> None:
+        """Call before anything is recorded, on the caller's thread.
+
+        Args:
+            lanes: for each worker its lane.
+            row_of: for each stage the index of its worker.
+        """
+        self._lanes, self._row_of = lanes, row_of
+        for lane in lanes:
+            if lane.streams is not None and lane.device not in self._origins:
+                event = lane.streams.stamp(lane.compute)
+                event.synchronize()
+                self._origins[lane.device] = Moment(time.perf_counter(), event)
+
+    @contextmanager
+    def span(self, kind: str, i: int, j: int) -> Iterator[None]:
+        """The context in which stage ``j`` computes something."""
+        record, lane = self._record(kind, i, j), self._lane(j)
+        record.start = self._now(lane, lane.compute)
+        yield
+        record.end = self._now(lane, lane.compute)
+        self._records.append(record)
+
+    @contextmanager
+    def transfer(self, i: int, j: int, target: int, *, backward: bool) -> Iterator[None]:
+        """The context in which something is sent from stage ``j`` to ``target``, or back."""
+        if backward:  # along the same edge, the other way
+            j, target = target, j
+        record, source, there = self._record("transfer", i, j), self._lane(j), self._lane(target)
+        record.target, record.backward = target, backward
+        if source.streams is not None:  # it cannot begin before what it sends is there
+            source.streams.wait(source.outbound, source.streams.record(source.compute))
+        record.start = self._now(source, source.outbound)
+        yield
+        copied_by = source if there.streams is None else there
+        record.end = self._now(copied_by, source.outbound if copied_by is source else there.inbound)
+        self._records.append(record)
+
+    def backward(self, i: int, j: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Records the backward of a cell that autograd runs, whenever it does.
+
+        Args:
+            i: the micro-batch.
+            j: the stage.
+            outputs: what the cell computed.
+            inputs: from what.
+        """
+        lane = self._lane(j)
+        records: dict[int, Record] = {}  # for each backward through this graph
+
+        def current() -> Record:
+            key = torch._C._current_graph_task_id()
+            if key not in records:
+                records[key] = self._record("backward", i, j)
+                records[key].start = self._now_here(lane)
+            return records[key]
+
+        def before(grads: Any) -> None:
+            current()
+
+        def after(grads: Any, more: Any) -> None:
+            record = current()
+            if record.end is None:
+                self._records.append(record)
+            record.end = self._now_here(lane)
+
+        for node in _between(outputs, inputs):
+            node.register_prehook(before)
+            node.register_hook(after)
+
+    def _record(self, kind: str, i: int, j: int) -> Record:
+        return Record(kind, i, j, self._row_of[j], self._step)
+
+    def _lane(self, j: int) -> Lane:
+        return self._lanes[self._row_of[j]]
+
+    def _now(self, lane: Lane, stream: Any) -> Moment:
+        if lane.streams is None:
+            return Moment(time.perf_counter())
+        origin = self._origins[lane.device]
+        return Moment(origin.host, lane.streams.stamp(stream), origin.event)
+
+    def _now_here(self, lane: Lane) -> Moment:
+        """In a thread of autograd, on the stream that it is using."""
+        return self._now(lane, None if lane.streams is None else lane.streams.current())
+
+
+def _between(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes that turn gradients of outputs into those of inputs and of parameters."""
+    seen = {tensor.grad_fn for tensor in inputs}
+    pending = [tensor.grad_fn for tensor in outputs]
+    while pending:
+        node = pending.pop()
+        # The last node, which adds to `.grad`, is one for all micro-batches.
+        if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(node)
+        yield node
+        pending += [following for following, _ in node.next_functions]

@@ -1,0 +1,143 @@
+"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from syncpipe.microbatch import scatter_pair
+from syncpipe.tree import tensors_in
+
+__all__ = ["FromIterator", "FromMiniBatch", "Source", "check_iterator"]
+
+
+class Source:
+    """Micro-batches: inputs and targets.
+
+    Attributes:
+        m: how many.
+        sends_targets: whether a target comes to light only when its input is pulled.
+        total: the number of samples in all of them, where it is known.
+    """
+
+    sends_targets = False
+
+    def __init__(self, m: int) -> None:
+        self.m = m
+        self.total: int | None = None
+        self._inputs: list[Any] = [None] * m
+        self._targets: list[Any] = [None] * m
+        self._sizes = [0] * m
+
+    def pull(self, i: int) -> tuple[Any, Any]:
+        """Input and target of a micro-batch. Called once for each."""
+        raise NotImplementedError
+
+    def entering(self) -> Any:
+        """What the first stage gets from the caller."""
+        return None
+
+    def size(self, i: int) -> int:
+        """The number of samples in a micro-batch, once it was pulled."""
+        return self._sizes[i]
+
+    def target(self, i: int) -> Any:
+        """The target of a micro-batch, where it is known beforehand."""
+        return self._targets[i]
+
+    def inputs(self, i: int) -> list[Tensor]:
+        """The tensors in the input of a micro-batch that need a gradient."""
+        return self._inputs[i] or []
+
+    def targets(self, i: int) -> list[Tensor]:
+        """The same of its target."""
+        return [tensor for tensor in tensors_in(self._targets[i]) if tensor.requires_grad]
+
+    def _pulled(self, i: int, input: Any, target: Any) -> tuple[Any, Any]:
+        self._inputs[i] = [tensor for tensor in tensors_in(input) if tensor.requires_grad]
+        return input, target
+
+
+class FromMiniBatch(Source):
+    """Cuts a mini-batch into micro-batches.
+
+    Args:
+        input: a tree.
+        target: a tree, or None.
+        chunks: at most so many micro-batches.
+    """
+
+    def __init__(self, input: Any, target: Any, chunks: int) -> None:
+        inputs, targets = scatter_pair(input, target, chunks)
+        super().__init__(len(inputs))
+        self._inputs, self._targets = inputs, targets
+        self._sizes = [_size(input) for input in inputs]
+        self.total = sum(self._sizes)
+
+    def pull(self, i: int) -> tuple[Any, Any]:
+        return self._pulled(i, self._inputs[i], None)
+
+    def entering(self) -> Any:
+        return self._inputs[0]
+
+
+class FromIterator(Source):
+    """Takes micro-batches from an iterator, each only when the first stage is ready for it.
+
+    Args:
+        iterator: yields pairs ``(input, target)``.
+        m: so many are taken.
+    """
+
+    sends_targets = True
+
+    def __init__(self, iterator: Iterator[Any], m: int) -> None:
+        super().__init__(m)
+        self._iterator = iterator
+
+    def pull(self, i: int) -> tuple[Any, Any]:
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            raise ValueError(
+                f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
+                "No gradient of this call remains: .grad is what it was before. Give it a multiple "
+                "of chunks micro-batches, or begin again each time by syncpipe.RepeatingLoader"
+            ) from None
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise TypeError(
+                f"data_iter gave {type(item).__name__}{_length(item)} for micro-batch {i}; it "
+                "gives pairs (input, target), with None for a target that there is not"
+            )
+        input, target = item
+        self._targets[i] = target
+        self._sizes[i] = _size(input)
+        return self._pulled(i, input, target)
+
+
+def _size(input: Any) -> int:
+    """The number of samples: the length of the first tensor in the input that has one."""
+    for tensor in tensors_in(input):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    return 1
+
+
+def _length(item: Any) -> str:
+    return f" of {len(item)}" if isinstance(item, tuple | list) else ""
+
+
+def check_iterator(data_iter: Any) -> Iterator[Any]:
+    """Refuses what is no iterator.
+
+    Raises:
+        TypeError: with the way to make one.
+    """
+    if isinstance(data_iter, Iterator):
+        return data_iter
+    raise TypeError(
+        f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by iter(...), "
+        "once for all steps, or every step would begin with the same micro-batches"
+    )
