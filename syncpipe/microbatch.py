@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe.tree import described, flatten, leaf_names, unflatten
 
-__all__ = ["NoChunk", "gather", "scatter", "scatter_pair"]
+__all__ = ["NoChunk", "gather", "scatter", "scatter_pair", "unwrapped"]
 
 
 class NoChunk:
@@ -67,7 +67,7 @@ def scatter(input: Any, chunks: int) -> list[Any]:
     return _scattered(input, chunks, {"input": input})
 
 
-def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any]]:
+def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any], list[int]]:
     """Cuts a mini-batch and its targets into as many micro-batches.
 
     Args:
@@ -76,13 +76,30 @@ def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[
         chunks: how many micro-batches to make, at most.
 
     Returns:
-        The inputs and the targets of the micro-batches.
+        The inputs and the targets of the micro-batches, and the number of samples in each.
 
     Raises:
-        ValueError: as :func:`scatter`, or the two give different numbers of micro-batches.
+        ValueError: as :func:`scatter`, or a micro-batch would get another part of one tensor than
+            of another one.
     """
-    pairs = _scattered((input, target), chunks, {"input": input, "target": target})
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    named = {"input": input, "target": target}
+    pairs = _scattered((input, target), chunks, named)
+    cut = [leaf for leaf in flatten((input, target))[0] if isinstance(leaf, Tensor)]
+    if not cut:
+        return [input], [target], [1]
+    rows = [[len(piece) for piece in leaf.chunk(chunks)] for leaf in cut]
+    for other in rows[1:]:
+        if [size * len(cut[0]) for size in other] != [size * sum(other) for size in rows[0]]:
+            raise ValueError(_cannot_scatter(named, chunks))
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs], rows[0]
+
+
+def unwrapped(micro_batch: Any) -> tuple[Any, int]:
+    """A micro-batch as the layers get it, and the number of samples in it."""
+    leaves, spec = flatten(micro_batch)
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    whole = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in leaves]
+    return unflatten(whole, spec), sizes[0] if sizes else 1
 
 
 def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
@@ -121,7 +138,8 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
         if leaf.dim() == 0:
             lines.append(f"{name} has no dimension to cut")
         else:
-            lines.append(f"{name} gives {len(leaf.chunk(chunks))} micro-batches")
+            sizes = [len(piece) for piece in leaf.chunk(chunks)]
+            lines.append(f"{name} gives {len(sizes)} micro-batches of {_few(sizes)}")
     return (
         f"the {' and the '.join(named)} cannot be cut into micro-batches along "
         f"dimension 0 (chunks={chunks}):\n"
@@ -129,6 +147,11 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
         + "\nGive all tensors the same batch size, and wrap those that every micro-batch needs "
         "whole in syncpipe.NoChunk(tensor)."
     )
+
+
+def _few(sizes: list[int]) -> str:
+    head = ", ".join(map(str, sizes[:4]))
+    return head if len(sizes) <= 5 else f"{head}, ..., {sizes[-1]}"
 
 
 def gather(outputs: list[Any]) -> Any:

@@ -9,6 +9,7 @@ in for it, ``s`` the first weight. In the end all gradients are multiplied by ``
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,11 @@ class Objective:
         self._total = total
         self._base: _Weight | None = total
         self._weighted: bool | None = None  # whether the loss comes with a weight; not known yet
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients may have to be multiplied by a factor in the end, as far as known."""
+        return self._reduction != "sum" and self._total is None
 
     def call(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function with output and target."""
@@ -160,8 +166,8 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _checked_weight(weight: Any, loss: Tensor) -> _Weight:
-    if isinstance(weight, int | float):
-        return weight
+    if isinstance(weight, numbers.Real):
+        return float(weight)
     if not isinstance(weight, Tensor):
         raise TypeError(f"loss_fn returned a weight of type {type(weight).__name__}: not a number")
     if weight.numel() != 1 or weight.requires_grad:

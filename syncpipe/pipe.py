@@ -23,7 +23,7 @@ from syncpipe.pipeline import Pipeline
 from syncpipe.schedule import Schedule
 from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
 from syncpipe.trace import Trace
-from syncpipe.training import evaluate, evaluating, train
+from syncpipe.training import evaluate, train
 
 __all__ = ["Pipe", "inline"]
 
@@ -227,10 +227,9 @@ class Pipe(Partitioned):
         with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
         of micro-batches, before that.
         """
-        pipeline = self._ready()
         source = self._source(input, target, data_iter)
         return _untraced(train)(
-            pipeline,
+            self._ready(),
             source,
             parameters=self.parameters(),
             loss_fn=loss_fn,
@@ -269,16 +268,17 @@ class Pipe(Partitioned):
         Raises:
             TypeError, ValueError: as :meth:`train_batch`.
         """
-        pipeline = self._ready()
         source = self._source(input, target, data_iter)
-        with evaluating(self):
-            return _untraced(evaluate)(
-                pipeline,
-                source,
-                loss_fn=loss_fn,
-                loss_reduction=loss_reduction,
-                **self._running(),
-            )
+        if loss_fn is None and target is not None:
+            raise ValueError("eval_batch has a target, but no loss_fn that could use it: give both")
+        return _untraced(evaluate)(
+            self._ready(),
+            source,
+            modules=[*self.modules(), *self._partitions],
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            **self._running(),
+        )
 
     def trace(self, title: str = "") -> Trace:
         """Records what this pipe does, and when::
@@ -312,15 +312,24 @@ class Pipe(Partitioned):
         }
 
     def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
-        if data_iter is None:
-            check_input(input, self._workers[0].device)
-            return FromMiniBatch(input, target, self._chunks)
-        if input is not None or target is not None:
-            raise ValueError(
-                "data_iter gives the micro-batches, so there can be no input and no target beside "
-                "it: give either"
+        if not self._modules:
+            raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
+        if self._forward_hooks or self._forward_pre_hooks:
+            raise RuntimeError(
+                "hooks of the pipe itself run in pipe(x), not in train_batch and eval_batch: "
+                "register them on layers, or on pipe.partitions"
             )
-        return FromIterator(check_iterator(data_iter), self._chunks)
+        if data_iter is not None:
+            if input is not None or target is not None:
+                raise ValueError(
+                    "data_iter gives the micro-batches, so there can be no input and no target "
+                    "beside it: give either"
+                )
+            return FromIterator(check_iterator(data_iter), self._chunks)
+        if input is None:
+            raise ValueError("there is neither an input nor a data_iter to take it from")
+        check_input(input, self._workers[0].device)
+        return FromMiniBatch(input, target, self._chunks)
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""

@@ -146,10 +146,6 @@ class Call:
             threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
             forwards=[0] * len(stages),
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
-            parameters=[
-                list(stage.partition.parameters()) if self.rematerialized else []
-                for stage in stages
-            ],
             recorder=recorder,
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]

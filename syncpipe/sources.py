@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from syncpipe.microbatch import scatter_pair
+from syncpipe.microbatch import scatter_pair, unwrapped
+from syncpipe.runtime.errors import annotate
 from syncpipe.tree import tensors_in
 
 __all__ = ["FromIterator", "FromMiniBatch", "Source", "check_iterator"]
@@ -18,11 +19,11 @@ class Source:
 
     Attributes:
         m: how many.
-        sends_targets: whether a target comes to light only when its input is pulled.
+        comes: whether a micro-batch comes to light only when it is pulled.
         total: the number of samples in all of them, where it is known.
     """
 
-    sends_targets = False
+    comes = False
 
     def __init__(self, m: int) -> None:
         self.m = m
@@ -31,8 +32,8 @@ class Source:
         self._targets: list[Any] = [None] * m
         self._sizes = [0] * m
 
-    def pull(self, i: int) -> tuple[Any, Any]:
-        """Input and target of a micro-batch. Called once for each."""
+    def pull(self, i: int) -> Any:
+        """The input of a micro-batch. Called once for each."""
         raise NotImplementedError
 
     def entering(self) -> Any:
@@ -44,20 +45,17 @@ class Source:
         return self._sizes[i]
 
     def target(self, i: int) -> Any:
-        """The target of a micro-batch, where it is known beforehand."""
-        return self._targets[i]
+        """The target of a micro-batch, once it was pulled. Called once for each."""
+        target, self._targets[i] = self._targets[i], None
+        return target
 
     def inputs(self, i: int) -> list[Tensor]:
-        """The tensors in the input of a micro-batch that need a gradient."""
+        """The tensors in the input of a micro-batch that need a gradient, once it was pulled."""
         return self._inputs[i] or []
 
-    def targets(self, i: int) -> list[Tensor]:
-        """The same of its target."""
-        return [tensor for tensor in tensors_in(self._targets[i]) if tensor.requires_grad]
-
-    def _pulled(self, i: int, input: Any, target: Any) -> tuple[Any, Any]:
+    def _pulled(self, i: int, input: Any) -> Any:
         self._inputs[i] = [tensor for tensor in tensors_in(input) if tensor.requires_grad]
-        return input, target
+        return input
 
 
 class FromMiniBatch(Source):
@@ -70,14 +68,13 @@ class FromMiniBatch(Source):
     """
 
     def __init__(self, input: Any, target: Any, chunks: int) -> None:
-        inputs, targets = scatter_pair(input, target, chunks)
+        inputs, targets, sizes = scatter_pair(input, target, chunks)
         super().__init__(len(inputs))
-        self._inputs, self._targets = inputs, targets
-        self._sizes = [_size(input) for input in inputs]
-        self.total = sum(self._sizes)
+        self._inputs, self._targets, self._sizes = inputs, targets, sizes
+        self.total = sum(sizes)
 
-    def pull(self, i: int) -> tuple[Any, Any]:
-        return self._pulled(i, self._inputs[i], None)
+    def pull(self, i: int) -> Any:
+        return self._pulled(i, self._inputs[i])
 
     def entering(self) -> Any:
         return self._inputs[0]
@@ -91,13 +88,13 @@ class FromIterator(Source):
         m: so many are taken.
     """
 
-    sends_targets = True
+    comes = True
 
     def __init__(self, iterator: Iterator[Any], m: int) -> None:
         super().__init__(m)
         self._iterator = iterator
 
-    def pull(self, i: int) -> tuple[Any, Any]:
+    def pull(self, i: int) -> Any:
         try:
             item = next(self._iterator)
         except StopIteration:
@@ -106,23 +103,17 @@ class FromIterator(Source):
                 "No gradient of this call remains: .grad is what it was before. Give it a multiple "
                 "of chunks micro-batches, or begin again each time by syncpipe.RepeatingLoader"
             ) from None
+        except BaseException as error:
+            annotate(error, f"in data_iter, when asked for micro-batch {i}")
+            raise
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise TypeError(
                 f"data_iter gave {type(item).__name__}{_length(item)} for micro-batch {i}; it "
                 "gives pairs (input, target), with None for a target that there is not"
             )
-        input, target = item
-        self._targets[i] = target
-        self._sizes[i] = _size(input)
-        return self._pulled(i, input, target)
-
-
-def _size(input: Any) -> int:
-    """The number of samples: the length of the first tensor in the input that has one."""
-    for tensor in tensors_in(input):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    return 1
+        input, self._sizes[i] = unwrapped(item[0])
+        self._targets[i], _ = unwrapped(item[1])
+        return self._pulled(i, input)
 
 
 def _length(item: Any) -> str:

@@ -41,6 +41,7 @@ class Label(NamedTuple):
 
     span: Span
     lines: list[str]
+    x: float
     size: float
     upright: bool
 
@@ -131,18 +132,40 @@ class Panel:
         Args:
             inch: how much time is an inch.
         """
-        rooms = [(span, span.duration * self.factor / inch) for span in self.actions]
-        lines = {span: self._lines(span) for span in self.actions}
-        flat = [(lines[span], room) for span, room in rooms if _fits(lines[span], room, SIZES[-1])]
+        parts = [
+            (span, self._lines(span), start, (end - start) * self.factor / inch)
+            for span, start, end in self._free()
+        ]
+        flat = [(text, room) for _, text, _, room in parts if _fits(text, room, SIZES[-1])]
         size = _common_size(SIZES, flat, _fits)
-        steep = [(lines[s], room) for s, room in rooms if not _fits(lines[s], room, size)]
+        steep = [(text, room) for _, text, _, room in parts if not _fits(text, room, size)]
         steep = [(text, room) for text, room in steep if _fits_upright(text, room, SIZES[-1])]
         upright = _common_size(SIZES[2:], steep, _fits_upright)
-        for span, room in rooms:
-            if _fits(lines[span], room, size):
-                yield Label(span, lines[span], size, upright=False)
-            elif _fits_upright(lines[span], room, upright):
-                yield Label(span, [" ".join(lines[span])], upright, upright=True)
+        for span, text, start, room in parts:
+            middle = self.x(start) + room * inch / 2
+            if _fits(text, room, size):
+                yield Label(span, text, middle, size, upright=False)
+            elif _fits_upright(text, room, upright):
+                yield Label(span, [" ".join(text)], middle, upright, upright=True)
+
+    def _free(self) -> Iterator[tuple[Span, float, float]]:
+        """Actions, each with the longest part that no other hides, from when to when.
+
+        A recomputation may be part of a backward.
+        """
+        for row in range(len(self.rows)):
+            own = sorted(
+                (span for span in self.actions if span.row == row),
+                key=lambda span: (span.start, -span.end),
+            )
+            for k, span in enumerate(own, start=1):
+                start, free = span.start, [(span.start, span.start)]
+                while k < len(own) and own[k].start < span.end:
+                    free.append((start, max(start, own[k].start)))
+                    start = max(start, own[k].end)
+                    k += 1
+                free.append((start, max(start, span.end)))
+                yield span, *max(free, key=lambda part: part[1] - part[0])
 
     def _lines(self, span: Span) -> list[str]:
         return [str(span.i), *([f"s{span.j}"] if len(self.stages[span.row]) > 1 else [])]
@@ -150,7 +173,7 @@ class Panel:
 
 def _fits(lines: list[str], room: float, size: float) -> bool:
     sizes = (size, smaller(size))
-    return max(map(text_width, lines, sizes)) + PAD <= room
+    return max(map(text_width, lines, sizes)) + PAD / 2 <= room
 
 
 def _fits_upright(lines: list[str], room: float, size: float) -> bool:
@@ -184,17 +207,21 @@ def look(span: Span) -> str:
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
-    """Of a text in points."""
-    return float(TextPath((0, 0), text, size=size).get_extents().width) * POINT if text else 0.0
+    """Of a text whose size is in points, at most: renderers round the width of letters up."""
+    if not text.strip():  # matplotlib has no path for it
+        return 0.0
+    path = TextPath((0, 0), text.replace("$", r"\$"), size=size)  # dollars are no mathematics
+    return 1.1 * POINT * float(path.get_extents().width)
 
 
 def width_of_axes(panels: Sequence[Panel], time: float) -> float:
-    """So wide that most boxes have room for a number, and all facts for theirs, within reason."""
+    """So wide that most boxes have room for a number, within reason, and titles for themselves."""
     widths = sorted(s.duration * panel.factor for panel in panels for s in panel.actions)
     widths = [width for width in widths if width > 0]
+    titles = max(1.2 * text_width(panel.title, TITLE) - panel.left for panel in panels)  # bold
     facts = max(text_width(panel.facts, NAME) - panel.left for panel in panels)
     wanted = COMFORTABLE * time / widths[len(widths) // 5] if widths else 0.0
-    return max(NARROWEST, facts, min(wanted, WIDEST))
+    return max(NARROWEST, titles, facts, min(wanted, WIDEST))
 
 
 def columns(labels: Sequence[str], width: float) -> int:

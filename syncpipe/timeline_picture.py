@@ -214,8 +214,8 @@ class _Brush:
         self._beside(1, MARGIN, middle, f"{round(panel.idle[row], 9):.0%} idle", SMALL, FAINT)
 
     def _paint_label(self, label: Label) -> None:
-        span, lines, size, _ = label
-        y = self._panel.tops[span.row] + ROW / 2
+        lines, size = label.lines, label.size
+        y = self._panel.tops[label.span.row] + ROW / 2
         if len(lines) == 1:
             self._paint_line(label, y, lines[0], size)
         else:
@@ -230,7 +230,7 @@ class _Brush:
         # Over hatches a number needs quiet ground.
         effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
         self._axes.text(
-            self._panel.x((span.start + span.end) / 2),
+            label.x,
             self._y + y,
             text,
             fontsize=size,

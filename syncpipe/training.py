@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.cells import Cells
+from syncpipe.last_stage import LastStage
 from syncpipe.microbatch import gather
 from syncpipe.objective import REDUCTIONS, Objective
 from syncpipe.pipeline import Call, Pipeline
@@ -23,7 +24,7 @@ from syncpipe.schedule import forward_program, training_program
 from syncpipe.schedules import build
 from syncpipe.sources import Source
 
-__all__ = ["evaluate", "evaluating", "train"]
+__all__ = ["evaluate", "train"]
 
 
 def train(
@@ -48,6 +49,10 @@ def train(
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
     _check_loss_fn(loss_fn, loss_reduction)
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
+        raise TypeError(
+            f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
+        )
     options = {} if slots is None else {"slots": slots}
     plan = build(schedule, source.m, pipeline.worker_of, **options)
     objective = Objective(
@@ -58,27 +63,30 @@ def train(
         gradients = Gradients(parameters)
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-            task = Cells(
-                call, source, objective, gradients, splits=plan.splits, keep_outputs=return_outputs
-            )
+            last = LastStage(call, objective, gradients, keep_outputs=return_outputs)
+            watch = gradients.watch if objective.open else None
+            task = Cells(call, source, last, splits=plan.splits, watch=watch)
             call.run(training_program(plan, call.rematerialized), task, source.entering())
-            _complete(task, objective, gradients)
+            results = _results(call, last, objective)
+            _complete(task, last, objective, gradients)
         except BaseException:
             gradients.restore()
             raise
-    return _results(call, task, objective)
+    return results
 
 
-def _complete(task: Cells, objective: Objective, gradients: Gradients) -> None:
+def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gradients) -> None:
     """Gradients of the micro-batches are added up; makes them those of the mini-batch.
 
     Whoever has to average them over processes does it after this.
     """
-    if not task.goes_back:
+    if not last.goes_back:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
+    for leaf, grad in last.beside:
+        torch.autograd.backward(leaf, grad)
     factor = objective.factor()
     if factor is not None:
         gradients.scale(factor)
@@ -96,6 +104,7 @@ def evaluate(
     pipeline: Pipeline,
     source: Source,
     *,
+    modules: Iterable[nn.Module],
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
     checkpoint: str,
@@ -107,37 +116,40 @@ def evaluate(
     if loss_fn is not None:
         _check_loss_fn(loss_fn, loss_reduction)
         objective = Objective(loss_fn, reduction=loss_reduction, m=source.m, total=source.total)
-    with torch.no_grad():
+    # The modes of a module are everybody's: training waits, and another evaluation.
+    with pipeline.training, evaluating(modules), torch.no_grad():
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-        task = Cells(call, source, objective, None, keep_outputs=objective is None)
-        call.run(forward_program(source.m, pipeline.worker_of), task, source.entering())
-    return _results(call, task, objective)
+        last = LastStage(call, objective, Gradients([]), keep_outputs=objective is None)
+        program = forward_program(source.m, pipeline.worker_of)
+        call.run(program, Cells(call, source, last), source.entering())
+        return _results(call, last, objective)
 
 
-def _results(call: Call, task: Cells, objective: Objective | None) -> Any:
+def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
     """What the caller gets: the loss, the outputs, or both."""
     with torch.no_grad():
         loss = None if objective is None else objective.loss()
-        call.hand_over(-1, (loss, task.outputs))
-        if not task.keep_outputs:
+        call.hand_over(-1, (loss, last.outputs))
+        if last.outputs is None:
             return loss
-        outputs = gather(task.outputs)
+        outputs = gather(last.outputs)
     return outputs if loss is None else (loss, outputs)
 
 
 class evaluating(AbstractContextManager[None]):
-    """A module in ``eval()`` mode for a while; each part then gets back its own mode."""
+    """Modules in ``eval()`` mode for a while; each then gets back its own mode."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
 
     def __enter__(self) -> None:
-        self._modes = [(child, child.training) for child in self._module.modules()]
-        self._module.eval()
+        self._modes = [(module, module.training) for module in self._modules]
+        for module in self._modules:
+            module.training = False
 
     def __exit__(self, *exc_info: object) -> None:
-        for child, training in self._modes:
-            child.training = training
+        for module, training in self._modes:
+            module.training = training
 
 
 def _check_loss_fn(loss_fn: Any, reduction: str) -> None:

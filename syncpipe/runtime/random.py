@@ -21,14 +21,22 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Generators", "Undisturbed", "draw_seed", "never_draws", "run_seeded"]
+__all__ = [
+    "Generators",
+    "Undisturbed",
+    "draw_seed",
+    "never_draws",
+    "run_seeded",
+    "undisturbed_draws",
+]
 
 _Key = tuple[str, int]
 _RLock = Any  # threading.RLock is a function
@@ -101,6 +109,21 @@ def draw_seed() -> int:
     with _locks[_CPU], _Bare():
         _turns.begin()
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+
+@contextmanager
+def undisturbed_draws() -> Iterator[None]:
+    """A context in which the calling thread draws from the CPU's generator as the caller would.
+
+    Layers that draw at the same time wait, and do not take back what was drawn in here.
+    """
+    with _locks[_CPU]:
+        turn = _turns.begin()
+        _turns.inside.add(turn)
+        try:
+            yield
+        finally:
+            _turns.inside.discard(turn)
 
 
 def _mix(seed: int, layer: int, i: int) -> int:

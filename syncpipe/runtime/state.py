@@ -11,6 +11,8 @@ them is active the call runs inline, on the caller's thread (:attr:`CallerState.
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -23,7 +25,7 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 
-__all__ = ["Autocast", "CallerState"]
+__all__ = ["Autocast", "CallerState", "without_autocast"]
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
@@ -191,3 +193,19 @@ class _Worn:
         torch._C._set_grad_enabled(grad)
         torch._C._set_fwd_grad_enabled(forward_ad)
         torch._C._set_multithreading_enabled(multithreading)
+
+
+@contextmanager
+def without_autocast(state: CallerState) -> Iterator[None]:
+    """Switches off for a while what ``state`` has switched on, as after ``with autocast``.
+
+    ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
+    """
+    enabled = [name for name, on, _ in state.autocast.enabled if on]
+    for name in enabled:
+        torch.set_autocast_enabled(name, False)
+    try:
+        yield
+    finally:
+        for name in enabled:
+            torch.set_autocast_enabled(name, True)

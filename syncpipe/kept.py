@@ -1,0 +1,111 @@
+"""What is kept of a cell from its forward to its backward.
+
+    forward   x --> Border --> stage --> y            y goes on without a graph
+    backward  gx <-- Border <-- stage <-- gy          gy comes from the stage (or stages) y went to
+
+It holds the ends of the cell's graph, not the outputs themselves, which are the next stage's
+business. Of a re-materialized cell it holds the inputs, until the cell is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from syncpipe.runtime.again import Again
+from syncpipe.runtime.border import Border
+from syncpipe.runtime.weight_gradients import WeightGradients
+from syncpipe.tree import map_tensors, tensors_in
+
+__all__ = ["Kept", "cut", "ends_of", "leaves_of"]
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept of a cell.
+
+    Attributes:
+        border: the inputs of its graph.
+        counts: for each incoming edge how many of the border's gradients go back over it.
+        ends: for each outgoing edge the outputs that need a gradient, as ends of the graph.
+        expected: how many of these there are, for each edge.
+        again: recomputes the cell; then there are no ends yet.
+        root: the loss, on the last stage, until it has gone back.
+        output: where the graph of the loss begins.
+        target: the border of the targets, if any need a gradient; and which these are.
+        halves: keeps the weight gradients for later, if the backward is split.
+    """
+
+    border: Border
+    counts: list[int]
+    ends: list[list[GradientEdge]] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)
+    again: Again | None = None
+    root: Tensor | None = None
+    output: Border | None = None
+    target: Border | None = None
+    targets: list[Tensor] = field(default_factory=list)
+    halves: WeightGradients | None = None
+
+    def go_back(
+        self, grads: list[list[Tensor | None]], watch: Callable[[Tensor], None] | None
+    ) -> None:
+        """Backward through the graph of the cell.
+
+        Args:
+            grads: for each outgoing edge the gradients of the outputs that need one; emptied.
+            watch: called with every leaf of the graph, before it gets a gradient.
+        """
+        if self.root is not None:
+            torch.autograd.backward(self.root)
+            self.root = None
+        if self.output is not None:
+            grads = [self.output.grads]
+        roots: list[Any] = []
+        given: list[Any] = []
+        for ends, arrived in zip(self.ends, grads, strict=True):
+            for end, grad in zip(ends, arrived, strict=True):
+                if grad is not None:
+                    roots.append(end)
+                    given.append(grad)
+        grads.clear()
+        if not roots:
+            return
+        if watch is not None:
+            for leaf in leaves_of(roots, ()):
+                watch(leaf)
+        with nullcontext() if self.halves is None else self.halves.splitting():
+            torch.autograd.backward(roots, given)
+
+
+def ends_of(value: Any) -> list[GradientEdge]:
+    """Where the graph of the tensors of a tree ends; those that need no gradient have none."""
+    return [get_gradient_edge(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def cut(value: Any) -> tuple[Border, Any]:
+    """The tensors of a tree as the begin of a new graph."""
+    border = Border([tensor.requires_grad for tensor in tensors_in(value)])
+    return border, border.cross(map_tensors(lambda tensors: [t.detach() for t in tensors], value))
+
+
+def leaves_of(roots: list[Any], given: Any) -> list[Tensor]:
+    """The leaves that tensors or ends of a graph depend on, but for those behind ``given``."""
+    seen = {tensor.grad_fn for tensor in tensors_in(given)}
+    nodes: list[Any] = [r.grad_fn if isinstance(r, Tensor) else r.node for r in roots]
+    leaves = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
