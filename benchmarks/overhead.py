@@ -20,12 +20,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -37,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import syncpipe
+from benchmarks import common
 from syncpipe import Pipe
 
 MODES = ("never", "always")
@@ -215,44 +211,17 @@ def progress(done: int, rounds: int) -> None:
 def setting(args: argparse.Namespace) -> dict[str, Any]:
     """Where, when and with what it was measured."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{platform.system()} {platform.machine()}, {processor()}",
-        "cpus": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "intra_op_threads": torch.get_num_threads(),
-        "syncpipe": syncpipe.__version__,
-        "torchgpipe": version("torchgpipe"),
+        **common.machine(),
+        "torchgpipe": common.version("torchgpipe"),
         "options": {name: value for name, value in vars(args).items() if name != "json"},
     }
-
-
-def processor() -> str:
-    """The name of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
-
-
-def version(package: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def head(about: dict[str, Any]) -> str:
     """The lines above the table."""
     options = about["options"]
     return (
-        f"{about['date']}  {about['machine']}, {about['cpus']} CPUs, load {about['load_before']}\n"
-        f"Python {about['python']}, torch {about['torch']} ({about['intra_op_threads']} intra-op "
-        f"threads), syncpipe {about['syncpipe']}, torchgpipe {about['torchgpipe'] or 'missing'}\n"
+        f"{common.head(about)}, torchgpipe {about['torchgpipe'] or 'missing'}\n"
         f"{options['layers']} stages of Linear({options['features']}, {options['features']}), "
         f"{options['chunks']} micro-batches of {options['rows']} samples, "
         f"{options['repeats']} rounds of {options['seconds']} s"

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncpipe.kept import Kept, ends_of
+from syncpipe.kept import Kept, ends_of, own_gradients, without_grad
 from syncpipe.last_stage import LastStage
-from syncpipe.pipeline import Call, events_of
+from syncpipe.pipeline import Call
 from syncpipe.runtime.border import Border
 from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
@@ -58,7 +59,7 @@ class Cells:
         source: where the micro-batches come from.
         last: takes the outputs.
         splits: the cells whose backward comes in two halves.
-        watch: called with the leaves of the first backward of each stage; None if nobody cares.
+        watch: called with all leaves before they get gradients; None if nobody cares.
 
     Attributes:
         returned: tensors of the caller, with the gradients that go on into the caller's graph.
@@ -81,18 +82,13 @@ class Cells:
         self._last_stage = last
         self._last = len(stages) - 1
         self._targets_travel = source.comes and self._last > 0
-        self._watch = [watch for _ in stages]
+        self._watch = watch
+        self._came: _Parcel | None = None  # a target that the first stage has for the last, itself
         self._kept: list[dict[int, Kept]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
+        self._fresh: list[list[Tensor] | None] = [None for _ in stages]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
-        self._perform: dict[Kind, Callable[[int, int, list[_Parcel]], list[Message]]] = {
-            "forward": self._forward,
-            "recompute": self._recompute,
-            "backward": self._backward,
-            "backward_input": self._backward,
-            "backward_weight": self._backward_weight,
-        }
         self.returned: list[tuple[Tensor, Tensor]] = []
 
     def needs(self, action: Action) -> Sequence[Hashable]:
@@ -109,7 +105,7 @@ class Cells:
     def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
         kind, i, j = action
         with self._call.lane_of(j).active():
-            return self._perform[kind](i, j, received)
+            return _METHODS[kind](self, i, j, received)
 
     # -- forward
 
@@ -129,7 +125,10 @@ class Cells:
             self._kept[j][i] = kept
         if j < self._last:
             return messages + self._packed(i, j, outputs, kept)
-        if target is _MISSING:
+        if self._came is not None:
+            target = self._call.bring(self._came.value, j, self._came.event)
+            self._came = None
+        elif target is _MISSING:
             target = self._call.bring(self._source.target(i), j)
         self._last_stage.take(i, outputs[0], target, self._source.size(i), kept)
         return messages
@@ -139,15 +138,17 @@ class Cells:
     ) -> tuple[Any, list[bool], list[int], list[bool]]:
         """The input of the first stage; adds to the messages what others need of it."""
         if self._source.comes:
-            with undisturbed_draws():
-                value = self._source.pull(i)
-            value = self._call.bring(value, 0, events_of(value))
+            with undisturbed_draws(), self._call.as_caller():
+                value, target = self._source.pull(i), self._source.target(i)
+                ready = self._call.ready((value, target))
+            value = self._call.bring(value, 0, ready)
+            parcel = _Parcel(target, ready, [], [])
+            if self._targets_travel:
+                messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
+            else:
+                self._came = parcel
         else:
             value = self._source.pull(i)
-        if self._targets_travel:
-            target = self._source.target(i)
-            parcel = _Parcel(target, events_of(target), [], [])
-            messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
         grad = self._call.batch.state.grad
         flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
@@ -237,17 +238,19 @@ class Cells:
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
                 without_autocast(self._call.batch.state),
             ):
-                watch, self._watch[j] = self._watch[j], None
-                kept.go_back(grads, watch)
+                fresh, watch = self._expecting(j), self._watch
+                kept.go_back(grads, watch and partial(self._call.for_caller, j, watch))
+                self._fresh[j] = self._got(j, fresh)
+                self._got(j, kept.leaves)
         except BaseException as error:
             annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")
             raise
         if kept.halves is not None:
             self._halves[j][i] = kept.halves
         if kept.target is not None:
-            self._return(kept.targets, kept.target)
+            self._return(j, kept.targets, kept.target)
         if j == 0:
-            self._return(self._source.inputs(i), kept.border)
+            self._return(j, self._source.inputs(i), kept.border)
         messages: list[Message] = []
         following = iter(kept.border.grads)
         for edge, count in zip(self._pipeline.incoming[j], kept.counts, strict=False):
@@ -260,11 +263,30 @@ class Cells:
     def _backward_weight(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
+            fresh = self._expecting(j)
             halves.accumulate()
+            self._fresh[j] = self._got(j, fresh)
         return []
 
-    def _return(self, tensors: list[Tensor], border: Border) -> None:
+    def _expecting(self, j: int) -> list[Tensor]:
+        """The parameters of a stage that will get their first gradient."""
+        fresh = self._fresh[j]
+        if fresh is None:
+            parameters = list(self._pipeline.stages[j].partition.parameters())
+            self._call.hand_over(j, [parameter.grad for parameter in parameters])
+            fresh = without_grad(parameters)
+        return fresh
+
+    def _got(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
+        """Looks after first gradients, with which the caller goes on; returns who has none yet."""
+        rest = own_gradients(leaves)
+        if len(rest) < len(leaves):
+            self._call.hand_over(j, [leaf.grad for leaf in leaves])
+        return rest
+
+    def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
+        self._call.hand_over(j, border.grads)
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
                 self.returned.append((tensor, grad))
@@ -276,3 +298,13 @@ class Cells:
         if parcel.event is not None:
             self._call.lane_of(j).receive(parcel.event, tensors_in(parcel.value))
         return parcel
+
+
+# Not bound to an object, which would then hold itself.
+_METHODS: dict[Kind, Callable[[Cells, int, int, list[_Parcel]], list[Message]]] = {
+    "forward": Cells._forward,
+    "recompute": Cells._recompute,
+    "backward": Cells._backward,
+    "backward_input": Cells._backward,
+    "backward_weight": Cells._backward_weight,
+}

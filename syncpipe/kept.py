@@ -9,7 +9,7 @@ business. Of a re-materialized cell it holds the inputs, until the cell is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from syncpipe.runtime.border import Border
 from syncpipe.runtime.weight_gradients import WeightGradients
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Kept", "cut", "ends_of", "leaves_of"]
+__all__ = ["Kept", "cut", "ends_of", "leaves_of", "own_gradients", "without_grad"]
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class Kept:
         root: the loss, on the last stage, until it has gone back.
         output: where the graph of the loss begins.
         target: the border of the targets, if any need a gradient; and which these are.
+        leaves: those of the loss's graph that have no gradient yet.
         halves: keeps the weight gradients for later, if the backward is split.
     """
 
@@ -51,6 +52,7 @@ class Kept:
     output: Border | None = None
     target: Border | None = None
     targets: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
     halves: WeightGradients | None = None
 
     def go_back(
@@ -109,3 +111,38 @@ def leaves_of(roots: list[Any], given: Any) -> list[Tensor]:
             leaves.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
     return leaves
+
+
+def without_grad(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the leaves that will get their first gradient."""
+    return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
+
+
+def own_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Gives leaves that just got their first gradient memory of their own for it.
+
+    To save a copy autograd makes it of a tensor that nobody else refers to. But it does not look
+    behind views: of ``x + p.view(...)`` both gradients are one memory. While that of ``x`` is on
+    its way to another stage, or waits for its weight half, the next micro-batch would be added
+    to it in place.
+
+    Returns:
+        The leaves that have no gradient yet.
+    """
+    for leaf in leaves:
+        if type(leaf.grad) is Tensor and _is_shared(leaf.grad):
+            leaf.grad = leaf.grad.clone()
+    return without_grad(leaves)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and _users(tensor) > _ALONE
+
+
+def _users(tensor: Tensor) -> int:
+    count: int = _C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+_C: Any = torch._C
+_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.kept import Kept, cut, ends_of, leaves_of
+from syncpipe.kept import Kept, cut, ends_of, leaves_of, without_grad
 from syncpipe.objective import Objective
 from syncpipe.pipeline import Call
 from syncpipe.runtime.errors import annotate
@@ -90,7 +90,11 @@ class LastStage:
             result, self._draws = self._stage.beyond(
                 i, self._batch, objective.call, given, self._draws
             )
-            return objective.root(i, result, size)
+            root = objective.root(i, result, size)
+            # The caller goes on with what was noted.
+            noted = (objective._losses[i], objective._weights[i], objective._base)
+            self._call.hand_over(-1, noted)
+            return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
@@ -99,7 +103,9 @@ class LastStage:
         """Looks for parameters that the loss itself depends on."""
         leaves = leaves_of([kept.root], (output, target))
         for leaf in leaves:
-            self._gradients.watch(leaf)
+            self._call.for_caller(self._stage.j, self._gradients.watch, leaf)
+        self._call.hand_over(-1, [leaf.grad for leaf in leaves])
+        kept.leaves = without_grad(leaves)
         if leaves and not self._of_others().isdisjoint(leaves):
             with without_autocast(self._batch.state):
                 self._go_back_alone(kept, output, target, leaves)
@@ -133,4 +139,5 @@ class LastStage:
             border.grads = list(islice(grads, len(tensors)))
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
+                self._call.hand_over(-1, grad)
                 self.beside.append((leaf, grad))

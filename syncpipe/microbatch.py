@@ -83,15 +83,20 @@ def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[
             of another one.
     """
     named = {"input": input, "target": target}
-    pairs = _scattered((input, target), chunks, named)
-    cut = [leaf for leaf in flatten((input, target))[0] if isinstance(leaf, Tensor)]
+    if isinstance(input, Tensor) and isinstance(target, Tensor) and input.dim() and target.dim():
+        inputs, targets = list(input.chunk(chunks)), list(target.chunk(chunks))  # mostly it is so
+        cut = [input, target]
+    else:
+        pairs = _scattered((input, target), chunks, named)
+        inputs, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        cut = [leaf for leaf in flatten((input, target))[0] if isinstance(leaf, Tensor)]
     if not cut:
-        return [input], [target], [1]
+        return inputs, targets, [1]
     rows = [[len(piece) for piece in leaf.chunk(chunks)] for leaf in cut]
     for other in rows[1:]:
         if [size * len(cut[0]) for size in other] != [size * sum(other) for size in rows[0]]:
             raise ValueError(_cannot_scatter(named, chunks))
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs], rows[0]
+    return inputs, targets, rows[0]
 
 
 def unwrapped(micro_batch: Any) -> tuple[Any, int]:

@@ -29,6 +29,13 @@ __all__ = [
 ]
 
 
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
 def check_module(module: Any) -> None:
     """Refuses what cannot be cut into a chain of layers.
 
@@ -62,10 +69,16 @@ def check_module(module: Any) -> None:
             f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
             "where no layer of a pipe can use them: move them into a layer"
         )
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    hooks = [name for name in _HOOKS if getattr(module, name, None)]
+    if hooks:
         raise ValueError(
-            "module has hooks on the nn.Sequential itself, which a pipe would not run: register "
-            "them on the pipe, or on layers"
+            f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
+            "would not run: register them on the pipe, or on layers"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            "module was compiled as a whole (module.compile()), which a pipe would not run: "
+            "compile the layers"
         )
 
 

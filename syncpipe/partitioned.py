@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from syncpipe.batchnorm_convert import defer_batch_norm
 from syncpipe.checkpoints import translate_keys
+from syncpipe.layers import Partition
 from syncpipe.partition import (
     check_balance,
     check_devices,
@@ -32,7 +33,6 @@ from syncpipe.partition import (
 from syncpipe.pipeline import Pipeline
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
-from syncpipe.stage import Partition
 
 __all__ = ["Partitioned"]
 

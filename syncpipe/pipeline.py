@@ -8,42 +8,44 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from syncpipe.batchnorm import MiniBatchStatistics
+from syncpipe.layers import MiniBatch, Partition
 from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.engine import RUNNING, Engine, Task
 from syncpipe.runtime.random import draw_seed
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
-from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory
 from syncpipe.runtime.transfer import Note, send
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedule import Program
 from syncpipe.skip.layout import inspect_layout
-from syncpipe.stage import MiniBatch, Partition, Stage
+from syncpipe.stage import Stage
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Call", "Edge", "Pipeline", "events_of"]
+__all__ = ["Call", "Edge", "Pipeline", "Ready"]
+
+_T = TypeVar("_T")
 
 
-#: When what was made on a device, by whatever stream was current there, is done.
-Events = Sequence[tuple[torch.device, Any]]
+class Ready(NamedTuple):
+    """Tells when tensors from outside of the pipeline are there.
 
+    Attributes:
+        lane: the stream on which they were made.
+        event: happens when they are there; None if only that stream is asked for it.
+    """
 
-def events_of(tree: Any) -> Events:
-    """The events of tensors that the calling thread has just made or been given."""
-    devices = {tensor.device for tensor in tensors_in(tree)}
-    return [
-        (device, torch.accelerator.current_stream(device).record_event())
-        for device in devices
-        if device.type not in ("cpu", "meta")
-    ]
+    lane: Lane
+    event: Any
 
 
 class Edge(NamedTuple):
@@ -150,6 +152,7 @@ class Call:
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
+        self._begun = _begun(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
@@ -204,7 +207,27 @@ class Call:
         with note(backward=backward):
             return _sent(source, target, value, graph, note)
 
-    def bring(self, tree: Any, j: int, after: Events = ()) -> Any:
+    def ready(self, tree: Any) -> dict[torch.device, Ready]:
+        """When tensors are there that the calling thread has just made or been given."""
+        found = {}
+        for device in {tensor.device for tensor in tensors_in(tree)}:
+            streams = self._begun[device].lane.streams if device in self._begun else None
+            if streams is not None:
+                stream = streams.current()
+                found[device] = Ready(Lane(device, streams, stream, stream), streams.record(stream))
+        return found
+
+    def as_caller(self) -> AbstractContextManager[Any]:
+        """The context for what is the caller's own: it works on the caller's streams.
+
+        A worker's thread is on default streams, but for its own device.
+        """
+        stack = ExitStack()
+        for caller in reversed(self._callers):  # the first one's device becomes current
+            stack.enter_context(caller.active())
+        return stack
+
+    def bring(self, tree: Any, j: int, after: Mapping[torch.device, Ready] | None = None) -> Any:
         """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
 
         Args:
@@ -212,23 +235,26 @@ class Call:
             j: the stage.
             after: when they are there, if they did not come with the call.
         """
-        lane = self.lane_of(j)
+        lane, after = self.lane_of(j), self._begun if after is None else after
         return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
 
-    def _brought(self, tensor: Tensor, lane: Lane, after: Events) -> Tensor:
-        source = lane
-        if not same_memory(tensor.device, lane.device):
-            here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
-            source = here[0] if here else Lane(tensor.device)
-        for device, event in after:
-            if source.streams is not None and device == tensor.device:
-                source.streams.wait(source.compute, event)
-        if source is lane:
-            lane.adopt([tensor], Lane(lane.device))
+    def _brought(self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, Ready]) -> Tensor:
+        there, event = after.get(tensor.device, (Lane(tensor.device), None))
+        if same_memory(tensor.device, lane.device):
+            lane.receive(event, [tensor])
             return tensor
-        copies, event = source.send([tensor], lane)
+        here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
+        # Where there is no worker, the stream on which it was made copies it.
+        copies, event = (here[0] if here else there).send([tensor], lane, event)
         lane.receive(event, copies)
         return copies[0]
+
+    def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Does something on the caller's streams, before whatever stage ``j`` does from now on."""
+        with self.as_caller():
+            result = function(*args)
+        self.lane_of(j).follow(self._caller_of(j))
+        return result
 
     def hand_over(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
@@ -236,6 +262,32 @@ class Call:
 
     def _caller_of(self, j: int) -> Lane:
         return self._callers[self.pipeline.worker_of[j]]
+
+
+@lru_cache(maxsize=1)
+def _accelerators() -> list[torch.device]:
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+
+
+def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
+    """When the tensors that come with a call are there; on devices without a worker, too."""
+    found = {
+        lane.device: Ready(lane, lane.streams.record(lane.compute))
+        for lane in callers
+        if lane.streams is not None
+    }
+    kinds = {device.type for device in found}
+    for device in _accelerators():
+        if device.type in kinds and device not in found:
+            # No event: to record one where there is nothing would initialize the device.
+            streams = AcceleratorStreams(device)
+            stream = streams.current()
+            found[device] = Ready(Lane(device, streams, stream, stream), None)
+    return found
 
 
 def _sent(

@@ -1,118 +1,39 @@
 """A stage: one partition as a function of its inputs and of the skips that it pops.
 
-    (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
-
-Each of its runs is a *cell* (micro-batch ``i``, stage ``j``). Here is all that makes a cell more
-than a loop over layers: the random numbers of each layer, the skips on their way, statistics of
-deferred BatchNorm, re-materialization, and the notes on exceptions.
+Here is how a cell runs so that it can go back: its inputs stay as they are, buffers are looked
+after, and where it is re-materialized it is told how to be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.layers import Cell, Inputs, Layers, MiniBatch
 from syncpipe.runtime.again import Again, forgotten
-from syncpipe.runtime.buffers import OUTERMOST, Buffers
-from syncpipe.runtime.checkpoint import Frame, versions
-from syncpipe.runtime.errors import annotate, annotate_backward
-from syncpipe.runtime.random import Generators, Undisturbed, never_draws, run_seeded
-from syncpipe.runtime.recorder import Recorder
-from syncpipe.runtime.state import CallerState
-from syncpipe.skip.namespace import SkipKey
-from syncpipe.skip.skippable import is_skippable
-from syncpipe.skip.store import use_store
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.runtime.buffers import OUTERMOST, Watch
+from syncpipe.runtime.checkpoint import Frame
+from syncpipe.runtime.errors import annotate_backward
+from syncpipe.runtime.random import run_seeded
+from syncpipe.runtime.snapshot import Snapshot, Unchanged, versions
+from syncpipe.tree import clones, map_tensors, tensors_in
 
-__all__ = ["MiniBatch", "Partition", "Stage"]
+__all__ = ["Stage"]
 
-#: The value that travels along the layers, and skips.
-_Inputs = tuple[Any, tuple[Any, ...]]
 _T = TypeVar("_T")
-_Range = torch._C._profiler._RecordFunctionFast
 
 
-class Partition(nn.Sequential):
-    """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
+class Stage(Layers):
+    """One partition on one device, ready to go forward and back; arguments are those of Layers."""
 
-    def forward(self, input: Any) -> Any:
-        cell = _current_cell.get()
-        if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
-            return super().forward(input)  # type: ignore[no-untyped-call]
-        return cell.layers(input)
-
-
-@dataclass(slots=True)
-class MiniBatch:
-    """What all cells of one call have in common.
-
-    Attributes:
-        m: number of micro-batches.
-        seed: of the call's random numbers.
-        state: the caller's.
-        threads: intra-op threads of the CPU workers (0: the calling thread's own).
-        forwards: for each stage the number of cells that went forward so far.
-        statistics: accumulators of deferred BatchNorm, for each stage that has any.
-        parameters: for each stage those that a recomputation needs as they are.
-        recorder: writes down what runs when, for a trace.
-    """
-
-    m: int
-    seed: int
-    state: CallerState
-    threads: int
-    forwards: list[int]
-    statistics: dict[int, MiniBatchStatistics]
-    parameters: list[list[nn.Parameter]]
-    recorder: Recorder | None
-
-
-class Stage:
-    """One partition on one device.
-
-    Args:
-        j: the stage's index.
-        partition: its layers.
-        names: for each layer its name in the wrapped module.
-        first: index of the first layer in the wrapped module.
-        device: where the layers are.
-        pops: the skips that come from other stages.
-        stashes: the skips that go to other stages.
-    """
-
-    def __init__(
-        self,
-        j: int,
-        partition: Partition,
-        names: Sequence[str],
-        first: int,
-        device: torch.device,
-        pops: Sequence[SkipKey],
-        stashes: Sequence[SkipKey],
-    ) -> None:
-        self.j = j
-        self.partition = partition
-        self.names = list(names)
-        self.first = first
-        self.pops = list(pops)
-        self.stashes = list(stashes)
-        self.buffers = Buffers(partition)
-        self.has_skips = any(is_skippable(child) for child in partition.modules())
-        self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
-        self.generators = Generators(device)
-        self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._mutates_inputs: bool | None = None  # not known yet
         self._has_python_nodes: bool | None = None  # not known yet
 
     def forward(
-        self, i: int, inputs: _Inputs, batch: MiniBatch, *, rematerialize: bool, alias: list[bool]
-    ) -> tuple[_Inputs, Frame | None]:
+        self, i: int, inputs: Inputs, batch: MiniBatch, *, rematerialize: bool, alias: list[bool]
+    ) -> tuple[Inputs, Frame | None]:
         """Computes cell ``(i, j)``.
 
         Args:
@@ -127,20 +48,22 @@ class Stage:
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        cell = _Cell(self, i, batch)
+        cell = Cell(self, i, batch)
 
-        def run() -> tuple[_Inputs, Frame | None]:
+        def run() -> tuple[Inputs, Frame | None]:
             outputs, frame = self._run(cell, inputs, rematerialize, alias)
             self._count(batch)
             return outputs, frame
 
+        if rematerialize:
+            self._snapshot(batch)  # which tells whether there is anything to lock
         outputs, frame = self._alone(run)
         self._annotate(cell, inputs, outputs)
         return outputs, frame
 
     def forget(
-        self, i: int, inputs: _Inputs, batch: MiniBatch, *, kept: _Inputs, alias: list[bool]
-    ) -> tuple[_Inputs, Again]:
+        self, i: int, inputs: Inputs, batch: MiniBatch, *, kept: Inputs, alias: list[bool]
+    ) -> tuple[Inputs, Again]:
         """Computes cell ``(i, j)``, to be forgotten and computed again by :meth:`again`.
 
         Args:
@@ -153,30 +76,32 @@ class Stage:
         Returns:
             The outputs, and how to compute them again.
         """
-        cell = _Cell(self, i, batch)
+        cell = Cell(self, i, batch)
 
-        def run() -> tuple[_Inputs, Again]:
-            buffers = self.buffers.watch()
+        def run() -> tuple[Inputs, Again]:
+            watch = self._watch(cell)
             again = Again(
                 cell.again,
                 kept,
-                batch.parameters[self.j],
                 mutates_inputs=self._mutates_inputs is not False,
-                buffers=buffers,
+                buffers=watch,
                 where=cell.where,
             )
+            unchanged = Unchanged(inputs)
             outputs = self._watched(cell, inputs, lambda given: forgotten(cell.run, given), alias)
-            buffers.learn()
+            unchanged.check(cell.where)
+            self._learn(watch, batch)
             self._count(batch)
             return outputs, again
 
+        self._snapshot(batch)
         outputs, again = self._alone(run)
         self._annotate(cell, inputs, outputs)
         return outputs, again
 
-    def again(self, again: Again, inputs: _Inputs) -> _Inputs:
+    def again(self, again: Again, inputs: Inputs) -> Inputs:
         """The outputs of a forgotten cell once more."""
-        outputs: _Inputs = self._alone(lambda: again(inputs))
+        outputs: Inputs = self._alone(lambda: again(inputs))
         return outputs
 
     def beyond(
@@ -208,12 +133,6 @@ class Stage:
         )
         return result, draws or drew
 
-    def describe(self, i: int) -> str:
-        """Cell ``(i, j)`` in words."""
-        first, last = self.first, self.first + len(self.names) - 1
-        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
-        return f"stage {self.j} ({layers}), micro-batch {i}"
-
     def _alone(self, run: Callable[[], _T]) -> _T:
         """Runs something that may touch the buffers of this stage."""
         lock = self.buffers.lock if self.buffers.any and OUTERMOST.get() is None else None
@@ -231,64 +150,95 @@ class Stage:
         if self.defers and batch.forwards[self.j] == batch.m:
             batch.statistics[self.j].commit()
 
-    def _annotate(self, cell: _Cell, inputs: _Inputs, outputs: _Inputs) -> None:
+    def _annotate(self, cell: Cell, inputs: Inputs, outputs: Inputs) -> None:
         if self._has_python_nodes is not False and cell.batch.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
 
     def _run(
-        self, cell: _Cell, inputs: _Inputs, rematerialize: bool, alias: list[bool]
-    ) -> tuple[_Inputs, Frame | None]:
+        self, cell: Cell, inputs: Inputs, rematerialize: bool, alias: list[bool]
+    ) -> tuple[Inputs, Frame | None]:
         if rematerialize:
             return self._rematerialized(cell, inputs, alias)
-        if True in alias or (self._shares_inputs(cell.batch) and cell.batch.state.grad):
+        if True in alias or (self._shares_inputs(cell.batch, inputs) and cell.batch.state.grad):
             return self._watched(cell, inputs, cell.run, alias), None
         return cell.run(inputs), None
 
     def _rematerialized(
-        self, cell: _Cell, inputs: _Inputs, alias: list[bool]
-    ) -> tuple[_Inputs, Frame | None]:
+        self, cell: Cell, inputs: Inputs, alias: list[bool]
+    ) -> tuple[Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
-        buffers = self.buffers.watch()
+        watch = self._watch(cell)
         frame = Frame(
             self._recorded(cell),
             inputs,
-            cell.batch.parameters[self.j],
             mutates_inputs=self._mutates_inputs is not False,
-            sandboxed=buffers.sandboxed,
+            sandboxed=watch.sandboxed,
             lock=OUTERMOST.get(),
             state=cell.batch.state,
             threads=cell.batch.threads,
             where=cell.where,
         )
+        unchanged = Unchanged(inputs)
         outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given), alias)
-        buffers.learn()
+        unchanged.check(cell.where)
+        self._learn(watch, cell.batch)
         return outputs, frame if frame.stores else None
 
-    def _recorded(self, cell: _Cell) -> Callable[[_Inputs], _Inputs]:
+    def _watch(self, cell: Cell) -> Watch:
+        """What a recomputation of the cell starts from, besides the inputs."""
+        return self.buffers.watch(self._snapshot(cell.batch), cell.where)
+
+    def _learn(self, watch: Watch, batch: MiniBatch) -> None:
+        watch.learn()
+        if watch.snapshot.lazy or self._new:  # it may have made its parameters only now
+            self._new = False
+            after = Snapshot(self.partition, self.buffers.renormed)
+            if watch.snapshot.lazy or not after.like(watch.snapshot):
+                watch.snapshot = batch.snapshots[self.j] = after
+                self.buffers.follow(after.modules)
+
+    def _snapshot(self, batch: MiniBatch) -> Snapshot:
+        """The modules as they are in this call; taken before its first cell."""
+        snapshot = batch.snapshots.get(self.j)
+        if snapshot is None:
+            snapshot = Snapshot(self.partition, self.buffers.renormed)
+            batch.snapshots[self.j] = snapshot
+            self.buffers.follow(snapshot.modules)
+        return snapshot
+
+    def _recorded(self, cell: Cell) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""
         recorder = cell.batch.recorder
         if recorder is None:
             return cell.again
 
-        def again(inputs: _Inputs) -> _Inputs:
+        def again(inputs: Inputs) -> Inputs:
             with recorder.span("recompute", cell.i, self.j):
                 return cell.again(inputs)
 
         return again
 
-    def _shares_inputs(self, batch: MiniBatch) -> bool:
-        """Whether writing into an input would show in that of another micro-batch."""
-        return self.j == 0 and batch.m > 1 and self._mutates_inputs is not False
+    def _shares_inputs(self, batch: MiniBatch, inputs: Inputs) -> bool:
+        """Whether writing into an input shows in another micro-batch's, or in the caller's leaf.
+
+        Beyond stage 0 it shows in the version only, which all views of the mini-batch share: an
+        entry of the input that went through other stages seems to have changed for a recomputation.
+        """
+        if self.j > 0:
+            return self._mutates_inputs is True and bool(batch.snapshots)
+        if self._mutates_inputs is False:
+            return False
+        return batch.m > 1 or any(tensor.requires_grad for tensor in tensors_in(inputs))
 
     def _watched(
-        self, cell: _Cell, inputs: _Inputs, run: Callable[[_Inputs], _Inputs], alias: list[bool]
-    ) -> _Inputs:
+        self, cell: Cell, inputs: Inputs, run: Callable[[Inputs], Inputs], alias: list[bool]
+    ) -> Inputs:
         """Runs a cell whose inputs must stay as they are: on copies, if it writes into them."""
         copy = self._mutates_inputs is not False
         if copy:
-            inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
+            inputs = map_tensors(clones, inputs)
         before = versions(inputs)
         outputs = run(inputs)
         after = versions(inputs)
@@ -308,93 +258,3 @@ class Stage:
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
         return outputs
-
-
-class _Cell:
-    """One run of a stage for one micro-batch."""
-
-    __slots__ = ("batch", "i", "recomputing", "stage")
-
-    def __init__(self, stage: Stage, i: int, batch: MiniBatch) -> None:
-        self.stage = stage
-        self.i = i
-        self.batch = batch
-        self.recomputing = False
-
-    @property
-    def where(self) -> str:
-        """The cell in words."""
-        return self.stage.describe(self.i)
-
-    def again(self, inputs: _Inputs) -> _Inputs:
-        """The recomputation of this cell."""
-        again = _Cell(self.stage, self.i, self.batch)
-        again.recomputing = True
-        return again.run(inputs)
-
-    def run(self, inputs: _Inputs) -> _Inputs:
-        """From inputs to outputs, through the partition."""
-        stage = self.stage
-        kind = "recompute" if self.recomputing else "forward"
-        with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
-            if not stage.defers:
-                return self._with_skips(inputs)
-            with collect(None if self.recomputing else self.batch.statistics[stage.j]):
-                return self._with_skips(inputs)
-
-    def _with_skips(self, inputs: _Inputs) -> _Inputs:
-        stage = self.stage
-        value, skips = inputs
-        if not stage.has_skips:
-            return self._partition(value), ()
-        store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
-        with use_store(store):
-            output = self._partition(value)
-        return output, tuple([store.pop(key) for key in stage.stashes])
-
-    def _partition(self, value: Any) -> Any:
-        partition = self.stage.partition
-        if not partition._forward_hooks and not partition._forward_pre_hooks:
-            return self.layers(value)
-        token = _current_cell.set(self)
-        try:
-            return partition(value)
-        finally:
-            _current_cell.reset(token)
-
-    def layers(self, value: Any) -> Any:
-        """The layers of the partition, one after another."""
-        stage, i, seed = self.stage, self.i, self.batch.seed
-        first = not self.recomputing and not self.batch.forwards[stage.j]
-        draws = stage.draws
-        k = 0
-        try:
-            for k, layer in enumerate(stage.partition._modules.values()):
-                learn = first and not never_draws(layer)
-                if learn or draws[k]:
-                    which = stage.generators.all if learn else draws[k]
-                    cell = (seed, stage.first + k, i)
-                    value, drew = run_seeded(
-                        stage.generators, which, cell, layer, value, observe=learn
-                    )
-                    draws[k] |= drew
-                elif self.recomputing and not never_draws(layer):
-                    watch = Undisturbed(stage.generators, self._layer(k))
-                    try:
-                        with watch:
-                            value = layer(value)
-                    finally:
-                        draws[k] |= watch.drew
-                else:
-                    value = layer(value)
-        except BaseException as error:
-            annotate(error, f"in {self._layer(k)} of {self.where}")
-            raise
-        return value
-
-    def _layer(self, k: int) -> str:
-        kind = type(self.stage.partition[k]).__name__
-        return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
-
-
-_current_cell: ContextVar[_Cell | None] = ContextVar("syncpipe_cell", default=None)

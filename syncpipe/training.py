@@ -85,18 +85,18 @@ def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gra
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    for leaf, grad in last.beside:
-        torch.autograd.backward(leaf, grad)
+    for leaf, grad in last.beside:  # whose hooks have seen it
+        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
     factor = objective.factor()
     if factor is not None:
         gradients.scale(factor)
     if task.returned:
-        tensors, grads = zip(*task.returned, strict=True)
-        if factor is not None:
-            grads = tuple(
-                grad * (factor.to(grad.device) if isinstance(factor, Tensor) else factor)
-                for grad in grads
-            )
+        tensors = [tensor for tensor, _ in task.returned]
+        grads = [grad.to(tensor.device) for tensor, grad in task.returned]
+        if isinstance(factor, Tensor):
+            grads = [grad * factor.to(grad.device, non_blocking=True) for grad in grads]
+        elif factor is not None:
+            grads = [grad * factor for grad in grads]
         torch.autograd.backward(tensors, grads)
 
 

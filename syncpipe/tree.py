@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "aliased",
+    "clones",
     "described",
     "flatten",
     "leaf_names",
     "map_tensors",
+    "objects_in",
     "tensors_in",
     "unflatten",
 ]
@@ -52,6 +55,16 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
         found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def objects_in(tree: Any) -> list[Any]:
+    """The leaves of a tree that are objects with attributes, which a layer may change."""
+    if isinstance(tree, Tensor) or tree is None:
+        return []
+    if type(tree) is tuple or type(tree) is list:
+        return [found for child in tree for found in objects_in(child)]
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
+
+
 def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> Any:
     """Replaces the tensors of a tree by what ``function`` makes of the list of them all."""
     if isinstance(tree, Tensor):
@@ -78,6 +91,25 @@ def aliased(tree: Any) -> list[bool]:
     """For each tensor of a tree whether another one of them shares its memory."""
     storages = [_storage(tensor) for tensor in tensors_in(tree)]
     return [storages.count(storage) > 1 for storage in storages]
+
+
+def clones(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors; those that are one (``(x, x)``) stay one."""
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
+    made: dict[Any, Tensor] = {}
+    return [
+        made[key] if (key := _place(tensor)) in made else made.setdefault(key, tensor.clone())
+        for tensor in tensors
+    ]
+
+
+def _place(tensor: Tensor) -> Any:
+    """What two tensors have in common that are the same part of the same memory."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    region = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (_storage(tensor), *region, tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -92,6 +92,7 @@ class World:
         if not hasattr(local, "streams"):
             local.streams, local.device, local.watching = {}, 0, False
             local.inside, local.meeting, local.caller = None, [], {}
+            local.leaves, local.acting = [], False
         return local
 
     def default(self, device: int) -> Stream:
@@ -135,8 +136,12 @@ class World:
             for tensor in tensors:
                 self._blocks[address(tensor)] = Block(tensor, device, "adopted")
 
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The memory of a tensor, if it is known."""
+        return self._blocks.get(address(tensor))
+
     def device_of(self, tensor: Tensor) -> int:
-        block = self._blocks.get(address(tensor))
+        block = self.block_of(tensor)
         return self.here.device if block is None else block.device
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
@@ -237,6 +242,24 @@ class _Mode(TorchDispatchMode):
         return outputs
 
 
+#: Functions of the training driver by which sites differ, and what a hand-over is called there.
+TRAINING = {
+    "_backward": "", "_brought": "", "_return": "returned", "_loss": "loss",
+    "for_caller": "leaf", "_go_back_alone": "beside", "_results": "results",
+    "_expecting": "gradients", "_got": "gradients", "_watch": "gradients",
+}  # fmt: skip
+
+
+class Stamp(dict["Stream", int]):
+    """An event that can tell its time."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Stamp) -> float:
+        return float(sum(later.values()) - sum(self.values()))
+
+
 class FakeStreams:
     """``syncpipe.runtime.streams.Streams`` on made-up streams of one device."""
 
@@ -259,6 +282,10 @@ class FakeStreams:
         with self.world._lock:
             return dict(stream.clock)
 
+    def stamp(self, stream: Stream) -> Stamp:
+        with self.world._lock:
+            return Stamp(stream.clock)
+
     def done(self, event: Clock) -> bool:
         return True  # what is held for longer hides nothing: memory is kept apart from that
 
@@ -275,17 +302,21 @@ class FakeStreams:
     def _met(self, what: str, stream: Stream) -> bool:
         """Counts a wait or keep of the library by its site; whether it is to be done."""
         frame: Any = sys._getframe(2)
-        caller, names = frame, []
+        caller, names, training = frame, [], False
         while frame is not None:
-            if "syncpipe/runtime" in frame.f_code.co_filename:
-                names.append(frame.f_code.co_name)
+            path, name = frame.f_code.co_filename, frame.f_code.co_name
+            if "syncpipe/runtime" in path or name in TRAINING:
+                names.append(name)
+            training |= path.endswith(("syncpipe/cells.py", "syncpipe/training.py"))
             frame = frame.f_back
-        where = "backward" if "backward" in names else "forward"
+        where = "backward" if {"backward", "_backward"} & set(names) else "forward"
+        where = "bring" if "_brought" in names else where
         if names[0] in ("follow", "adopt"):  # which of the streams of the other lane
             where = "start" if self.world.current(self.device) is not stream else "end"
             if what == "wait" and caller.f_locals["stream"] is caller.f_locals["other"].outbound:
                 where += " outbound"
-        site = f"{what} {names[0]} {where}"
+            where = next((TRAINING[name] for name in names if TRAINING.get(name)), where)
+        site = f"{what} {names[0]} {where}" + " in training" * training
         self.world.waits[site] = self.world.waits.get(site, 0) + 1
         return site != self.world.dropped
 

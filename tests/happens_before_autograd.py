@@ -20,20 +20,18 @@ Not modelled:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from syncpipe.runtime.border import _ANCHOR
 from tests.happens_before import Clock, Stream, World, address
 
 
 class AutogradWorld(World):
     """A world in which backward can be run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaves: list[Stream] = []
 
     def tag(self, tensors: Iterable[Tensor], stream: Stream | None = None) -> None:
         """Notes the stream of the nodes that made ``tensors``, as far as they are new."""
@@ -42,7 +40,7 @@ class AutogradWorld(World):
             mine = stream or self.current(self.device_of(tensor))
             while todo:
                 node = todo.pop()
-                if node is None or "stream" in node.metadata:
+                if node is None or "stream" in node.metadata or _is_anchor(node):
                     continue
                 # No reference to the node itself: its hooks are its own.
                 meta = node.metadata
@@ -55,19 +53,26 @@ class AutogradWorld(World):
 
     def backward(self, output: Tensor, grad: Tensor | None = None) -> None:
         """``output.backward(grad)`` as the engine would run it on an accelerator."""
-        here = self.here
         self.tag([output])
+        with self.going_back():
+            output.backward(grad)
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """The context of a backward whose nodes are tagged."""
+        here = self.here
         before = here.streams, here.device
         here.caller = {k: self.current(k) for k in list(self._default) + list(here.streams)}
-        self.leaves = []
+        here.leaves, here.acting = [], True
         try:
             with self.watch():
-                output.backward(grad)
+                yield
         finally:
             here.streams, here.device = before
-            here.inside, here.meeting = None, []
-        for leaf in self.leaves:
-            self.current(leaf.device).join(leaf.clock)
+            here.inside, here.meeting, here.acting = None, [], False
+        with self._lock:
+            for leaf in here.leaves:
+                self.current(leaf.device).join(leaf.clock)
 
     def _engine_adds(self, stream: Stream, what: str) -> Stream:
         """Gradients that meet, which no node adds but the engine, on the consumer's stream."""
@@ -118,7 +123,7 @@ class _After:
         world, here, stream = self.world, self.world.here, self.meta["stream"]
         here.inside = None
         if not self.edges:
-            world.leaves.append(stream)
+            here.leaves.append(stream)
         for grad, (meta, nr) in zip(grads, self.edges, strict=False):
             if grad is None or meta is None:
                 continue
@@ -127,6 +132,11 @@ class _After:
                 here.meeting.append((meta, nr, stream, lambda block=block: block))
             else:
                 meta["arrived"][nr] = (dict(stream.clock), stream, lambda block=block: block)
+
+
+def _is_anchor(node: Any) -> bool:
+    """The leaf that every border begins at: its gradient is None, and it is on no device."""
+    return getattr(node, "variable", None) is _ANCHOR
 
 
 def _after_next(stream: Stream) -> Clock:

@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from syncpipe.runtime.buffers import Watch
-from syncpipe.runtime.checkpoint import CHECKPOINTING, RECOMPUTING, Untouched
+from syncpipe.runtime.checkpoint import CHECKPOINTING, RECOMPUTING
 from syncpipe.runtime.errors import annotate
-from syncpipe.tree import map_tensors
+from syncpipe.runtime.snapshot import Untouched
+from syncpipe.tree import clones, map_tensors
 
 __all__ = ["Again", "forgotten"]
 
@@ -32,9 +31,8 @@ class Again:
     Args:
         cell: computes the cell from a tree of inputs.
         inputs: that tree, detached; kept here until the cell was computed again.
-        parameters: what else the result depends on, and nobody may modify in between.
         mutates_inputs: whether the cell may write into its inputs.
-        buffers: those of the stage as they were before the forward.
+        buffers: what else the result depends on, as it was before the forward.
         where: the cell in words.
     """
 
@@ -44,7 +42,6 @@ class Again:
         self,
         cell: Callable[[Any], Any],
         inputs: Any,
-        parameters: list[nn.Parameter],
         *,
         mutates_inputs: bool,
         buffers: Watch,
@@ -52,7 +49,7 @@ class Again:
     ) -> None:
         self._cell = cell
         self.inputs = inputs
-        self._untouched = Untouched(inputs, parameters, where)
+        self._untouched = Untouched(inputs, where)
         self._mutates_inputs = mutates_inputs
         self._buffers = buffers
         self._where = where
@@ -64,13 +61,13 @@ class Again:
         def run() -> None:
             given = inputs
             if self._mutates_inputs:
-                given = map_tensors(lambda tensors: [t.clone() for t in tensors], inputs)
+                given = map_tensors(clones, inputs)
             results.append(self._cell(given))
 
         token = RECOMPUTING.set(True)
         try:
             self._untouched.check()
-            self._buffers.sandboxed(run)
+            self._buffers.sandboxed(run, once=True)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise

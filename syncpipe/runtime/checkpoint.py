@@ -32,17 +32,16 @@ from torch.overrides import (
 
 from syncpipe.runtime.buffers import OUTERMOST
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.snapshot import Untouched, version_of
 from syncpipe.runtime.state import Autocast, CallerState
-from syncpipe.tree import described, map_tensors, tensors_in
+from syncpipe.tree import clones, described, map_tensors, tensors_in
 
 __all__ = [
     "CHECKPOINTING",
     "RECOMPUTING",
     "Frame",
-    "Untouched",
     "is_checkpointing",
     "is_recomputing",
-    "versions",
 ]
 
 CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
@@ -66,38 +65,10 @@ def is_recomputing() -> bool:
     return RECOMPUTING.get()
 
 
-def versions(tree: Any) -> list[int]:
-    """How often each tensor of a tree has been modified in place."""
-    return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
-
-
-class Untouched:
-    """Sees to it that what a recomputation starts from is still as it was.
-
-    Args:
-        inputs: a tree.
-        parameters: what else the result depends on.
-        where: the cell in words.
-    """
-
-    __slots__ = ("_tensors", "_versions", "_where")
-
-    def __init__(self, inputs: Any, parameters: list[nn.Parameter], where: str) -> None:
-        self._tensors = tensors_in((inputs, parameters))
-        self._versions = versions(self._tensors)
-        self._where = where
-
-    def check(self) -> None:
-        """Raises a ``RuntimeError`` if any of it was modified in place meanwhile."""
-        current = versions(self._tensors)
-        for tensor, now, then in zip(self._tensors, current, self._versions, strict=True):
-            if now != then:
-                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
-                raise RuntimeError(
-                    f"{kind} ({described(tensor)}) of {self._where} was modified in place between "
-                    f"forward and backward (version {then} became {now}), so that the cell cannot "
-                    "be recomputed: call backward before the optimizer's step, and modify copies"
-                )
+#: A parameter, and its version when it was stored.
+_Stored = tuple[nn.Parameter, int]
+_NEVER = "use checkpoint='never'"
+_graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
 
 class _Slot:
@@ -120,10 +91,9 @@ class Frame:
     Args:
         cell: computes the cell from its inputs (a tree), the same every time.
         inputs: the tree of inputs.
-        parameters: what else the result depends on, and nobody may modify in between.
         mutates_inputs: whether the cell may write into its inputs, so that it has to be given
             copies of them, here as in the forward.
-        sandboxed: runs what it is given on copies of the buffers.
+        sandboxed: runs what it is given from what the forward started from, but for the inputs.
         lock: to be held meanwhile, if there are buffers.
         state: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
@@ -134,7 +104,6 @@ class Frame:
         self,
         cell: Cell,
         inputs: Any,
-        parameters: list[nn.Parameter],
         *,
         mutates_inputs: bool,
         sandboxed: Callable[[Callable[[], None]], None],
@@ -158,15 +127,19 @@ class Frame:
         # Detached, so that a frame does not keep the graph before it alive; the version counter is
         # still the tensor's own.
         self._inputs = map_tensors(lambda ts: [t.detach() for t in ts], inputs)
-        self._untouched = Untouched(self._inputs, parameters, where)
+        self._untouched = Untouched(self._inputs, where)
 
     def forward(self, cell: Cell, inputs: Any) -> Any:
         """Runs the cell for the first time, storing nothing."""
         given = {id(t) for t in tensors_in(inputs)}
+        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if disabled is not None:  # by torch.func.grad, for one
+            raise RuntimeError(f"re-materialization cannot be used here ({disabled}): {_NEVER}")
 
-        def pack(tensor: Tensor) -> _Slot | Tensor:
+        def pack(tensor: Tensor) -> _Slot | _Stored:
             if isinstance(tensor, nn.Parameter) and id(tensor) not in given:
-                return tensor  # alive anyway, and without a graph of its own
+                # Alive anyway, and without a graph of its own.
+                return tensor, version_of(tensor)
             slot = _Slot(self, len(self._slots))
             self._slots.append(weakref.ref(slot))
             self._shapes.append(described(tensor))
@@ -220,7 +193,7 @@ class Frame:
         )
         if self._mutates_inputs:
             with torch.enable_grad():
-                inputs = map_tensors(lambda ts: [t.clone() for t in ts], inputs)
+                inputs = map_tensors(clones, inputs)
 
         def run() -> None:
             with _As(self._state, self._threads):
@@ -245,18 +218,29 @@ class Frame:
         return (
             f"{self._where} stored other tensors for backward when it was recomputed: as number "
             f"{count} {got} instead of {expected}. Its layers must do the same both times; if one "
-            "depends on a global or counts its calls, let it ask syncpipe.is_recomputing(), or use "
-            "checkpoint='never'."
+            "depends on a global or counts its calls, let it ask syncpipe.is_recomputing(); if the "
+            "forward ran in a context that backward does not (sdpa_kernel, parametrize.cached), "
+            f"call backward in it, too; or {_NEVER}."
         )
 
 
-def _unpack(packed: _Slot | Tensor) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _unpack(packed: _Slot | _Stored) -> Tensor:
+    if isinstance(packed, tuple):
+        parameter, version = packed
+        if version_of(parameter) != version:  # autograd leaves this to whoever sets hooks
+            raise RuntimeError(
+                f"a parameter ({described(parameter)}) that is needed for backward was modified in "
+                f"place since the forward (version {version} became {version_of(parameter)}): call "
+                "backward before the optimizer's step, and modify copies"
+            )
+        return parameter
     if packed.value is None:
         packed.frame.recompute()
-    value, packed.value = packed.value, None
+    value = packed.value
     assert value is not None
+    # A node may ask again, and lets go of the slot when it is done; but not in a graph that stays.
+    if _graph_stays():
+        packed.value = None
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -21,15 +22,17 @@ class Gradients:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._lock = threading.Lock()
         self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         for tensor in tensors:
             self.watch(tensor)
 
     def watch(self, tensor: Tensor) -> None:
         """Adds a leaf, before it gets any gradient from this call."""
-        if tensor.requires_grad and tensor not in self._before:
-            grad = tensor.grad
-            self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
+        with self._lock:
+            if tensor.requires_grad and tensor not in self._before:
+                grad = tensor.grad
+                self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = [
     "Generators",
@@ -44,9 +44,17 @@ _CPU: _Key = ("cpu", 0)
 
 
 class _Locks:
-    """One lock for each generator of the process."""
+    """One lock for each generator of the process, and one for reading and setting any state.
+
+    A generator has a mutex of its own, and ``get_state`` makes its result while it holds it. If
+    the garbage collector comes then and lets go of tensors, it lets go of the GIL, too; another
+    thread that calls a method of the generator would hold the GIL and wait for the mutex for ever
+    (seen with torch 2.13). Whoever has ``states`` makes such a call, all others wait without the
+    GIL. Layers that draw do not hold the GIL meanwhile.
+    """
 
     def __init__(self) -> None:
+        self.states: _RLock = threading.RLock()
         self._guard = threading.Lock()
         self._made: dict[_Key, _RLock] = {}
 
@@ -88,25 +96,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.renew)
 
 
-class _Bare:
-    """Shields our own bookkeeping from the modes that are meant for the layers."""
-
-    __slots__ = ("_dispatch", "_function")
-
-    def __enter__(self) -> None:
-        self._dispatch: Any = torch._C._DisableTorchDispatch()
-        self._function: Any = torch._C.DisableTorchFunction()
-        self._dispatch.__enter__()  # type: ignore[no-untyped-call]
-        self._function.__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._function.__exit__(None, None, None)
-        self._dispatch.__exit__(None, None, None)
+# Entered together they shield our own bookkeeping from the modes that are meant for the layers.
+# Both are PyTorch's own and used by ``with`` itself: Ctrl-C cannot come in between.
+_NoDispatch: Any = torch._C._DisableTorchDispatch
+_NoFunctions: Any = torch._C.DisableTorchFunction
 
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    with _locks[_CPU], _Bare():
+    with _locks[_CPU], _NoDispatch(), _NoFunctions():
         _turns.begin()
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
@@ -208,23 +206,36 @@ def run_seeded(
     locks = [_locks[key] for key, _ in picked]
     with locks[0], locks[-1]:  # reentrant: twice the same one where there is only one
         turn = _turns.begin()
-        before = [generator.get_state() for _, generator in picked]
+        with _locks.states:
+            before = [generator.get_state() for _, generator in picked]
         undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
         try:
             _turns.inside.add(turn)
             try:
-                for _, generator in picked:
-                    generator.manual_seed(seed)
-                start = [generator.get_state() for _, generator in picked] if observe else []
+                with _locks.states:
+                    for _, generator in picked:
+                        generator.manual_seed(seed)
+                    start = [generator.get_state() for _, generator in picked] if observe else []
                 output = layer(value)
-                for k, state in enumerate(start):
-                    with _Bare():
-                        drew |= (not torch.equal(state, picked[k][1].get_state())) << k
+                if observe:
+                    drew = _changed([generator for _, generator in picked], start)
             finally:
-                deque(undo, maxlen=0)
+                try:
+                    with _locks.states:
+                        deque(undo, maxlen=0)
+                finally:  # has nothing left to do, unless Ctrl-C came right before it
+                    deque(undo, maxlen=0)
         finally:
             _turns.inside.discard(turn)
     return output, drew
+
+
+def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
+    """A bit mask of the generators whose state is another one now."""
+    with _locks.states, _NoDispatch(), _NoFunctions():
+        now = [generator.get_state() for generator in generators]
+        pairs = zip(before, now, strict=True)
+        return sum((not torch.equal(a, b)) << k for k, (a, b) in enumerate(pairs))
 
 
 class Undisturbed:
@@ -244,14 +255,14 @@ class Undisturbed:
     __slots__ = ("_before", "_generators", "_turns", "_where", "drew")
 
     def __init__(self, generators: Generators, where: str) -> None:
-        self._generators = generators.pick(generators.all)
+        self._generators = [generator for _, generator in generators.pick(generators.all)]
         self._where = where
         self.drew = 0
 
     def __enter__(self) -> Undisturbed:
         self._turns = _turns.quiet()
-        with _Bare():
-            self._before = [generator.get_state() for _, generator in self._generators]
+        with _locks.states, _NoDispatch(), _NoFunctions():
+            self._before = [generator.get_state() for generator in self._generators]
         return self
 
     def __exit__(
@@ -260,11 +271,7 @@ class Undisturbed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with _Bare():
-            now = [generator.get_state() for _, generator in self._generators]
-            for k, (before, after) in enumerate(zip(self._before, now, strict=True)):
-                if not torch.equal(before, after):
-                    self.drew |= 1 << k
+        self.drew = _changed(self._generators, self._before)
         if self._turns is None or self._turns != _turns.quiet():
             self.drew = 0  # others drew meanwhile, nothing can be said
         if self.drew and kind is None:

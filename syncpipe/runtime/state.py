@@ -135,6 +135,7 @@ class CallerState:
             or torch._C._autograd._profiler_enabled()
             or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None  # torch.jit.trace
             or torch._C._current_graph_task_id() != -1  # in backward, which must not wait
         )
 

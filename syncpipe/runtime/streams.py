@@ -168,8 +168,13 @@ class Lane:
         while self.held and self.streams.done(self.held[0][0]):
             self.held.popleft()
 
-    def send(self, tensors: list[Tensor], to: Lane) -> tuple[list[Tensor], Any]:
-        """Sends tensors that this lane computed to another lane.
+    def send(self, tensors: list[Tensor], to: Lane, after: Any = None) -> tuple[list[Tensor], Any]:
+        """Sends tensors to another lane.
+
+        Args:
+            tensors: on the device of this lane.
+            to: where they are needed.
+            after: tells when they are there; None if this lane itself computed them.
 
         Returns:
             The tensors on the device of ``to``, and an event for :meth:`receive` there.
@@ -179,7 +184,8 @@ class Lane:
             return list(tensors), event
         with ExitStack() as stack:
             if self.streams is not None:
-                self.streams.wait(self.outbound, self.streams.record(self.compute))
+                ready = self.streams.record(self.compute) if after is None else after
+                self.streams.wait(self.outbound, ready)
                 stack.enter_context(self.streams.use(self.outbound))
             if to.streams is not None:
                 stack.enter_context(to.streams.use(to.inbound))

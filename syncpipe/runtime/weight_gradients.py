@@ -29,7 +29,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from syncpipe.runtime.state import _saved_tensor_hooks
-from syncpipe.runtime.weight_gradients_rules import BINDERS, Call, Rule
+from syncpipe.runtime.weight_gradients_rules import (
+    BINDERS,
+    PLAIN,
+    Rule,
+    autocast_is_on,
+    taken_apart,
+)
 
 __all__ = ["Casts", "WeightGradients", "can_split"]
 
@@ -37,9 +43,6 @@ __all__ = ["Casts", "WeightGradients", "can_split"]
 Casts = dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]]
 
 _C: Any = torch._C
-_PLAIN = (Tensor, nn.Parameter)
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia")  # that lower linears and convolutions
-_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that autocast converts
 
 
 class WeightGradients:
@@ -96,6 +99,9 @@ class WeightGradients:
     def accumulate(self) -> None:
         """The weight half: adds to the gradients what was put aside, and lets go of it.
 
+        Unlike autograd's own accumulation it takes no lock: no other thread may add to the same
+        gradients meanwhile.
+
         Raises:
             RuntimeError: the input of a layer was modified in place since the input half.
         """
@@ -103,7 +109,7 @@ class WeightGradients:
             while self._halves:
                 half = self._halves.popleft()
                 kind = half.gy.device.type
-                with _no_autocast(kind) if _autocast(kind) else nullcontext():
+                with _no_autocast(kind) if autocast_is_on(kind) else nullcontext():
                     half.accumulate()
 
     @property
@@ -157,11 +163,6 @@ class _Half:
         self.rule.accumulate(self.gy, self.x, self.weight, self.into, self.bias)
 
 
-def _autocast(kind: str) -> bool:
-    """Whether autocast is on for a type of device."""
-    return _C._is_any_autocast_enabled() and kind != "meta" and torch.is_autocast_enabled(kind)
-
-
 @contextmanager
 def _no_autocast(kind: str) -> Iterator[None]:
     """Products in the dtype of their factors, as in a backward after ``with autocast``.
@@ -205,28 +206,31 @@ class _Split(torch.autograd.Function):
         cell, rule, weight, bias = ctx.call
         x, used = ctx.saved_tensors
         _, needs_x, needs_b, *_ = ctx.needs_input_grad
+        along = bias if needs_b and rule.defers_bias else None
         graph = torch.is_grad_enabled()
-        off = cell._splitting and not graph and _adds(ctx, 0, weight)
-        bias_off = off and needs_b and rule.defers_bias and _adds(ctx, 2, bias)
+        off = cell._splitting and not graph and _adds(ctx, 0, weight) and _adds(ctx, 2, along)
         if off:
-            with_it = bias if bias_off else None
-            half = _Half(rule, gy, x.detach(), x._version, used, weight, with_it)
+            factor = weight if ctx.version is None else used  # not what hooks made of it
+            half = _Half(rule, gy, x.detach(), x._version, factor, weight, along)
             cell._halves.append(half)
-            if not needs_x and (bias_off or not needs_b):
+            needs_b = needs_b and along is None
+            if not needs_x and not needs_b:
                 return (None,) * 6
         elif graph and ctx.version is not None and used is not None:
             used = _differentiable(used, weight, ctx.version)
-        gx, gw, gb = rule.gradients(gy, x, used, (needs_x, not off, needs_b and not bias_off))
+        gx, gw, gb = rule.gradients(gy, x, used, (needs_x, not off, needs_b))
         return gw, gx, gb, None, None, None
 
 
-def _adds(ctx: Any, k: int, parameter: Tensor) -> bool:
-    """Whether this very backward adds to ``parameter.grad`` (input ``k``), and only that.
+def _adds(ctx: Any, k: int, parameter: Tensor | None) -> bool:
+    """Whether all that this very backward does with input ``k`` is to add to its ``.grad``.
 
     A node can also be in a backward that asks for the gradient (a layer that calls
     ``autograd.grad``), and what watches the accumulation has to see all of the gradient.
     """
-    if not parameter.is_leaf or type(parameter) not in _PLAIN:
+    if parameter is None:
+        return True
+    if not parameter.is_leaf or type(parameter) not in PLAIN:
         return False
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
@@ -270,11 +274,10 @@ class _Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         bind = BINDERS.get(func)
         if bind is not None:
-            if not types and self._may_split():
-                call = _bound(bind, args, kwargs)
-                if call is not None:
-                    return self._split(*call)
-        elif func is F.multi_head_attention_forward and not types and self._may_split():
+            call = taken_apart(bind, args, kwargs) if self._may_split(types) else None
+            if call is not None:
+                return self._split(*call)
+        elif func is F.multi_head_attention_forward and self._may_split(types):
             with self:
                 return _opened(func)(*args, **kwargs)
         return func(*args, **kwargs)
@@ -286,14 +289,15 @@ class _Recording(TorchFunctionMode):
             x = x.to(dtype)
         return _Split.apply(weight, x, bias, rule, self._cell, dtype)  # type: ignore[no-untyped-call]
 
-    def _may_split(self) -> bool:
+    def _may_split(self, types: Any) -> bool:
         """Whether nothing is in force that an autograd node of ours could get wrong.
 
         Saved-tensor hooks that a layer installs itself may count what is stored, in a forward and
         in a recomputation that we do not see (``torch.utils.checkpoint`` does).
         """
         return (
-            torch.is_grad_enabled()
+            all(kind in PLAIN for kind in types)
+            and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
             and _C._len_torch_dispatch_stack() == 0
             and _C._functorch.peek_interpreter_stack() is None
@@ -301,43 +305,6 @@ class _Recording(TorchFunctionMode):
             and _saved_tensor_hooks() == self._hooks
             and not self._hooks[1]
         )
-
-
-def _bound(
-    bind: Callable[..., Call | None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Rule, Tensor, Tensor, Tensor | None, torch.dtype] | None:
-    """A call taken apart, unless it is one for PyTorch itself, perhaps to refuse."""
-    try:
-        call = bind(*args, **kwargs)
-    except (TypeError, ValueError, AttributeError):
-        return None
-    if call is None:
-        return None
-    rule, x, weight, bias = call
-    ordinary = (
-        type(weight) in _PLAIN
-        and type(x) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
-        and weight.requires_grad
-        and weight.is_leaf
-        and weight.layout is torch.strided
-        and x.layout is torch.strided
-        and not x.is_nested
-    )
-    dtype = _dtype(x, weight, bias) if ordinary else None
-    return None if dtype is None else (rule, x, weight, bias, dtype)
-
-
-def _dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype that a call is computed in, or ``None`` where it is not for us to tell."""
-    kind = x.device.type
-    if _autocast(kind):
-        dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        known = kind in _AUTOCAST_DEVICES and all(dtype in _AUTOCAST_DTYPES for dtype in dtypes)
-        shared = x.is_leaf and x.requires_grad  # autocast converts it once for all that use it
-        return torch.get_autocast_dtype(kind) if known and not shared else None
-    dtype = weight.dtype
-    return dtype if x.dtype is dtype and (bias is None or bias.dtype is dtype) else None
 
 
 def _opened(function: Any) -> FunctionType:

@@ -13,9 +13,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["BINDERS", "Call", "Rule"]
+__all__ = ["BINDERS", "PLAIN", "Rule", "autocast_is_on", "taken_apart"]
+
+#: Tensors that mean what they are.
+PLAIN = (Tensor, nn.Parameter)
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia")  # that lower linears and convolutions
+_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that autocast converts
 
 #: For each of input, weight and bias its gradient, or ``None``.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -46,7 +51,8 @@ class Rule(Protocol):
         """Adds the gradient of the weight to ``into.grad``, and that of the bias if given."""
 
 
-Call = tuple[Rule, Tensor, Tensor, Tensor | None]  # rule, input, weight, bias
+_Bound = tuple[Rule, Tensor, Tensor, Tensor | None]  # rule, input, weight, bias
+_Call = tuple[Rule, Tensor, Tensor, Tensor | None, torch.dtype]
 
 
 class _Linear:
@@ -56,13 +62,7 @@ class _Linear:
     reads_weight = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() <= 2 or x.is_contiguous():
-            return F.linear(x, weight, bias)
-        # Here PyTorch folds only a product whose weight requires a gradient, and that does not
-        # show while no graph is recorded: it would be a batch of products instead.
-        y = F.linear(_rows(x), weight)
-        y = y.view(x.shape[:-1] + y.shape[-1:])
-        return y if bias is None else y.add_(bias)
+        return F.linear(x, weight, bias)
 
     def gradients(
         self, gy: Tensor, x: Tensor, weight: Tensor | None, mask: Sequence[bool]
@@ -170,11 +170,11 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient + parameter.grad
 
 
-def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Bound | None:
     return (_LINEAR, input, weight, bias) if weight.dim() == 2 else None
 
 
-def _conv_binder(function: Callable[..., Tensor]) -> Callable[..., Call | None]:
+def _conv_binder(function: Callable[..., Tensor]) -> Callable[..., _Bound | None]:
     def bind(
         input: Tensor,
         weight: Tensor,
@@ -183,7 +183,7 @@ def _conv_binder(function: Callable[..., Tensor]) -> Callable[..., Call | None]:
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Call | None:
+    ) -> _Bound | None:
         n = weight.dim() - 2
         strides, dilations = _spread(stride, n), _spread(dilation, n)
         pads = _pads(padding, weight, dilations)
@@ -196,7 +196,7 @@ def _conv_binder(function: Callable[..., Tensor]) -> Callable[..., Call | None]:
     return bind
 
 
-def _transposed_binder(function: Callable[..., Tensor]) -> Callable[..., Call | None]:
+def _transposed_binder(function: Callable[..., Tensor]) -> Callable[..., _Bound | None]:
     def bind(
         input: Tensor,
         weight: Tensor,
@@ -206,7 +206,7 @@ def _transposed_binder(function: Callable[..., Tensor]) -> Callable[..., Call | 
         output_padding: Any = 0,
         groups: int = 1,
         dilation: Any = 1,
-    ) -> Call | None:
+    ) -> _Bound | None:
         if weight.is_complex():
             return None
         n = weight.dim() - 2
@@ -240,7 +240,7 @@ def _pads(padding: Any, weight: Tensor, dilations: list[int]) -> list[int] | Non
 _LINEAR = _Linear()
 
 #: What takes the arguments of a function apart; ``None`` from it means that it cannot be split.
-BINDERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
+BINDERS: dict[Callable[..., Any], Callable[..., _Bound | None]] = {
     F.linear: _bind_linear,
     **{function: _conv_binder(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{
@@ -248,3 +248,47 @@ BINDERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
         for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     },
 }
+
+
+def taken_apart(
+    bind: Callable[..., _Bound | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Call | None:
+    """A call taken apart, unless it is one for PyTorch itself, perhaps to refuse."""
+    try:
+        call = bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    if call is None:
+        return None
+    rule, x, weight, bias = call
+    ordinary = (
+        type(weight) in PLAIN
+        and type(x) in PLAIN
+        and (bias is None or type(bias) in PLAIN)
+        and weight.requires_grad
+        and weight.is_leaf
+        and weight.layout is torch.strided
+        and x.layout is torch.strided
+        and not x.is_nested
+    )
+    dtype = _dtype(x, weight, bias) if ordinary else None
+    return None if dtype is None else (rule, x, weight, bias, dtype)
+
+
+def _dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The dtype that a call is computed in, or ``None`` where it is not for us to tell."""
+    kind = x.device.type
+    if autocast_is_on(kind):
+        dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        known = kind in _AUTOCAST_DEVICES and all(dtype in _AUTOCAST_DTYPES for dtype in dtypes)
+        shared = x.is_leaf and x.requires_grad  # autocast converts it once for all that use it
+        return torch.get_autocast_dtype(kind) if known and not shared else None
+    dtype = weight.dtype
+    return dtype if x.dtype is dtype and (bias is None or bias.dtype is dtype) else None
+
+
+def autocast_is_on(kind: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return (
+        torch._C._is_any_autocast_enabled() and kind != "meta" and torch.is_autocast_enabled(kind)
+    )

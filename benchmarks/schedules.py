@@ -1,0 +1,109 @@
+"""What schedules reach: wall time beside the ideal, the simulation, and others.
+
+    python -m benchmarks.schedules [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
+
+Five parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
+beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated makespan),
+``overhead`` (microseconds per micro-batch and stage of tiny layers) and ``distributed``
+(torch.distributed.pipelining beside ours). In each of them everything is measured in every round,
+in an order that changes from round to round, after it was seen to give the plain loop's gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import (
+    common,
+    schedules_distributed,
+    schedules_emulated,
+    schedules_ideal,
+    schedules_overhead,
+    schedules_zero_bubble,
+)
+from benchmarks.common import Part
+from benchmarks.schedules_model import Options
+
+PARTS: dict[str, Callable[[Options], Part]] = {
+    "ideal": schedules_ideal.run,
+    "zero_bubble": schedules_zero_bubble.run,
+    "emulated": schedules_emulated.run,
+    "overhead": schedules_overhead.run,
+    "distributed": schedules_distributed.run,
+}
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.schedules",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="number of rounds, at least 2 (9 or 21)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
+    args = parser.parse_args(argv)
+    if args.repeats is not None and args.repeats < 2:
+        parser.error(f"argument --repeats: must be at least 2, not {args.repeats}")
+    for name in ("json", "markdown"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the report, writes the files."""
+    args = parsed(argv)
+    try:
+        import tqdm  # noqa: F401  # asked for now, needed later
+    except ImportError as error:
+        print(common.MISSING.format(error), file=sys.stderr)
+        return 1
+    with common.one_thread():
+        report(args)
+    return 0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Measures one part after another."""
+    command = "python -m benchmarks.schedules" + " --quick" * args.quick
+    command += f" --repeats {args.repeats}" if args.repeats else ""
+    about = {**common.machine(), "command": command}
+    first = f"# What schedules reach\n\nWritten by `{command}`.\n\n```text\n"
+    first += f"{common.head(about)}\n```\n"
+    if args.quick:
+        first += "\nQuick: small sizes and few rounds. These numbers say nothing.\n"
+    print(first, flush=True)
+    sections, parts = [first], {}
+    for name in args.only or PARTS:
+        start = time.monotonic()
+        part = PARTS[name](Options(args.quick, args.repeats))
+        seconds = round(time.monotonic() - start, 1)
+        parts[name] = {**part.as_json(), "seconds": seconds}
+        sections.append(part.as_markdown())
+        print(f"{sections[-1]}\n({name} took {seconds:.0f} s)\n", flush=True)
+        # After each part: minutes of measuring are not lost when a later one fails.
+        if args.json is not None:
+            content = {"about": about, "parts": parts}
+            args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if args.markdown is not None:
+            args.markdown.write_text("\n".join(sections), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

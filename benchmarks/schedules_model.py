@@ -1,0 +1,188 @@
+"""What ``benchmarks.schedules`` trains, by the plain loop and by pipes, and whether they agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common import timed
+from syncpipe import Pipe
+
+#: What a training step leaves: the loss, and the gradients of all parameters in order.
+Outcome = tuple[Tensor, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line.
+
+    Attributes:
+        quick: small sizes, to see that it runs.
+        repeats: number of rounds, where it was given.
+    """
+
+    quick: bool = False
+    repeats: int | None = None
+
+    def rounds(self, full: int) -> int:
+        """How many rounds to measure."""
+        return self.repeats or (2 if self.quick else full)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, a mini-batch for it, and how it is trained.
+
+    Attributes:
+        model: the layers; everybody who trains them takes a copy.
+        x: the mini-batch.
+        target: what the outputs should be, by :func:`torch.nn.functional.mse_loss`.
+    """
+
+    model: nn.Sequential
+    x: Tensor
+    target: Tensor
+
+    def loop(self, m: int) -> Callable[[], Tensor]:
+        """A step of the plain loop over ``m`` micro-batches, weighted as by ``train_batch``."""
+        model = copy.deepcopy(self.model)
+        return lambda: loop_step(model, self.x, self.target, m)
+
+    def pipe(self, devices: Sequence[str], m: int, schedule: str, slots: Any = None) -> PipeStep:
+        """A step of ``train_batch``; the layers are shared out evenly."""
+        n = len(devices)
+        each = len(self.model) // n
+        model = copy.deepcopy(self.model)
+        pipe = Pipe(model, [each] * n, devices=devices, chunks=m, checkpoint="never")
+        return PipeStep(pipe, self.x, self.target, schedule, slots)
+
+    def expected(self, m: int) -> Outcome:
+        """What the plain loop over ``m`` micro-batches leaves."""
+        model = copy.deepcopy(self.model)
+        return loop_step(model, self.x, self.target, m), gradients(model)
+
+
+def mlp(layers: int, width: int, batch: int) -> Problem:
+    """``layers`` times Linear and GELU; the same in every process."""
+    torch.manual_seed(0)
+    blocks = [[nn.Linear(width, width), nn.GELU()] for _ in range(layers)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block))
+    return Problem(model, torch.randn(batch, width), torch.randn(batch, width))
+
+
+def big(options: Options) -> tuple[Problem, str, tuple[int, ...]]:
+    """The model of three parts, what it is called, and the numbers of micro-batches."""
+    layers, width, batch, chunks = (4, 64, 64, (4,)) if options.quick else (8, 1024, 512, (8, 16))
+    name = f"{layers} x (Linear({width}, {width}) + GELU), batch {batch}"
+    return mlp(layers, width, batch), name, chunks
+
+
+def loop_step(model: nn.Module, x: Tensor, target: Tensor, m: int) -> Tensor:
+    """Forward, loss and backward of one micro-batch after another, into gradients of None."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for c, t in zip(x.chunk(m), target.chunk(m), strict=True):
+        loss = F.mse_loss(model(c), t) * (len(c) / len(x))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+@dataclass(frozen=True)
+class PipeStep:
+    """A training step of a pipe, into gradients of None."""
+
+    pipe: Pipe
+    x: Tensor
+    target: Tensor
+    schedule: str
+    slots: Any = None
+
+    def __call__(self) -> Tensor:
+        self.pipe.zero_grad()
+        loss: Tensor = self.pipe.train_batch(
+            self.x, self.target, loss_fn=F.mse_loss, schedule=self.schedule, slots=self.slots
+        )
+        return loss
+
+    def checked(self, label: str, expected: Outcome) -> PipeStep:
+        """The same, after it was seen to do what the plain loop does."""
+        check(label, (self(), gradients(self.pipe)), expected)
+        return self
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Of all parameters in order; each has one."""
+    found = []
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise SystemExit(f"{name} got no gradient; nothing measured")
+        found.append(parameter.grad.clone())
+    return found
+
+
+def check(label: str, outcome: Outcome, expected: Outcome) -> None:
+    """Refuses to measure something that computes something else.
+
+    Raises:
+        SystemExit: the loss or a gradient is not the plain loop's, by ``torch.allclose``; the
+            absolute tolerance is relative to the largest entry of the tensor.
+    """
+    pairs = zip([outcome[0], *outcome[1]], [expected[0], *expected[1]], strict=True)
+    for k, (got, wanted) in enumerate(pairs):
+        largest = float(wanted.abs().max())
+        same = got.shape == wanted.shape and largest > 0
+        if not (same and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5 * largest)):
+            what = f"gradient {k - 1}" if k else "the loss"
+            raise SystemExit(f"{label}: {what} is not the plain loop's; nothing measured")
+
+
+class Halves:
+    """The plain loops over the two halves of a model, which know nothing of each other.
+
+    Together they do what the loop over the model does. Run at once, each on a thread of its own,
+    they are what two cores give to two stages that never wait.
+    """
+
+    def __init__(self, problem: Problem, m: int) -> None:
+        model = copy.deepcopy(problem.model)
+        half = len(model) // 2
+        self._first, self._second = model[:half], model[half:]
+        self._inputs = problem.x.chunk(m)
+        self._targets = problem.target.chunk(m)
+        hidden = [self._first(c).detach() for c in self._inputs]
+        self._hidden = [h.requires_grad_() for h in hidden]
+        self._back()
+        self._grads = [h.grad.clone() for h in hidden if h.grad is not None]
+        self._threads = ThreadPoolExecutor(2, "half", torch.set_num_threads, (1,))
+
+    def jobs(self) -> dict[str, Callable[[], float]]:
+        """To measure: each half alone, and both at once."""
+        return {
+            "first half alone": timed(lambda: self._run(self._forth)),
+            "second half alone": timed(lambda: self._run(self._back)),
+            "both halves at once": timed(lambda: self._run(self._forth, self._back)),
+        }
+
+    def _run(self, *loops: Callable[[], None]) -> None:
+        for running in [self._threads.submit(loop) for loop in loops]:
+            running.result()
+
+    def _forth(self) -> None:
+        self._first.zero_grad()
+        for c, gy in zip(self._inputs, self._grads, strict=True):
+            torch.autograd.backward(self._first(c), gy)
+
+    def _back(self) -> None:
+        self._second.zero_grad()
+        share = 1 / len(self._hidden)
+        for h, t in zip(self._hidden, self._targets, strict=True):
+            h.grad = None
+            (F.mse_loss(self._second(h), t) * share).backward()  # type: ignore[no-untyped-call]

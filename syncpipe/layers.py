@@ -1,0 +1,210 @@
+"""The layers of a stage, and what it takes to run them for one micro-batch.
+
+    (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
+
+Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: the
+random numbers of each layer, the skips on their way, statistics of deferred BatchNorm, and the
+notes on exceptions. What becomes of a cell in backward is for ``stage`` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.runtime.buffers import Buffers
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random import Generators, Undisturbed, never_draws, run_seeded
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.snapshot import Snapshot
+from syncpipe.runtime.state import CallerState
+from syncpipe.skip.namespace import SkipKey
+from syncpipe.skip.skippable import is_skippable
+from syncpipe.skip.store import use_store
+
+__all__ = ["Cell", "Inputs", "Layers", "MiniBatch", "Partition"]
+
+#: The value that travels along the layers, and skips.
+Inputs = tuple[Any, tuple[Any, ...]]
+_Range = torch._C._profiler._RecordFunctionFast
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
+
+    def forward(self, input: Any) -> Any:
+        cell = _current_cell.get()
+        if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        return cell.layers(input)
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """What all cells of one call have in common.
+
+    Attributes:
+        m: number of micro-batches.
+        seed: of the call's random numbers.
+        state: the caller's.
+        threads: intra-op threads of the CPU workers (0: the calling thread's own).
+        forwards: for each stage the number of cells that went forward so far.
+        statistics: accumulators of deferred BatchNorm, for each stage that has any.
+        recorder: writes down what runs when, for a trace.
+        snapshots: for each stage that re-materializes its modules as they are.
+    """
+
+    m: int
+    seed: int
+    state: CallerState
+    threads: int
+    forwards: list[int]
+    statistics: dict[int, MiniBatchStatistics]
+    recorder: Recorder | None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+
+
+class Layers:
+    """One partition on one device.
+
+    Args:
+        j: the stage's index.
+        partition: its layers.
+        names: for each layer its name in the wrapped module.
+        first: index of the first layer in the wrapped module.
+        device: where the layers are.
+        pops: the skips that come from other stages.
+        stashes: the skips that go to other stages.
+    """
+
+    def __init__(
+        self,
+        j: int,
+        partition: Partition,
+        names: Sequence[str],
+        first: int,
+        device: torch.device,
+        pops: Sequence[SkipKey],
+        stashes: Sequence[SkipKey],
+    ) -> None:
+        self.j = j
+        self.partition = partition
+        self.names = list(names)
+        self.first = first
+        self.pops = list(pops)
+        self.stashes = list(stashes)
+        self.buffers = Buffers(partition)
+        self.has_skips = any(is_skippable(child) for child in partition.modules())
+        self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
+        self.generators = Generators(device)
+        self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
+        self._new = True  # never re-materialized
+
+    def describe(self, i: int) -> str:
+        """Cell ``(i, j)`` in words."""
+        first, last = self.first, self.first + len(self.names) - 1
+        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
+        return f"stage {self.j} ({layers}), micro-batch {i}"
+
+
+class Cell:
+    """One run of a stage for one micro-batch."""
+
+    __slots__ = ("batch", "i", "recomputing", "stage")
+
+    def __init__(self, stage: Layers, i: int, batch: MiniBatch) -> None:
+        self.stage = stage
+        self.i = i
+        self.batch = batch
+        self.recomputing = False
+
+    @property
+    def where(self) -> str:
+        """The cell in words."""
+        return self.stage.describe(self.i)
+
+    def again(self, inputs: Inputs) -> Inputs:
+        """The recomputation of this cell."""
+        again = Cell(self.stage, self.i, self.batch)
+        again.recomputing = True
+        return again.run(inputs)
+
+    def run(self, inputs: Inputs) -> Inputs:
+        """From inputs to outputs, through the partition."""
+        stage = self.stage
+        kind = "recompute" if self.recomputing else "forward"
+        with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
+            if stage.buffers.renorming and not self.recomputing:
+                outputs: Inputs = stage.buffers.renorm(lambda: self._through(inputs))
+                return outputs
+            return self._through(inputs)
+
+    def _through(self, inputs: Inputs) -> Inputs:
+        stage = self.stage
+        if not stage.defers:
+            return self._with_skips(inputs)
+        with collect(None if self.recomputing else self.batch.statistics[stage.j]):
+            return self._with_skips(inputs)
+
+    def _with_skips(self, inputs: Inputs) -> Inputs:
+        stage = self.stage
+        value, skips = inputs
+        if not stage.has_skips:
+            return self._partition(value), ()
+        store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
+        with use_store(store):
+            output = self._partition(value)
+        return output, tuple([store.pop(key) for key in stage.stashes])
+
+    def _partition(self, value: Any) -> Any:
+        partition = self.stage.partition
+        if not partition._forward_hooks and not partition._forward_pre_hooks:
+            return self.layers(value)
+        token = _current_cell.set(self)
+        try:
+            return partition(value)
+        finally:
+            _current_cell.reset(token)
+
+    def layers(self, value: Any) -> Any:
+        """The layers of the partition, one after another."""
+        stage, i, seed = self.stage, self.i, self.batch.seed
+        first = not self.recomputing and not self.batch.forwards[stage.j]
+        draws = stage.draws
+        k = 0
+        try:
+            for k, layer in enumerate(stage.partition._modules.values()):
+                learn = first and not never_draws(layer)
+                if learn or draws[k]:
+                    which = stage.generators.all if learn else draws[k]
+                    cell = (seed, stage.first + k, i)
+                    value, drew = run_seeded(
+                        stage.generators, which, cell, layer, value, observe=learn
+                    )
+                    draws[k] |= drew
+                elif self.recomputing and not never_draws(layer):
+                    watch = Undisturbed(stage.generators, self._layer(k))
+                    try:
+                        with watch:
+                            value = layer(value)
+                    finally:
+                        draws[k] |= watch.drew
+                else:
+                    value = layer(value)
+        except BaseException as error:
+            annotate(error, f"in {self._layer(k)} of {self.where}")
+            raise
+        return value
+
+    def _layer(self, k: int) -> str:
+        kind = type(self.stage.partition[k]).__name__
+        return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
+
+
+_current_cell: ContextVar[Cell | None] = ContextVar("syncpipe_cell", default=None)
