@@ -76,9 +76,11 @@ class _Turns:
         self.inside: set[int] = set()
 
     def begin(self) -> int:
-        """A number for a turn, to be put ``inside`` while it lasts."""
-        self._last = next(self._numbers)
-        return self._last
+        """Begins a turn, which is ``inside`` until somebody takes its number out."""
+        number = next(self._numbers)
+        self.inside.add(number)  # first: a number that is known is inside, or over
+        self._last = number
+        return number
 
     def quiet(self) -> int | None:
         """The number of the last turn; None while there is one."""
@@ -104,8 +106,8 @@ _NoFunctions: Any = torch._C.DisableTorchFunction
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    with _locks[_CPU], _NoDispatch(), _NoFunctions():
-        _turns.begin()
+    with _locks[_CPU], _locks.states, _NoDispatch(), _NoFunctions():
+        _turns.inside.discard(_turns.begin())  # nobody sees the state before this turn is over
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
@@ -117,7 +119,6 @@ def undisturbed_draws() -> Iterator[None]:
     """
     with _locks[_CPU]:
         turn = _turns.begin()
-        _turns.inside.add(turn)
         try:
             yield
         finally:
@@ -206,11 +207,10 @@ def run_seeded(
     locks = [_locks[key] for key, _ in picked]
     with locks[0], locks[-1]:  # reentrant: twice the same one where there is only one
         turn = _turns.begin()
-        with _locks.states:
-            before = [generator.get_state() for _, generator in picked]
-        undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
         try:
-            _turns.inside.add(turn)
+            with _locks.states:
+                before = [generator.get_state() for _, generator in picked]
+            undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
             try:
                 with _locks.states:
                     for _, generator in picked:

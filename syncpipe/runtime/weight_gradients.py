@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -261,8 +261,8 @@ class _Recording(TorchFunctionMode):
 
     def __enter__(self) -> _Recording:
         self._hooks = _saved_tensor_hooks()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        # In one line: Ctrl-C may come between two, and before the end of it there is no __exit__.
+        return cast("_Recording", super().__enter__())  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
