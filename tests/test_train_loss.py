@@ -207,6 +207,28 @@ def test_a_loss_that_uses_parameters_of_all_stages_is_the_same_every_time():
         assert_same(grads, seen[0])
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gradients_of_parameters_that_only_the_loss_uses_are_tensors_of_their_own(chunks):
+    class Idle(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    layers = nn.Sequential(Idle(), nn.Linear(3, 3))
+    idle = layers[0]
+    pipe = pipe_of(layers, chunks=chunks)
+
+    def loss_fn(y):
+        return y.mean() + (idle.a + idle.b).pow(2).sum() + idle.c.sum()
+
+    for step in (1, 2):
+        pipe.train_batch(torch.randn(8, 3), loss_fn=loss_fn)
+        torch.testing.assert_close(idle.c.grad, torch.full((3,), float(step)))
+    idle.a.grad.mul_(2)  # as gradients are clipped
+    torch.testing.assert_close(idle.a.grad, torch.full((3,), 16.0))
+    torch.testing.assert_close(idle.b.grad, torch.full((3,), 8.0))
+
+
 def test_hooks_change_gradients_of_a_loss_that_uses_parameters_once():
     pipe = four()
     plain = copy.deepcopy(nn.Sequential(*pipe))
