@@ -86,7 +86,9 @@ def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gra
             "frozen, or loss_fn detaches what it is given"
         )
     for leaf, grad in last.beside:  # whose hooks have seen it
-        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+        if leaf.grad is None:  # memory of its own: two gradients may be one tensor, or expanded
+            leaf.grad = torch.zeros_like(leaf)
+        leaf.grad += grad
     factor = objective.factor()
     if factor is not None:
         gradients.scale(factor)

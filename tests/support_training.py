@@ -296,6 +296,8 @@ class Watched(nn.Module):
         given: for each forward the input, where it is a tensor of its own.
         counts: how many activations were alive at each forward, the new one included.
         inputs: how many inputs were, at each forward.
+        sent: for each backward the gradient that it hands on.
+        grads: how many of these were alive at each backward, the new one included.
     """
 
     def __init__(self, width: int = 3) -> None:
@@ -309,9 +311,11 @@ class Watched(nn.Module):
         self.given: list[weakref.ref[Any]] = []
         self.counts: list[int] = []
         self.inputs: list[int] = []
+        self.sent: list[weakref.ref[Any]] = []
+        self.grads: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = Double.apply(x)
+        activation = Double.apply(x, self)
         self.made.append(weakref.ref(activation.untyped_storage()))
         if not is_recomputing():
             self.given.append(weakref.ref(x.untyped_storage()))
@@ -325,15 +329,20 @@ class Double(torch.autograd.Function):
     """Twice the input, which it stores for no reason."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Watched) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.layer = weakref.ref(layer)
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         assert x.shape == grad.shape
-        return grad * 2
+        result = grad * 2
+        layer = ctx.layer()
+        layer.sent.append(weakref.ref(result.untyped_storage()))
+        layer.grads.append(alive(layer.sent))
+        return result, None
 
 
 def alive(references: list[weakref.ref[Any]]) -> int:

@@ -508,19 +508,24 @@ def test_train_batch_draws_what_the_forward_draws():
 
 
 def test_a_loss_may_draw_numbers_of_its_own():
-    drawn = []
+    drawn, by_layers = [], []
 
     def loss_fn(y):
         drawn.append(torch.rand(3).tolist())
         return weigh(y)
 
-    pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), Dawdle()), checkpoint="always")
+    def draw(x):
+        by_layers.append(torch.rand(3).tolist())
+
+    layers = nn.Sequential(Do(draw), nn.Linear(3, 3), nn.Dropout(), Dawdle(), Do(draw))
+    pipe = pipe_of(layers, checkpoint="never")
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         pipe.train_batch(torch.ones(8, 3), loss_fn=loss_fn)
     first, again, other = drawn[:4], drawn[4:8], drawn[8:]
     assert first == again
-    assert len({tuple(numbers) for numbers in first + other}) == 8
+    # For each of two seeds 4 micro-batches in the loss and in each of two layers.
+    assert len({tuple(numbers) for numbers in first + other + by_layers}) == 2 * 4 * 3
 
 
 def stress_model() -> nn.Sequential:
@@ -549,6 +554,34 @@ def test_many_steps_on_four_workers_give_what_the_inline_run_gives(run, checkpoi
 
 
 # What belongs to the caller
+
+
+class Look(torch.autograd.Function):
+    """Notes whether autocast is on in backward."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(torch.is_autocast_enabled("cpu"))
+        return grad, None
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
+@pytest.mark.parametrize("run", ["gpipe", "zb_h1"])
+def test_autocast_is_off_in_backward_and_as_it_was_afterwards(run, by_hand):
+    seen = []
+    layers = nn.Sequential(nn.Linear(3, 3), Do(lambda x: Look.apply(x, seen)), nn.Linear(3, 3))
+    pipe = pipe_of(layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16), inline() if by_hand else nullcontext():
+        pipe.train_batch(
+            torch.randn(8, 3), loss_fn=lambda y: Look.apply(y, seen).float().sum(), schedule=run
+        )
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] * 8
 
 
 @pytest.mark.parametrize("cache", [True, False])

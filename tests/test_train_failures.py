@@ -454,8 +454,12 @@ COMMON = """
     x = torch.randn(6, 5)
     before = Grads(pipe)
 
+    modules = [*pipe.modules(), *pipe.partitions]
+
     def train(run):
         torch.manual_seed(1)
+        if run == "eval_batch":
+            return pipe.eval_batch(x)
         return pipe.train_batch(x, loss_fn=lambda y: (mean(y), len(y)), schedule=run)
 
     def put_back():
@@ -466,13 +470,13 @@ COMMON = """
 
     def after(run):
         train(run)
-        grads = [p.grad.clone() for p in before.parameters]
+        grads = [None if p.grad is None else p.grad.clone() for p in before.parameters]
         put_back()
         return grads
 
     def complete(grads):
         return all(
-            p.grad is not None and torch.equal(p.grad, grad)
+            p.grad is grad if grad is None or p.grad is None else torch.equal(p.grad, grad)
             for p, grad in zip(before.parameters, grads)
         )
 """
@@ -516,7 +520,7 @@ BETWEEN_LINES = """
         finally:
             sys.settrace(None)
 
-    for run in ["zb_h1", "1f1b"]:
+    for run in ["zb_h1", "1f1b", "eval_batch"]:
         expected = after(run)
         known = Lines()
         traced(run, known)
@@ -530,7 +534,8 @@ BETWEEN_LINES = """
                     print("half", run, where, flush=True)
             else:
                 assert lines.where is not None, where  # not the interrupt, but its absence
-            if len(stack()) or not torch._C._is_torch_function_enabled():
+            left = len(stack()) or not torch._C._is_torch_function_enabled()
+            if left or not all(module.training for module in modules):
                 print("left behind", run, where, flush=True)
                 break
             put_back()
@@ -546,10 +551,10 @@ AT_ANY_TIME = """
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupted = 0
     # On this thread zero bubble runs under a function mode, where PyTorch is not safe, either.
-    RUNS = ["1f1b", "gpipe", "naive" if INLINE else "zb_h1"]
+    RUNS = ["1f1b", "gpipe", "naive" if INLINE else "zb_h1", "eval_batch"]
     for k in range(300):
-        run = RUNS[k % 3]
-        if k < 3:
+        run = RUNS[k % 4]
+        if k < 4:
             globals()[run] = after(run)
             start = time.perf_counter()
             after(run)
@@ -564,6 +569,9 @@ AT_ANY_TIME = """
             torch.set_grad_enabled(True)  # torch.no_grad() itself may be what was interrupted
             if not (before.unchanged() or complete(globals()[run])):
                 print("half", run, k, flush=True)
+            if not all(module.training for module in modules):
+                print("left in eval mode", run, k, flush=True)
+                pipe.train()
         put_back()
         if k % 20 == 0:
             train(run)

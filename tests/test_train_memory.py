@@ -149,6 +149,20 @@ def test_the_last_micro_batch_is_kept_where_it_is_not_re_materialized(run):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("run", RUNS)
+def test_gradients_between_stages_are_alive_until_they_went_on(run, checkpoint):
+    pipe = watched_pipe(run, checkpoint=checkpoint)
+    bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
+    train(pipe, RUNS[run][0])
+    layers = watched(pipe)
+    for j in range(1, 4):
+        assert len(layers[j].grads) == CHUNKS
+        # A gradient that the stage to the left has not used yet belongs to a cell in flight there.
+        assert max(layers[j].grads) <= bound[j - 1], f"stage {j}"
+        assert alive(layers[j].sent) == 0
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", RUNS)
 def test_a_skip_is_alive_from_its_stash_until_its_pop_went_back(run, checkpoint):
     seen: list[list[bool]] = []
     send = Send()
