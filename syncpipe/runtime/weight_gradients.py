@@ -264,12 +264,6 @@ class _Recording(TorchFunctionMode):
         # In one line: Ctrl-C may come between two, and before the end of it there is no __exit__.
         return cast("_Recording", super().__enter__())  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *exc_info: Any) -> None:
-        # PyTorch takes a mode off the stack while it is at work: Ctrl-C may come just then.
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if stack and stack[-1] is self:
-            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
