@@ -6,8 +6,10 @@ forward. What the workers do is in ``cells``; here is what comes before and afte
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from itertools import chain, repeat
+from operator import setitem
 from typing import Any
 
 import torch
@@ -118,13 +120,17 @@ def evaluate(
     if loss_fn is not None:
         _check_loss_fn(loss_fn, loss_reduction)
         objective = Objective(loss_fn, reduction=loss_reduction, m=source.m, total=source.total)
-    # The modes of a module are everybody's: training waits, and another evaluation.
-    with pipeline.training, evaluating(modules), torch.no_grad():
+
+    def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
         last = LastStage(call, objective, Gradients([]), keep_outputs=objective is None)
         program = forward_program(source.m, pipeline.worker_of)
         call.run(program, Cells(call, source, last), source.entering())
         return _results(call, last, objective)
+
+    # The modes of a module are everybody's: training waits, and another evaluation.
+    with pipeline.training, torch.no_grad():
+        return _in_eval_mode(list(modules), run)
 
 
 def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
@@ -138,20 +144,24 @@ def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
     return outputs if loss is None else (loss, outputs)
 
 
-class evaluating(AbstractContextManager[None]):
-    """Modules in ``eval()`` mode for a while; each then gets back its own mode."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-
-    def __enter__(self) -> None:
-        self._modes = [(module, module.training) for module in self._modules]
-        for module in self._modules:
+def _in_eval_mode(modules: list[nn.Module], run: Callable[[], Any]) -> Any:
+    """Runs something with modules in ``eval()`` mode; each then gets back its own mode."""
+    plain = [module for module in modules if "training" in module.__dict__]
+    script = [module for module in modules if "training" not in module.__dict__]  # TorchScript's
+    owners, modes = [module.__dict__ for module in plain], [module.training for module in plain]
+    undo = chain(  # not by `setattr`, where Ctrl-C could come in between
+        map(setitem, owners, repeat("training"), modes),
+        map(setattr, script, repeat("training"), [module.training for module in script]),
+    )
+    try:
+        for module in modules:
             module.training = False
-
-    def __exit__(self, *exc_info: object) -> None:
-        for module, training in self._modes:
-            module.training = training
+        return run()
+    finally:
+        try:
+            deque(undo, maxlen=0)
+        finally:  # has nothing left to do, unless Ctrl-C came right before it
+            deque(undo, maxlen=0)
 
 
 def _check_loss_fn(loss_fn: Any, reduction: str) -> None:

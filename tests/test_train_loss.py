@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from typing import Any
@@ -106,8 +107,9 @@ def test_a_loss_may_come_with_its_weight(kind, existing, counts):
     assert_trains_like(pipe, loss, expected)
 
 
+@pytest.mark.parametrize("kind", ["Python integers", "tensors"])
 @pytest.mark.parametrize("run", KINDS)
-def test_weights_with_every_schedule_and_gradients_beyond_the_parameters(run):
+def test_weights_with_every_schedule_and_gradients_beyond_the_parameters(run, kind):
     torch.manual_seed(2)
     pipe = Pipe(linear_model(), [1, 1, 1, 1], devices=RUNS[run][1], chunks=3)
     x0, t0 = torch.randn(7, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
@@ -128,7 +130,7 @@ def test_weights_with_every_schedule_and_gradients_beyond_the_parameters(run):
     x0.grad = t0.grad = scale.grad = None
 
     def loss_fn(y, t):
-        return per_sample(y, t).mean(), len(y) * (next(seen) + 1)
+        return per_sample(y, t).mean(), WEIGHTS[kind](len(y) * (next(seen) + 1))
 
     options = RUNS[run][0]
     loss = pipe.train_batch(x0.exp(), t0.tanh(), loss_fn=loss_fn, **options)
@@ -674,9 +676,17 @@ class Random(TensorDataset):
         return x + torch.rand(()), t
 
 
+def draw_slowly(x: Tensor) -> Tensor:
+    """Draws, lets others have their turn, and draws again."""
+    y = x * torch.rand(())
+    for _ in range(50):
+        os.sched_yield()
+    return y + torch.rand(())
+
+
 def random_pipe() -> Pipe:
     torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(3, 3), Dawdle(k), nn.Dropout()) for k in range(3)]
+    layers = [nn.Sequential(nn.Linear(3, 3), Do(draw_slowly)) for _ in range(3)]
     return pipe_of(nn.Sequential(*layers), chunks=3)
 
 
