@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -19,13 +20,16 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from tests.conftest import our_threads
+from tests.support import CHECKPOINT_MODES
 from tests.support_running import Do, pipe_of
 from tests.support_training import (
     FOUR,
     KINDS,
     RUNS,
     Fails,
+    any_schedule,
     assert_same_step,
+    device_of,
     numbered,
     orders_of,
     pipe_step,
@@ -167,6 +171,27 @@ def test_exceptions_of_any_type_arrive_as_themselves(phase, kind):
         pipe.train_batch(numbered(CHUNKS), loss_fn=mean)
     assert caught.value is error
     assert grads.unchanged()
+    assert_works(pipe, "1f1b")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failure_in_any_place_of_any_schedule(seed):
+    chance = random.Random(seed)
+    devices = [chance.choice(FOUR) for _ in range(4)]
+    checkpoint = chance.choice(CHECKPOINT_MODES)
+    layers = nn.Sequential(*(Fails() for _ in range(4)))
+    pipe = Pipe(layers, [1] * 4, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
+    schedule = any_schedule(CHUNKS, device_of(pipe), seed=seed, halves=True, in_order=True)
+    grads = Grads(pipe)
+    for phase in ("forward", "recompute", "backward", "hook"):
+        layer, error = pipe[chance.randrange(4)], ValueError("bad")
+        layer.error, layer.phase, layer.i = error, phase, 0
+        if phase == "recompute" and checkpoint == "never":
+            layer.phase = "forward"
+        with pytest.raises(ValueError, match="bad") as caught:
+            pipe.train_batch(numbered(CHUNKS).requires_grad_(), loss_fn=mean, schedule=schedule)
+        assert caught.value is error
+        assert grads.unchanged()
     assert_works(pipe, "1f1b")
 
 
