@@ -176,7 +176,7 @@ class Cells:
         """The outputs of a cell; ``kept`` learns how it goes back."""
         stage, batch = self._pipeline.stages[j], self._call.batch
         given = kept.border.cross(inputs)
-        if i < self._call.rematerialized:
+        if i < self._call.rematerialized[j]:
             outputs, kept.again = stage.forget(i, given, batch, kept=inputs, alias=alias)
             return outputs
         with self._recording(i, j, kept):

@@ -52,7 +52,7 @@ def forward(
     input: Any,
     *,
     chunks: int,
-    checkpoint: str,
+    checkpoint: Sequence[str],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -62,7 +62,7 @@ def forward(
         pipeline: the pipeline.
         input: a tree of tensors and other values, on the first device.
         chunks: at most so many micro-batches.
-        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
     """
@@ -110,7 +110,7 @@ class _Forward:
     def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
         inputs, tokens, alias = self._unpacked(i, j, lane, received)
         outputs, frame = self._pipeline.stages[j].forward(
-            i, inputs, self._batch, rematerialize=i < self._rematerialized, alias=alias
+            i, inputs, self._batch, rematerialize=i < self._rematerialized[j], alias=alias
         )
         if self._recorder is not None and self._batch.state.grad:
             self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))

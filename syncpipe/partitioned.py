@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
+from syncpipe.balance.by_name import balance_named
 from syncpipe.batchnorm_convert import defer_batch_norm
 from syncpipe.checkpoints import translate_keys
 from syncpipe.layers import Partition
@@ -47,7 +48,7 @@ class Partitioned(nn.Module):
     def _cut(
         self,
         module: nn.Sequential,
-        balance: Iterable[int] | None,
+        balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
     ) -> None:
@@ -56,8 +57,8 @@ class Partitioned(nn.Module):
         verify_skippables(module)
         if balance is None:
             balance, devices = _placed(module, devices)
-        sizes = check_balance(balance, len(module))
         self._asked_devices = None if devices is None else check_devices(devices)
+        sizes = self._sizes(balance, module)
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training = module.training
@@ -65,6 +66,19 @@ class Partitioned(nn.Module):
         if deferred_batch_norm:  # where the buffers are by now, which both modules share
             self._modules.update(defer_batch_norm(module)._modules)
             self._place(sizes, self._workers)
+
+    def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
+        """The balance as numbers; by name there is a partition for each device."""
+        if isinstance(balance, str):
+            devices = default_devices(0) if self._asked_devices is None else self._asked_devices
+            if not devices:
+                balance_named(balance, module, 1)  # whether it is a name at all
+                raise ValueError(
+                    f"balance={balance!r} makes a partition for each device, but there are no "
+                    "devices: give devices=['cpu:0', 'cpu:1'], for example"
+                )
+            balance = balance_named(balance, module, min(len(devices), max(1, len(module))))
+        return check_balance(balance, len(module))
 
     def _resolve(self, partitions: int) -> list[Worker]:
         devices = self._asked_devices
@@ -93,8 +107,8 @@ class Partitioned(nn.Module):
         return list(self._balance)
 
     @balance.setter
-    def balance(self, balance: Iterable[int]) -> None:
-        sizes = check_balance(balance, len(self))
+    def balance(self, balance: Iterable[int] | str) -> None:
+        sizes = self._sizes(balance, self[:])
         self._place(sizes, self._resolve(len(sizes)))
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import threading
@@ -17,17 +16,17 @@ import torch
 from torch import nn
 
 from syncpipe.forward import forward
+from syncpipe.options import check_length, checked_chunks, checked_modes, checked_schedule
 from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
 from syncpipe.pipeline import Pipeline
+from syncpipe.runtime.worker import Worker
 from syncpipe.schedule import Schedule
 from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
 from syncpipe.trace import Trace
 from syncpipe.training import evaluate, train
 
 __all__ = ["Pipe", "inline"]
-
-_CHECKPOINT_MODES = ("always", "except_last", "never")
 
 _building = threading.RLock()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
@@ -64,8 +63,11 @@ class Pipe(Partitioned):
 
     Args:
         module: the layers. They are moved to their devices in place.
-        balance: for each partition the number of its layers. Without it, the layers must already
-            be on several devices: consecutive ones on one device form a partition.
+        balance: for each partition the number of its layers; or how to find it, one partition for
+            each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
+            many layers), ``"type:regex"`` (as many layers whose class has a name that matches).
+            Without it, the layers must already be on several devices: consecutive ones on one
+            device form a partition.
         devices: for each partition a device, as ``torch.device`` takes it, an index of an
             accelerator, or a :class:`Worker`; the same one may be named more than once.
             ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
@@ -73,7 +75,10 @@ class Pipe(Partitioned):
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
         checkpoint: which micro-batches are re-materialized, storing nothing for backward and
             being computed again there: ``"always"`` all of them, ``"except_last"`` all but the
-            last, ``"never"`` none. It makes no difference in ``eval()`` mode and without grad.
+            last, ``"never"`` none; or one of these for each stage. It makes no difference in
+            ``eval()`` mode and without grad.
+        schedule: what :meth:`train_batch` uses if it is not told otherwise.
+        slots: for that schedule, likewise.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
             it had gone through whole. The modules in ``module`` itself are not changed.
 
@@ -88,17 +93,20 @@ class Pipe(Partitioned):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Iterable[int] | None = None,
+        balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Any] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | Sequence[str] = "except_last",
+        schedule: str | os.PathLike[str] | Schedule = "1f1b",
+        slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
-        self.checkpoint = checkpoint
+        self._checkpoint = checked_modes(checkpoint)
+        self._schedule = checked_schedule(schedule, slots)
         self._cut(module, balance, devices, deferred_batch_norm)
 
     @property
@@ -108,27 +116,31 @@ class Pipe(Partitioned):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        try:
-            count = operator.index(chunks)
-        except TypeError as error:
-            raise TypeError(f"chunks must be an integer, not {chunks!r}") from error
-        if isinstance(chunks, bool):
-            raise ValueError(f"chunks={chunks!r}: must be a number, at least 1, not a bool")
-        if count <= 0:
-            raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
-        self._chunks = count
+        self._chunks = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are re-materialized: always, except_last or never."""
+    def checkpoint(self) -> str | tuple[str, ...]:
+        """Which micro-batches are re-materialized: always, except_last or never; or by stage."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        if checkpoint not in _CHECKPOINT_MODES:
-            modes = ", ".join(map(repr, _CHECKPOINT_MODES))
-            raise ValueError(f"checkpoint={checkpoint!r}: must be one of {modes}")
-        self._checkpoint = checkpoint
+    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
+        modes = checked_modes(checkpoint)
+        check_length(modes, len(self._balance))
+        self._checkpoint = modes
+
+    @property
+    def schedule(self) -> str | os.PathLike[str] | Schedule:
+        """What :meth:`train_batch` uses if it is not told otherwise."""
+        return self._schedule[0]
+
+    @schedule.setter
+    def schedule(self, schedule: str | os.PathLike[str] | Schedule) -> None:
+        self._schedule = checked_schedule(schedule, None)
+
+    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+        check_length(self._checkpoint, len(balance))
+        super()._place(balance, workers)
 
     def forward(self, input: Any) -> Any:
         """Runs a mini-batch through the pipeline.
@@ -160,7 +172,7 @@ class Pipe(Partitioned):
         target: Any = None,
         *,
         loss_fn: Callable[..., Any],
-        schedule: str | os.PathLike[str] | Schedule = "1f1b",
+        schedule: str | os.PathLike[str] | Schedule | None = None,
         slots: str | Sequence[int] | None = None,
         loss_reduction: str = "mean",
         data_iter: Iterator[Any] | None = None,
@@ -194,7 +206,8 @@ class Pipe(Partitioned):
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
                 on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
                 :class:`syncpipe.schedule.Schedule`, or the path of a CSV file
-                (``syncpipe.schedules.to_csv``).
+                (``syncpipe.schedules.to_csv``). None: that of the pipe, ``"1f1b"`` if it was given
+                none.
             slots: for ``"1f1b"`` the most micro-batches in flight on each stage: ``"textbook"``,
                 ``"overlap"``, or a list with a number for each stage
                 (``syncpipe.schedules.one_f_one_b``).
@@ -228,6 +241,9 @@ class Pipe(Partitioned):
         of micro-batches, before that.
         """
         source = self._source(input, target, data_iter)
+        if schedule is None:
+            schedule, own_slots = self._schedule
+            slots = own_slots if slots is None else slots
         return _untraced(train)(
             self._ready(),
             source,
@@ -306,10 +322,15 @@ class Pipe(Partitioned):
     def _running(self) -> dict[str, Any]:
         """How to run a mini-batch."""
         return {
-            "checkpoint": self._checkpoint if self.training else "never",
+            "checkpoint": self._modes() if self.training else ("never",) * len(self._balance),
             "inline": _inline.get(),
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
+
+    def _modes(self) -> tuple[str, ...]:
+        """For each stage which micro-batches are re-materialized."""
+        modes = self._checkpoint
+        return (modes,) * len(self._balance) if isinstance(modes, str) else modes
 
     def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
         if not self._modules:

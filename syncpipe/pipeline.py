@@ -113,14 +113,15 @@ class Call:
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
-        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
 
     Attributes:
         batch: what the stages need to know of the call.
         lanes: for each worker its device and streams.
-        rematerialized: so many micro-batches, the first ones, are computed again in backward.
+        rematerialized: for each stage so many micro-batches, the first ones, are computed again in
+            backward.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Call:
         pipeline: Pipeline,
         m: int,
         *,
-        checkpoint: str,
+        checkpoint: Sequence[str],
         inline: bool,
         recorder: Recorder | None,
     ) -> None:
@@ -137,9 +138,9 @@ class Call:
         self.inline = inline or state.needs_inline or RUNNING.get() or len(pipeline.workers) == 1
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
-        self.rematerialized = 0
-        if state.grad and not nested:
-            self.rematerialized = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+        counts = {"always": m, "except_last": m - 1, "never": 0}
+        recorded = state.grad and not nested
+        self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
         stages = pipeline.stages
         self.batch = MiniBatch(
             m,

@@ -183,7 +183,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=128)
-def training_program(schedule: Schedule, rematerialized: int) -> Program:
+def training_program(schedule: Schedule, rematerialized: tuple[int, ...]) -> Program:
     """A schedule as what the engine runs (do not modify).
 
     A recomputation comes right before the backward of its cell, as an action of its own: it needs
@@ -191,14 +191,14 @@ def training_program(schedule: Schedule, rematerialized: int) -> Program:
 
     Args:
         schedule: a valid one.
-        rematerialized: so many micro-batches, the first ones, are recomputed.
+        rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
     """
     program: Program = []
     for row in schedule.actions:
         program.append([])
         for action in row:
             kind, i, j = action
-            if i < rematerialized and kind in ("backward", "backward_input"):
+            if i < rematerialized[j] and kind in ("backward", "backward_input"):
                 program[-1].append(Action("recompute", i, j))
             program[-1].append(action)
     return program

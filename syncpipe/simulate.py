@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from syncpipe.schedule import Action, Schedule, validate
+from syncpipe.schedule import Action, Program, Schedule, training_program, validate
 
 __all__ = ["Costs", "Simulation", "Span", "Transfer", "simulate"]
 
@@ -35,6 +35,8 @@ class Costs:
             gradient back. Nothing, if the two are on one device, whatever stands here. Empty means
             no time at all.
         skips: for each pair (stage that stashes, stage that pops) the same.
+        recompute: for each stage, a forward that is done once more before a backward. Empty means
+            as long as the forward.
 
     Raises:
         ValueError: if lengths do not match, a time is no number or negative, or a skip leads
@@ -46,23 +48,27 @@ class Costs:
     backward_weight: tuple[float, ...]
     transfer: tuple[float, ...] = ()
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    recompute: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.forward)
         if n == 0:
             raise ValueError("costs are for at least one stage, but forward is empty")
-        for name in ("forward", "backward_input", "backward_weight", "transfer"):
+        lengths = dict.fromkeys(("forward", "backward_input", "backward_weight"), n)
+        lengths |= {"transfer": n - 1, "recompute": n}
+        for name in lengths:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.transfer:
             object.__setattr__(self, "transfer", (0.0,) * (n - 1))
+        if not self.recompute:
+            object.__setattr__(self, "recompute", self.forward)
         object.__setattr__(self, "skips", dict(self.skips))
-        for name, length in (("backward_input", n), ("backward_weight", n), ("transfer", n - 1)):
+        for name, length in lengths.items():
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"{name} has {len(getattr(self, name))} times, but forward is for {n} stages; "
                     f"give it {length}"
                 )
-        for name in ("forward", "backward_input", "backward_weight", "transfer"):
             _check_times(name, getattr(self, name))
         _check_times("skips", self.skips.values())
         for source, target in self.skips:
@@ -92,6 +98,7 @@ class Costs:
             "forward": self.forward,
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
+            "recompute": self.recompute,
         }[kind][j]
 
 
@@ -129,6 +136,7 @@ class Simulation:
     Attributes:
         schedule: what was simulated.
         costs: with these times.
+        rematerialized: for each stage so many micro-batches, the first ones, were recomputed.
         spans: all actions, in the order in which they started.
         transfers: everything that went between devices, in the order in which it started.
         critical_path: what the makespan consists of: actions and transfers, each of which starts
@@ -142,6 +150,7 @@ class Simulation:
     transfers: tuple[Transfer, ...]
     critical_path: tuple[Span | Transfer, ...]
     makespan: float
+    rematerialized: tuple[int, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -164,15 +173,20 @@ class Simulation:
         return self.schedule.in_flight
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(
+    schedule: Schedule, costs: Costs, rematerialized: Sequence[int] | None = None
+) -> Simulation:
     """Plays a schedule through.
 
     Args:
         schedule: what each device does in which order.
         costs: how long it takes; for as many stages.
+        rematerialized: for each stage how many micro-batches, the first ones, are recomputed before
+            they go back. A recomputation waits for no gradient. None: nothing is recomputed.
 
     Raises:
-        ValueError: if the schedule is not valid, or the costs are for another number of stages.
+        ValueError: if the schedule is not valid, or the costs or the numbers of recomputed
+            micro-batches are for another number of stages.
     """
     validate(schedule)
     if len(costs.forward) != schedule.n:
@@ -180,15 +194,23 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
             f"the costs are for {len(costs.forward)} stages, but schedule {schedule.name!r} has "
             f"{schedule.n}"
         )
-    return _Simulator(schedule, costs).run()
+    counts = (0,) * schedule.n if rematerialized is None else tuple(rematerialized)
+    if len(counts) != schedule.n or not all(0 <= count <= schedule.m for count in counts):
+        raise ValueError(
+            f"rematerialized={counts}: give it a number from 0 to m={schedule.m} for each of the "
+            f"{schedule.n} stages"
+        )
+    return _Simulator(schedule, costs, counts).run()
 
 
 class _Simulator:
     """The state of one simulation. Time goes from one end of something to the next."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, rematerialized: tuple[int, ...]) -> None:
         self._schedule = schedule
         self._costs = costs
+        self._rematerialized = rematerialized
+        self._rows: Program = training_program(schedule, rematerialized)
         self._next = [0] * len(schedule.actions)
         self._free = [True] * len(schedule.actions)
         self._on_device: list[Span | None] = [None] * len(schedule.actions)  # the latest
@@ -197,8 +219,11 @@ class _Simulator:
         self._missing: dict[Action, int] = {}  # how much of what it needs has not arrived
         self._arrived: dict[Action, Span | Transfer] = {}  # the latest of what it needs
         self._ends: list[tuple[float, int, Span | Transfer]] = []
-        for row in schedule.actions:
+        for row in self._rows:
             for action in row:
+                self._missing[action] = 0
+                if action.kind == "recompute":
+                    continue  # its row brings it after its forward
                 self._missing[action] = len(schedule.needs(action))
                 for source, target in costs.skips:
                     if _crosses(action, source, target):
@@ -231,11 +256,12 @@ class _Simulator:
             tuple(transfers),
             tuple(reversed(path)),
             last.end,
+            self._rematerialized,
         )
 
     def _start_next(self, d: int) -> None:
         """Starts the next action of a free device, if everything is there."""
-        row, position, before = self._schedule.actions[d], self._next[d], self._on_device[d]
+        row, position, before = self._rows[d], self._next[d], self._on_device[d]
         if not self._free[d] or position == len(row) or self._missing[row[position]]:
             return
         action = row[position]

@@ -7,7 +7,7 @@ forward. What the workers do is in ``cells``; here is what comes before and afte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from operator import setitem
 from typing import Any
@@ -40,7 +40,7 @@ def train(
     loss_reduction: str,
     grad_scaler: Any,
     return_outputs: bool,
-    checkpoint: str,
+    checkpoint: Sequence[str],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -111,7 +111,7 @@ def evaluate(
     modules: Iterable[nn.Module],
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
-    checkpoint: str,
+    checkpoint: Sequence[str],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:

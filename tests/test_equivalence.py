@@ -61,10 +61,11 @@ def cuts(draw: st.DrawFn, layers: int) -> tuple[list[int], list[str]]:
 def pipes(draw: st.DrawFn, spec: Spec) -> dict[str, Any]:
     """All that one can choose about a pipe but the number of micro-batches."""
     balance, devices = draw(cuts(len(spec.layers)))
+    modes = st.sampled_from(CHECKPOINT_MODES)
     return {
         "balance": balance,
         "devices": devices,
-        "checkpoint": draw(st.sampled_from(CHECKPOINT_MODES)),
+        "checkpoint": draw(st.one_of(modes, st.tuples(*[modes] * len(balance)))),
     }
 
 

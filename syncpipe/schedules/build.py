@@ -14,7 +14,7 @@ from syncpipe.schedule import Schedule, validate
 from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.text import from_csv
 
-__all__ = ["SCHEDULES", "build"]
+__all__ = ["SCHEDULES", "build", "named"]
 
 #: The schedules by name; more can be added. Each takes ``(m, device_of)`` and its own options.
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -49,7 +49,7 @@ def build(
         for option, value in frozen:
             if not isinstance(value, Hashable):
                 raise ValueError(f"schedule {schedule!r} cannot take {option}={value!r}")
-        return _build_named(schedule, _named(schedule), m, devices, frozen)
+        return _build_named(schedule, named(schedule), m, devices, frozen)
     if isinstance(schedule, str | os.PathLike):
         path = Path(schedule)
         schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
@@ -73,7 +73,12 @@ def build(
     return schedule
 
 
-def _named(name: str) -> Callable[..., Schedule]:
+def named(name: str) -> Callable[..., Schedule]:
+    """What makes the schedule of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
         hint = f" did you mean {close[0]!r}?" if close else ""

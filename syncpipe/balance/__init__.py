@@ -1,0 +1,15 @@
+"""How to cut a model into stages: what its layers cost, and the best cut for that."""
+
+from syncpipe.balance.by_name import balance_by_parameters, balance_by_type, balance_uniform
+from syncpipe.balance.cut import balance_cost
+from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+
+__all__ = [
+    "LayerProfile",
+    "Profile",
+    "SkipProfile",
+    "balance_by_parameters",
+    "balance_by_type",
+    "balance_cost",
+    "balance_uniform",
+]

@@ -1,0 +1,328 @@
+"""What the layers of a model cost: the object that balancing and planning work from.
+
+Measured by :func:`syncpipe.balance.profile`, or loaded from a file. Times are in seconds, sizes in
+bytes, both for one micro-batch of so many samples; between the sizes that were measured they are
+interpolated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
+
+#: A number for each size of the micro-batch, in samples.
+BySize = Mapping[int, float]
+
+_BY_SIZE = ("forward", "backward", "output_bytes", "stored_bytes", "shared_bytes")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs.
+
+    Attributes:
+        name: of the layer in its ``nn.Sequential``.
+        forward: seconds, by samples in the micro-batch.
+        backward: seconds, the same; without any recomputation.
+        output_bytes: what it hands to the next layer, the same.
+        stored_bytes: what it keeps for backward, the same; each storage once, views and what it
+            keeps of its input included, parameters and buffers not.
+        shared_bytes: the part of ``stored_bytes`` that the layers before it keep already.
+        parameter_bytes: its parameters.
+        frozen_bytes: the part of these that needs no gradient.
+        buffer_bytes: its buffers.
+    """
+
+    name: str
+    forward: BySize
+    backward: BySize
+    output_bytes: BySize
+    stored_bytes: BySize
+    shared_bytes: BySize = field(default_factory=dict)
+    parameter_bytes: int = 0
+    frozen_bytes: int = 0
+    buffer_bytes: int = 0
+
+    def memory(self, param_scale: float) -> float:
+        """Bytes that stay on its device however many micro-batches there are.
+
+        Args:
+            param_scale: bytes for each byte of a parameter that is trained: itself, its gradient
+                and the optimizer's state.
+        """
+        trained = self.parameter_bytes - self.frozen_bytes
+        return param_scale * trained + self.frozen_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class SkipProfile:
+    """A skip: from the layer that stashes it to the layer that pops it (indices), and its bytes."""
+
+    name: str
+    stash: int
+    pop: int
+    bytes: BySize
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the layers of a model cost, and where it was measured.
+
+    Attributes:
+        layers: one for each layer of the ``nn.Sequential``.
+        skips: what goes from layer to layer beside the chain.
+        input_bytes: what the first layer is given, by samples.
+        device: where it was measured, in words; empty if nobody knows.
+        whole: nobody knows how many samples were measured: sizes are in mini-batches, and all
+            numbers are for 1.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    skips: tuple[SkipProfile, ...] = ()
+    input_bytes: BySize = field(default_factory=dict)
+    device: str = ""
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "skips", tuple(self.skips))
+        if not self.layers:
+            raise ValueError("a profile needs at least one layer")
+        sizes = self.sizes
+        for layer in self.layers:
+            for what in _BY_SIZE:
+                if what == "shared_bytes" and not layer.shared_bytes:
+                    continue
+                _check(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
+            for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes"):
+                _check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
+        for skip in self.skips:
+            if not 0 <= skip.stash < skip.pop < len(self.layers):
+                raise ValueError(
+                    f"skip {skip.name!r} goes from layer {skip.stash} to {skip.pop}, but there are "
+                    f"{len(self.layers)} layers, and a skip leads to a later one"
+                )
+            _check(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of a micro-batch, in samples, that were measured; ascending."""
+        return tuple(sorted(self.layers[0].forward))
+
+    def of(self, samples: int) -> Profile:
+        """A profile of one mini-batch of unknown size, as one of so many samples."""
+        if not self.whole:
+            return self
+        if samples < 1:
+            raise ValueError(f"samples={samples}: a mini-batch has at least one sample")
+
+        def relabelled(numbers: BySize) -> BySize:
+            return {size * samples: number for size, number in numbers.items()}
+
+        layers = []
+        for layer in self.layers:
+            numbers: dict[str, Any] = {key: relabelled(getattr(layer, key)) for key in _BY_SIZE}
+            layers.append(replace(layer, **numbers))
+        skips = [replace(skip, bytes=relabelled(skip.bytes)) for skip in self.skips]
+        given = relabelled(self.input_bytes)
+        return replace(
+            self, layers=tuple(layers), skips=tuple(skips), input_bytes=given, whole=False
+        )
+
+    @classmethod
+    def from_list(
+        cls, entries: Iterable[Mapping[str, Any]], *, samples: int | None = None
+    ) -> Profile:
+        """A profile from one entry for each layer, measured on one batch.
+
+        Args:
+            entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
+                output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
+            samples: how many samples were measured; None if nobody knows. The numbers are then
+                those of the mini-batch that is planned for.
+
+        Raises:
+            ValueError: an entry lacks something, or a number is none or negative.
+        """
+        if samples is not None and samples < 1:
+            raise ValueError(f"samples={samples}: at least one was measured")
+        size = 1 if samples is None else samples
+        layers = []
+        for index, entry in enumerate(entries):
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"entry {index} is a {type(entry).__name__}, not a mapping")
+            missing = [key for key in _ENTRY if key not in entry]
+            if missing:
+                raise ValueError(f"entry {index} of the profile lacks {', '.join(missing)}")
+            for key in _ENTRY[1:]:
+                _check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
+            layers.append(
+                LayerProfile(
+                    name=str(entry["name"]),
+                    forward={size: entry["forward_ms"] / 1e3},
+                    backward={size: entry["backward_ms"] / 1e3},
+                    output_bytes={size: entry["activation_bytes"]},
+                    stored_bytes={size: entry["stored_bytes"]},
+                    parameter_bytes=entry["parameter_bytes"],
+                )
+            )
+        return cls(tuple(layers), whole=samples is None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file that :meth:`load` reads."""
+        text = json.dumps({"syncpipe_profile": 1, **asdict(self)}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, samples: int | None = None) -> Profile:
+        """Reads what :meth:`save` wrote, or a list as for :meth:`from_list`.
+
+        Args:
+            path: of a JSON file.
+            samples: for a list, how many samples were measured.
+
+        Raises:
+            ValueError: the file is neither.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a JSON file: {error}") from error
+        if isinstance(data, list):
+            return cls.from_list(data, samples=samples)
+        if not isinstance(data, dict) or data.pop("syncpipe_profile", None) != 1:
+            raise ValueError(
+                f"{path} is not a profile: neither one that Profile.save wrote nor a list of "
+                f"entries with {', '.join(_ENTRY)}"
+            )
+        if samples is not None and not data.get("whole"):
+            raise ValueError(f"samples={samples}: {path} says itself how many were measured")
+        try:
+            layers = [_by_size(layer, *_BY_SIZE) for layer in data.pop("layers")]
+            skips = [_by_size(skip, "bytes") for skip in data.pop("skips")]
+            found = cls(
+                layers=tuple(LayerProfile(**layer) for layer in layers),
+                skips=tuple(SkipProfile(**skip) for skip in skips),
+                **_by_size(data, "input_bytes"),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a whole profile: {error!r}") from error
+        return found if samples is None else found.of(samples)
+
+    def table(self) -> str:
+        """A line for each layer, for the largest micro-batch that was measured."""
+        size = self.sizes[-1]
+        of = "one mini-batch" if self.whole else f"{size} sample{'s' * (size != 1)}"
+        where = f" on {self.device}" if self.device else ""
+        lines = [["layer", "forward", "backward", "output", "stored", "parameters"]]
+        for layer in self.layers:
+            lines.append(
+                [
+                    layer.name,
+                    _in_ms(layer.forward[size]),
+                    _in_ms(layer.backward[size]),
+                    in_bytes(layer.output_bytes[size]),
+                    in_bytes(layer.stored_bytes[size]),
+                    in_bytes(layer.parameter_bytes),
+                ]
+            )
+        shared = sum(layer.shared_bytes.get(size, 0) for layer in self.layers)
+        stored = sum(layer.stored_bytes[size] for layer in self.layers) - shared
+        lines.append(
+            [
+                "all",
+                _in_ms(math.fsum(layer.forward[size] for layer in self.layers)),
+                _in_ms(math.fsum(layer.backward[size] for layer in self.layers)),
+                "",
+                in_bytes(stored),
+                in_bytes(sum(layer.parameter_bytes for layer in self.layers)),
+            ]
+        )
+        text = [f"{of}{where}", *_aligned(lines)]
+        for skip in self.skips:
+            first, last = self.layers[skip.stash].name, self.layers[skip.pop].name
+            text.append(f"skip {skip.name}: {first} to {last}, {in_bytes(skip.bytes[size])}")
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+_ENTRY = (
+    "name",
+    "forward_ms",
+    "backward_ms",
+    "activation_bytes",
+    "parameter_bytes",
+    "stored_bytes",
+)
+
+
+def interpolate(numbers: BySize, samples: float) -> float:
+    """A number for a size that may not have been measured.
+
+    On the straight line through the two measured sizes around it, or nearest to it; with one
+    measured size in proportion. Never negative.
+    """
+    if samples in numbers:
+        return numbers[int(samples)]
+    sizes = sorted(numbers)
+    if len(sizes) == 1:
+        return numbers[sizes[0]] * samples / sizes[0]
+    right = min(max(1, sum(size < samples for size in sizes)), len(sizes) - 1)
+    a, b = sizes[right - 1], sizes[right]
+    slope = (numbers[b] - numbers[a]) / (b - a)
+    return max(0.0, numbers[a] + slope * (samples - a))
+
+
+def in_bytes(number: float) -> str:
+    """A size in a unit that fits: 12 B, 3.4 kB, 56 MB, 7.8 GB, powers of 1000."""
+    unit = 0
+    while abs(number) >= 999.5 and unit < len(_UNITS) - 1:
+        number, unit = number / 1000, unit + 1
+    digits = 0 if unit == 0 or abs(number) >= 99.5 else 1
+    return f"{number:.{digits}f} {_UNITS[unit]}"
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Cells as columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    ]
+
+
+def _by_size(data: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """JSON has strings for keys; sizes are numbers."""
+    converted = {key: {int(size): n for size, n in data[key].items()} for key in keys}
+    return {**data, **converted}
+
+
+def _check(what: str, numbers: BySize, sizes: Sequence[int]) -> None:
+    if tuple(sorted(numbers)) != tuple(sizes) or not sizes or sizes[0] < 1:
+        raise ValueError(
+            f"{what} is given for micro-batches of {sorted(numbers)} samples, and the forward time "
+            f"of the first layer for {list(sizes)}: all numbers are for the same sizes, from 1"
+        )
+    for number in numbers.values():
+        _check_number(what, number)
+
+
+def _check_number(what: str, number: Any) -> None:
+    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not (ok and math.isfinite(number) and number >= 0):
+        raise ValueError(f"{what} is {number!r}; it must be a finite number, not negative")
