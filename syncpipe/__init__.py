@@ -11,6 +11,7 @@ Example::
 from syncpipe.loader import RepeatingLoader
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe, inline
+from syncpipe.planner import Plan, plan
 from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 
@@ -19,9 +20,11 @@ __version__ = "0.1.0"
 __all__ = [
     "NoChunk",
     "Pipe",
+    "Plan",
     "RepeatingLoader",
     "Worker",
     "inline",
     "is_checkpointing",
     "is_recomputing",
+    "plan",
 ]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from syncpipe import demo, demo_options
+from syncpipe import demo, demo_options, plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("demo", help=about, description=demo.__doc__)
     demo_options.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    about = "find how to cut a model and run it on several devices, here or elsewhere"
+    command = commands.add_parser("plan", help=about)
+    plan_command.add_arguments(command)
+    command.set_defaults(run=plan_command.run)
 
     args = parser.parse_args(argv)
     status: int = args.run(args)

@@ -63,8 +63,22 @@ class Timeline:
             check(span, self._rows)
 
     @classmethod
-    def of(cls, simulation: Simulation, title: str = "") -> Timeline:
-        """What a simulation says; without a title it is called as its schedule is."""
+    def of(
+        cls,
+        simulation: Simulation,
+        title: str = "",
+        *,
+        rows: Sequence[str] = (),
+        unit: str = "units",
+    ) -> Timeline:
+        """What a simulation says.
+
+        Args:
+            simulation: what was simulated.
+            title: stands above pictures; without one it is called as its schedule is.
+            rows: what the devices are called; by default by their numbers.
+            unit: of the times in the simulation.
+        """
         schedule = simulation.schedule
         spans = [
             Span(span.action.kind, span.action.i, span.action.j, span.device, span.start, span.end)
@@ -74,8 +88,8 @@ class Timeline:
             kind, i, j = way.action
             row, back = schedule.device_of[j], kind != "forward"
             spans.append(Span("transfer", i, j, row, way.start, way.end, way.target, backward=back))
-        rows = [f"device {d}" for d in range(len(schedule.actions))]
-        return cls(spans, rows, "units", title or schedule.name)
+        names = rows or [f"device {d}" for d in range(len(schedule.actions))]
+        return cls(spans, names, unit, title or schedule.name)
 
     @property
     def spans(self) -> tuple[Span, ...]:

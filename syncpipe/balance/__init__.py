@@ -1,7 +1,9 @@
 """How to cut a model into stages: what its layers cost, and the best cut for that."""
 
+from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
 from syncpipe.balance.by_name import balance_by_parameters, balance_by_type, balance_uniform
 from syncpipe.balance.cut import balance_cost
+from syncpipe.balance.measure import profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 
 __all__ = [
@@ -9,7 +11,11 @@ __all__ = [
     "Profile",
     "SkipProfile",
     "balance_by_parameters",
+    "balance_by_size",
+    "balance_by_time",
     "balance_by_type",
     "balance_cost",
     "balance_uniform",
+    "param_scale_of",
+    "profile",
 ]

@@ -270,18 +270,24 @@ _ENTRY = (
 def interpolate(numbers: BySize, samples: float) -> float:
     """A number for a size that may not have been measured.
 
-    On the straight line through the two measured sizes around it, or nearest to it; with one
-    measured size in proportion. Never negative.
+    Between two measured sizes on the straight line through both; beyond all of them on from the
+    nearest one, with the slope of the line that fits all best; with one measured size in
+    proportion. Never negative.
     """
     if samples in numbers:
         return numbers[int(samples)]
     sizes = sorted(numbers)
     if len(sizes) == 1:
         return numbers[sizes[0]] * samples / sizes[0]
-    right = min(max(1, sum(size < samples for size in sizes)), len(sizes) - 1)
-    a, b = sizes[right - 1], sizes[right]
-    slope = (numbers[b] - numbers[a]) / (b - a)
-    return max(0.0, numbers[a] + slope * (samples - a))
+    if sizes[0] < samples < sizes[-1]:
+        right = next(k for k, size in enumerate(sizes) if size > samples)
+        a, b = sizes[right - 1], sizes[right]
+        return numbers[a] + (numbers[b] - numbers[a]) * (samples - a) / (b - a)
+    nearest = sizes[0] if samples < sizes[0] else sizes[-1]
+    mean = sum(sizes) / len(sizes)
+    slope = sum((size - mean) * numbers[size] for size in sizes)
+    slope /= sum((size - mean) ** 2 for size in sizes)
+    return max(0.0, numbers[nearest] + max(0.0, slope) * (samples - nearest))
 
 
 def in_bytes(number: float) -> str:

@@ -1,0 +1,181 @@
+"""Balances by what layers cost, as measured on a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.balance.cut import balance_cost
+from syncpipe.balance.measure import profile, samples_in
+from syncpipe.balance.profile import LayerProfile
+
+__all__ = ["balance_by_size", "balance_by_time", "param_scale_of"]
+
+#: Makes an optimizer of a list of parameters: ``torch.optim.Adam``, or a ``functools.partial``.
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_GRADIENT_AND_ITSELF = 2.0
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | int | None = None,
+    progress: bool | None = None,
+) -> list[int]:
+    """Balances the time that forward and backward of the layers take.
+
+    Example::
+
+        balance = balance_by_time(4, model, torch.rand(64, 3, 224, 224))
+        pipe = Pipe(model, balance, chunks=8)
+
+    Args:
+        partitions: how many to make.
+        module: the model; it stays as it is.
+        sample: a batch, best of the size of a micro-batch: a tensor or a pytree.
+        timeout: seconds to measure for; slow layers take longer.
+        device: where to measure; default: where the layers are.
+        progress: see :func:`syncpipe.balance.profile`.
+
+    Returns:
+        The number of layers in each partition; the slowest one takes as little time as possible.
+
+    Raises:
+        TypeError, ValueError: as :func:`syncpipe.balance.profile` and
+            :func:`syncpipe.balance.balance_cost`; or the model is on ``meta`` and takes no time.
+    """
+    _check_partitions(partitions, module)
+    found = profile(
+        module,
+        sample,
+        sizes=[samples_in(sample)],
+        timeout=timeout,
+        device=device,
+        progress=progress,
+    )
+    if found.device == "meta" or found.device.startswith("fake "):
+        raise ValueError(
+            f"balance_by_time() measures time, but the model or the sample is on {found.device}, "
+            "where nothing is computed: use balance_by_size(), or a device that computes"
+        )
+    (size,) = found.sizes
+    return balance_cost(
+        [layer.forward[size] + layer.backward[size] for layer in found.layers], partitions
+    )
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = _GRADIENT_AND_ITSELF,
+    device: torch.device | str | int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    progress: bool | None = None,
+) -> list[int]:
+    """Balances the memory of the layers: their parameters, buffers and what they store.
+
+    Example::
+
+        balance = balance_by_size(4, model, batch, chunks=8, optimizer=torch.optim.Adam)
+
+    What a layer stores for backward is counted for one micro-batch. On ``meta`` (``device="meta"``,
+    or a model made there) no memory is taken, so the model may be too large for this machine.
+
+    Args:
+        partitions: how many to make.
+        module: the model; it stays as it is.
+        input: a mini-batch of the size to train with: a tensor or a pytree.
+        chunks: into how many micro-batches it will be cut.
+        param_scale: bytes for each byte of a parameter that is trained. 2 stands for itself and
+            its gradient; SGD with momentum needs 3, Adam 4.
+        device: where to measure; default: where the layers are.
+        optimizer: measure ``param_scale``: an optimizer class, or ``functools.partial`` of one.
+        progress: see :func:`syncpipe.balance.profile`.
+
+    Returns:
+        The number of layers in each partition; the largest one is as small as possible.
+
+    Raises:
+        TypeError, ValueError: as :func:`syncpipe.balance.profile`,
+            :func:`syncpipe.balance.balance_cost` and :func:`param_scale_of`; or both
+            ``param_scale`` and ``optimizer`` are given.
+    """
+    _check_partitions(partitions, module)
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch")
+    if not param_scale >= 0:
+        raise ValueError(f"param_scale={param_scale!r}: it must be a number, 0 or more")
+    if optimizer is not None:
+        if param_scale != _GRADIENT_AND_ITSELF:
+            raise ValueError(
+                f"param_scale={param_scale} and optimizer are both given, and the optimizer says "
+                "what the scale is: leave one of them out"
+            )
+        param_scale = param_scale_of(optimizer)
+    size = -(-samples_in(input) // chunks)
+    found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
+
+    def cost(layer: LayerProfile) -> float:
+        # What the layers before it keep already takes no memory again.
+        return layer.memory(param_scale) + layer.stored_bytes[size] - layer.shared_bytes[size]
+
+    return balance_cost([cost(layer) for layer in found.layers], partitions)
+
+
+def param_scale_of(optimizer: MakeOptimizer) -> float:
+    """Bytes that training takes for each byte of a parameter: itself, gradient, optimizer's state.
+
+    Measured on a small parameter. SGD: 2, with momentum 3, Adam: 4.
+
+    Args:
+        optimizer: an optimizer class, or anything that makes an optimizer of a list of parameters,
+            such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
+
+    Raises:
+        TypeError: it does not make an optimizer, or one that cannot take a step by itself.
+    """
+    parameter = nn.Parameter(torch.zeros(256, 256, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} must be a class such as torch.optim.Adam, or "
+            "functools.partial(torch.optim.SGD, momentum=0.9): it is tried on a small parameter"
+        )
+    try:
+        made = optimizer([parameter])
+        made.step()
+        state = made.state[parameter]
+    except Exception as error:
+        raise TypeError(
+            f"optimizer={optimizer!r} could not be tried on one parameter ({type(error).__name__}: "
+            f"{error}): give it all it needs (functools.partial(torch.optim.SGD, lr=0.1)), or give "
+            "param_scale as a number instead"
+        ) from error
+    size = parameter.numel() * parameter.element_size()
+    kept = {id(t): t for t in _tensors(state) if t.numel() > 1}  # a count of steps is nothing
+    return 2.0 + sum(t.numel() * t.element_size() for t in kept.values()) / size
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    children = state.values() if isinstance(state, dict) else state
+    if not isinstance(state, (dict, list, tuple)):
+        return []
+    return [tensor for child in children for tensor in _tensors(child)]
+
+
+def _check_partitions(partitions: int, module: nn.Sequential) -> None:
+    """Asks what cannot be right before anything is measured."""
+    if isinstance(module, nn.Sequential) and len(module):
+        balance_cost([0.0] * len(module), partitions)

@@ -1,0 +1,169 @@
+"""Runs one layer for micro-batches of one size: once to see what it keeps, then against a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
+from syncpipe.skip.namespace import SkipKey
+from syncpipe.skip.store import use_store
+from syncpipe.tree import clones, map_tensors, tensors_in
+
+__all__ = ["Lane", "stopwatch"]
+
+#: Marks a moment; and the seconds between two of these, read when both have happened.
+Mark = Callable[[], Any]
+Between = Callable[[Any, Any], float]
+
+
+def stopwatch(device: torch.device) -> tuple[Mark, Between]:
+    """How time is measured on a device: by its own events, or by the clock on the CPU."""
+    if device.type == "cpu":
+        return time.perf_counter, lambda start, end: float(end - start)
+    try:
+        torch.Event(device, enable_timing=True)
+    except (NotImplementedError, RuntimeError, TypeError):  # a backend without such events
+
+        def now() -> float:
+            torch.accelerator.synchronize(device)
+            return time.perf_counter()
+
+        return now, lambda start, end: float(end - start)
+
+    def mark() -> torch.Event:
+        stream = torch.accelerator.current_stream(device)
+        return stream.record_event(torch.Event(device, enable_timing=True))
+
+    def between(start: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return mark, between
+
+
+class Lane:
+    """What goes from layer to layer for one size of the micro-batch.
+
+    Args:
+        size: in samples.
+        value: the input of the first layer.
+        layers: how many there are.
+
+    Attributes:
+        value: the input of the next layer: leaves, which require a gradient as they do in training.
+        skips: the skips on their way, the same.
+        skip_bytes: the size of each skip so far.
+        keeping: what the layers store.
+        device: where the current layer runs.
+        forward, backward: seconds that the current layer took, for each round so far.
+    """
+
+    def __init__(self, size: int, value: Any, layers: int) -> None:
+        self.size = size
+        self.value = value
+        self.skips: dict[SkipKey, Any] = {}
+        self.keeping = Keeping(layers)
+        self.skip_bytes: dict[SkipKey, int] = {}
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.device = torch.device("cpu")
+        self._inputs: Any = ()
+        self._popped: tuple[SkipKey, ...] = ()
+        self._mutates = False
+
+    def give(self, popped: Iterable[SkipKey], device: torch.device | None) -> None:
+        """Makes the inputs of the next layer ready on its device."""
+        self._popped = tuple(popped)
+        inputs = (self.value, [self.skips.pop(key, None) for key in self._popped])
+        self.value = None
+        if device is not None and any(t.device != device for t in tensors_in(inputs)):
+            inputs = map_tensors(lambda tensors: [_leaf(t, device) for t in tensors], inputs)
+        self._inputs = inputs
+        given = next((tensor.device for tensor in tensors_in(inputs)), torch.device("cpu"))
+        self.device = given if device is None else device
+        self.forward, self.backward = [], []
+
+    def observe(
+        self, index: int, layer: nn.Module, stashed: Iterable[SkipKey], *, back: bool
+    ) -> None:
+        """Runs a layer for the first time, on copies of its inputs, and hands its outputs on.
+
+        Args:
+            index: of the layer.
+            layer: its copy.
+            stashed: the skips that go on to later layers.
+            back: run backward as well, to warm up.
+        """
+        inputs = self._fresh(copied=True)
+        copies = tensors_in(inputs)
+        saved = Saved()
+        output, store = saved.during(lambda: self._call(layer, inputs))
+        # A layer that was lazy has its parameters only now.
+        own = {key for t in (*layer.parameters(), *layer.buffers()) for key, _ in blocks(t)}
+        self._mutates = any(tensor._version > 0 for tensor in copies)
+        originals = tensors_in(self._inputs)
+        for key in stashed:
+            self.skips[key] = map_tensors(_leaves, store.get(key))
+            self.skip_bytes[key] = size_of(store.get(key))
+        going_on = (output, list(self.skips.values()))
+        self.keeping.add(index, originals, copies, saved.tensors(), going_on, own)
+        self.value = map_tensors(_leaves, output)
+        if back:
+            _go_back((output, list(store.values())))
+
+    def round(self, layer: nn.Module, mark: Mark, between: Between) -> None:
+        """Runs a layer forward and back, once, and measures both."""
+        inputs = self._fresh(copied=self._mutates)
+        first = mark()
+        output, store = self._call(layer, inputs)
+        second = mark()
+        roots = _roots((output, list(store.values())))
+        grads = list(map(torch.ones_like, roots))
+        third = mark()
+        if roots:
+            torch.autograd.backward(roots, grads)
+        fourth = mark()
+        self.backward.append(between(third, fourth) if roots else 0.0)
+        self.forward.append(between(first, second))
+
+    def forget(self) -> None:
+        """Lets go of the inputs of the layer."""
+        self._inputs = ()
+
+    def _call(self, layer: nn.Module, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
+        value, popped = inputs
+        with use_store(dict(zip(self._popped, popped, strict=True))) as store:
+            return layer(value), store
+
+    def _fresh(self, *, copied: bool) -> Any:
+        """The inputs as leaves without gradients; or as copies of these, to be written into."""
+        leaves = map_tensors(_leaves, self._inputs)
+        return map_tensors(clones, leaves) if copied else leaves
+
+
+def _leaf(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    leaf = tensor.detach() if device is None else tensor.detach().to(device)
+    return leaf.requires_grad_(tensor.requires_grad)
+
+
+def _leaves(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors without their graph; those that are one stay one."""
+    made = {id(tensor): tensor for tensor in tensors}
+    made = {key: _leaf(tensor) for key, tensor in made.items()}
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _roots(outputs: Any) -> list[Tensor]:
+    """Where backward begins."""
+    return list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
+
+
+def _go_back(outputs: Any) -> None:
+    roots = _roots(outputs)
+    if roots:
+        torch.autograd.backward(roots, list(map(torch.ones_like, roots)))

@@ -1,0 +1,272 @@
+"""Where layers are profiled: on copies of them, with all else put back as it was.
+
+Ctrl-C may come between any two lines. So nothing of the user's is ever changed and changed back,
+except what has no copy: the states of random generators and a few settings of the thread. These
+are put back by one call.
+"""
+
+from __future__ import annotations
+
+import _random
+import contextvars
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from syncpipe.microbatch import NoChunk
+
+# The lock that whoever reads or sets the state of a generator takes: see there.
+from syncpipe.runtime.random import Generators, _locks
+from syncpipe.tree import flatten, tensors_in
+
+__all__ = [
+    "Place",
+    "copy_of_layer",
+    "copy_of_tensor",
+    "described_layer",
+    "place_of",
+    "sandboxed",
+]
+
+_T = TypeVar("_T")
+
+# Keep dispatch modes that are meant for the layers (FakeTensorMode) away from real states.
+_NoDispatch: Any = torch._C._DisableTorchDispatch
+_NoFunctions: Any = torch._C.DisableTorchFunction
+
+
+class Place(NamedTuple):
+    """Where layers are profiled.
+
+    Attributes:
+        device: for all layers; None: each where it is.
+        used: the real devices among those that are worked on.
+        mode: to be entered for it.
+        fake: how tensors without values are called here; empty if there are values.
+        words: for the profile.
+    """
+
+    device: torch.device | None
+    used: list[torch.device]
+    mode: AbstractContextManager[Any]
+    fake: str
+    words: str
+
+
+def place_of(module: nn.Module, sample: Any, device: torch.device | str | int | None) -> Place:
+    own = list(chain(module.parameters(), module.buffers()))
+    leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in flatten(sample)[0]]
+    tensors = own + [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    target = None if device is None else _resolved(device)
+    modes: list[FakeTensorMode] = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
+    if modes:
+        home = target or tensors[0].device
+        return Place(target, [], modes[0], "fake", f"fake {home.type}")
+    if any(tensor.is_meta for tensor in tensors):
+        if target is not None and target.type != "meta":
+            raise ValueError(
+                f"device={device!r}, but the model or the sample is on meta and has no values to "
+                f"put there: leave device out to measure sizes, or give the model values "
+                f"(module.to_empty(device={device!r})) to measure time"
+            )
+        target = torch.device("meta")
+    if target is not None and target.type == "meta":
+        return Place(target, [], nullcontext(), "meta", "meta")
+    used = list(dict.fromkeys([tensor.device for tensor in tensors] if target is None else []))
+    used = used if target is None else [target]
+    return Place(target, used, nullcontext(), "", ", ".join(map(_words, used)) or "cpu")
+
+
+def _resolved(device: torch.device | str | int) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise ValueError(f"device={device!r} cannot be used here: {error}") from error
+
+
+def _words(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+def sandboxed(
+    run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
+) -> _T:
+    """Calls a function in training's settings; puts random states and settings back after it.
+
+    Args:
+        run: the function. It is called with gradients enabled and out of inference mode. Autocast
+            is the caller's, but without its cache, which would outlive the copies of the layers.
+        devices: where it works; the generators of these and of the CPU are put back.
+        threads: how many intra-op threads it has; None leaves that alone.
+    """
+    undo = map(_call, _undo(devices, threads))
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.set_autocast_cache_enabled(False)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            torch._C._set_grad_enabled(True)
+            return contextvars.copy_context().run(run)  # the store of skips is not left behind
+    finally:
+        try:
+            with _locks.states, _NoDispatch(), _NoFunctions():
+                deque(undo, maxlen=0)
+        finally:  # has nothing left to do, unless Ctrl-C came right before it
+            deque(undo, maxlen=0)
+
+
+_call: Callable[[Any], Any] = partial.__call__
+
+
+def _undo(devices: Iterable[torch.device], threads: int | None) -> list[partial[Any]]:
+    """What puts everything back, as calls of C functions, which Ctrl-C does not interrupt."""
+    python: Any = random._inst
+    _, numbers, gauss = python.getstate()
+    undo: list[partial[Any]] = [
+        partial(torch._C._set_grad_enabled, torch.is_grad_enabled()),
+        partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+        partial(_random.Random.setstate, python, numbers),
+        partial(setattr, python, "gauss_next", gauss),
+    ]
+    if threads is not None:
+        undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
+    generators: dict[tuple[str, int], torch.Generator] = {}
+    for device in [torch.device("cpu"), *devices]:
+        found = Generators(device)
+        generators.update(found.pick(found.all))
+    with _locks.states, _NoDispatch(), _NoFunctions():
+        for generator in generators.values():
+            undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
+    return undo
+
+
+def described_layer(name: str, layer: nn.Module) -> str:
+    """A layer in the words of error messages."""
+    return f"layer {name!r} ({type(layer).__name__})"
+
+
+def copy_of_layer(
+    name: str, layer: nn.Module, device: torch.device | None, *, eager: bool = False
+) -> nn.Module:
+    """A copy of a layer in train mode, on a device.
+
+    Its parameters and buffers are copied straight to the device; on ``meta`` they take no memory.
+    Gradients are left behind, and so are hooks on parameters. Tensors that some forward left in
+    an attribute, the ``weight`` of the old ``weight_norm`` for one, lose their graph.
+
+    Args:
+        name: of the layer.
+        layer: the layer.
+        device: None: each tensor stays where it is.
+        eager: do without ``torch.compile``, which makes little of tensors without values.
+
+    Raises:
+        TypeError: the layer cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        for module in layer.modules():
+            for tensor in tensors_in(list(vars(module).values())):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = copy_of_tensor(tensor, device)
+        made: nn.Module = copy.deepcopy(layer, memo)
+        _bind_forwards(layer, made, eager)
+        if device is not None and any(p.device != device for p in made.parameters()):
+            made.to(device)  # scripted layers keep their tensors to themselves
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{described_layer(name, layer)} cannot be copied ({type(error).__name__}: {error}), "
+            "and layers are profiled on copies, so that the model stays as it is: give its class "
+            "a __deepcopy__, or set aside the attribute that cannot be copied meanwhile"
+        ) from error
+    for module in made.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return made.train()
+
+
+def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A leaf with the same values, or with none on ``meta``, and in memory of its own."""
+    target = tensor.device if device is None else device
+    if is_lazy(tensor):
+        kind: Any = type(tensor)
+        lazy: Tensor = kind(requires_grad=tensor.requires_grad, device=target, dtype=tensor.dtype)
+        return lazy
+    bare = tensor.detach()
+    if target.type == "meta":
+        made = torch.empty_like(bare, device=target)
+    elif target == tensor.device:
+        made = bare.clone()
+    else:
+        made = bare.to(target, copy=True)
+    if issubclass(type(tensor), nn.Parameter):
+        made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):  # of a tensor that is no plain one, such as a fake one
+        made = nn.Parameter(made, tensor.requires_grad)
+    elif made.requires_grad != tensor.requires_grad:
+        made.requires_grad_(tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        made.__dict__.setdefault(name, value)
+    return made
+
+
+def _bind_forwards(layer: nn.Module, made: nn.Module, eager: bool) -> None:
+    """Sees to it that the copy computes with its own parameters: functions are not copied.
+
+    Raises:
+        TypeError: a module has a forward of its own that is tied to the user's layer.
+    """
+    originals = {id(module) for module in layer.modules()}
+    for old, new in zip(layer.modules(), made.modules(), strict=False):
+        if getattr(old, "_compiled_call_impl", None) is not None and not eager:
+            new.compile()
+        if eager and "_orig_mod" in new._modules and "dynamo_ctx" in vars(new):
+            vars(new)["forward"] = new._orig_mod  # made by torch.compile(module)
+        forward = vars(new).get("forward")
+        methods = [found for found in _methods(forward) if id(found.__self__) in originals]
+        if not methods:
+            continue
+        method = methods[0]
+        if not hasattr(forward, "_torchdynamo_orig_callable") or method.__self__ is not old:
+            raise TypeError(
+                f"the attribute 'forward' of {type(new).__name__} is a function tied to the "
+                "module itself, which a copy would go on to use"
+            )
+        plain = MethodType(method.__func__, new)
+        vars(new)["forward"] = plain if eager else torch.compile(plain)
+
+
+def _methods(function: Any) -> list[MethodType]:
+    """The methods behind a function: itself, those in closures; a module in one as its forward."""
+    found: list[MethodType] = []
+    seen: set[int] = set()
+    pending = [function]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, MethodType):
+            found.append(thing)
+        elif isinstance(thing, nn.Module) and thing is not function:
+            found.append(MethodType(type(thing).forward, thing))
+        elif isinstance(thing, FunctionType):
+            cells = [cell for cell in thing.__closure__ or () if cell != CellType()]
+            pending += [cell.cell_contents for cell in cells]
+            pending += vars(thing).values()
+    return found

@@ -1,0 +1,346 @@
+"""PipeDream's planner: stages that run on several machines at once.
+
+A stage on ``m'`` machines has each of them take every ``m'``-th mini-batch, and they exchange the
+gradients of their parameters. Several stages in a row, a "2-1-1", have several mini-batches in
+flight, and what counts is the slowest stage or link:
+
+    machine 0  | layers 0-7, mini-batches 0 2 4 .. | >
+    machine 1  | layers 0-7, mini-batches 1 3 5 .. | >  | layers 8-12 | > | layers 13-15 |
+
+Sources: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training" (2018), and
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019),
+section 3.1. PipeDream trains without a flush, on weights of different age; the times here are its
+times, of that steady state, and no promise for a synchronous pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from syncpipe.balance.profile import Profile, in_bytes, interpolate
+
+__all__ = ["Replicas", "replicated"]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Stages and how many machines each of them is on.
+
+    All times are in seconds for one mini-batch, of the size that one machine gets.
+
+    Attributes:
+        stages: for each its first layer, the layer after its last, and on how many machines it is.
+        names: of all layers.
+        compute: for each stage, computing shared by its replicas.
+        synchronization: for each stage, its replicas exchanging gradients, meanwhile.
+        transfer: for each stage, activations on their way in and gradients on their way out.
+        parameter_bytes: for each stage, of the parameters that are trained.
+        times: the best for 1, 2, .. machines, each number used in full; the last is this one.
+        data_parallel: all layers on each of the machines.
+        bandwidth: bytes per second of a machine's network.
+        samples: in a mini-batch; None if nobody knows.
+    """
+
+    stages: tuple[tuple[int, int, int], ...]
+    names: tuple[str, ...]
+    compute: tuple[float, ...]
+    synchronization: tuple[float, ...]
+    transfer: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    times: tuple[float, ...]
+    data_parallel: float
+    bandwidth: float
+    samples: int | None
+
+    @property
+    def machines(self) -> int:
+        """How many machines are used."""
+        return sum(replicas for _, _, replicas in self.stages)
+
+    @property
+    def configuration(self) -> str:
+        """Replicas of each stage, as in the papers: "2-1-1"; "8" alone is data parallelism."""
+        return "-".join(str(replicas) for _, _, replicas in self.stages)
+
+    @property
+    def time(self) -> float:
+        """Of the slowest stage or link."""
+        return max(*self.compute, *self.synchronization, *self.transfer)
+
+    @property
+    def one_machine(self) -> float:
+        """All layers on one machine."""
+        return self.times[0]
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than data parallelism on as many machines."""
+        return self.data_parallel / self.time if self.time else 1.0
+
+    @property
+    def bottleneck(self) -> str:
+        """What the time is the time of, in words."""
+        parts = (
+            ("computing in", self.compute),
+            ("exchanging gradients between the replicas of", self.synchronization),
+            ("the way to", self.transfer),
+        )
+        what, times = max(parts, key=lambda part: max(part[1]))
+        return f"{what} stage {times.index(max(times))}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as numbers and strings, for JSON."""
+        return {
+            "configuration": self.configuration,
+            "stages": [
+                {"layers": self.names[first:last], "replicas": replicas}
+                for first, last, replicas in self.stages
+            ],
+            "time": self.time,
+            "data_parallel": self.data_parallel,
+            "one_machine": self.one_machine,
+            "speedup": self.speedup,
+            "samples": self.samples,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *self._table(), "", *self._words()])
+
+    def _title(self) -> str:
+        n = self.machines
+        shape = f"configuration {self.configuration}"
+        if n == 1:
+            shape = "all layers on it"
+        elif len(self.stages) == 1:
+            shape = "data parallelism, all layers on each of them"
+        link = "no time" if self.bandwidth == math.inf else f"{in_bytes(self.bandwidth)}/s"
+        of = "" if self.samples is None else f" of {self.samples} samples"
+        return f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches{of} each: {shape}"
+
+    def _layers(self, j: int) -> str:
+        first, last, _ = self.stages[j]
+        names = [name if len(name) <= 24 else f"{name[:22]}.." for name in self.names]
+        return names[first] if last - first == 1 else f"{names[first]} to {names[last - 1]}"
+
+    def _table(self) -> list[str]:
+        rows = [["stage", "layers", "replicas", "computing", "gradients", "way in and back"]]
+        for j, (first, last, replicas) in enumerate(self.stages):
+            layers = self._layers(j)
+            times = (self.compute[j], self.synchronization[j], self.transfer[j])
+            rows.append([str(j), f"{layers} ({last - first})", str(replicas), *map(_ms, times)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(
+                cell.ljust(width) if k == 1 else cell.rjust(width)
+                for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+
+    def _words(self) -> list[str]:
+        words = [f"{_ms(self.time)} for each mini-batch, which is {self.bottleneck}"]
+        if len(self.stages) > 1:
+            words.append(
+                f"{self.speedup:.2f} times as fast as data parallelism ({_ms(self.data_parallel)})"
+            )
+        if self.machines > 1:
+            ratio = self.one_machine / self.time if self.time else 1.0
+            words.append(f"{ratio:.2f} times as fast as one machine ({_ms(self.one_machine)})")
+            words.append(self._reason())
+            words.append("in PipeDream's steady state: no flush, weights of different age")
+        best = min(self.times)
+        if best < self.times[-1]:
+            m = self.times.index(best) + 1
+            words.append(f"{m} machine{'s' * (m > 1)} alone would be faster: {_ms(best)}")
+        return words
+
+    def _reason(self) -> str:
+        """How it came about."""
+        work = math.fsum(t * m for t, (_, _, m) in zip(self.compute, self.stages, strict=True))
+        weights = sum(self.parameter_bytes)
+        if len(self.stages) == 1:
+            exchange, compute = self.synchronization[0], self.compute[0]
+            if exchange <= compute:
+                return (
+                    "no stages, because exchanging all gradients takes no longer than computing: "
+                    f"{_ms(exchange)} against {_ms(compute)}"
+                )
+            return (
+                "no stages, because at every cut the activations or the slower stage would take "
+                f"longer than exchanging all gradients, {_ms(exchange)}"
+            )
+        wait = f"stages, because data parallelism would wait for {in_bytes(weights)} of gradients"
+        j = max(range(len(self.stages)), key=lambda j: self.stages[j][2])
+        if self.stages[j][2] == 1:
+            return f"{wait}: each stage is on one machine, and none are exchanged"
+        done = self.compute[j] * self.stages[j][2]
+        return (
+            f"{wait}: stage {j}, on {self.stages[j][2]} of the {self.machines} machines, has "
+            f"{_percent(done, work)} of the work and only exchanges its "
+            f"{_percent(self.parameter_bytes[j], weights)} of them"
+        )
+
+
+def replicated(
+    profile: Profile, machines: int, bandwidth: float, *, samples: int | None = None
+) -> Replicas:
+    """The stages and replicas with which PipeDream's formula is fastest, exactly.
+
+    With ``A(j, m)`` the time for the first ``j`` layers on ``m`` machines::
+
+        T(i..j, m) = 1/m max( sum T_l, 4 (m-1) sum |w_l| / (m bandwidth) )
+        A(j, m) = min( T(1..j, m), min max( A(s, m-m'), 2 a_s / (bandwidth m'), T(s+1..j, m') ) )
+                                   s, m'
+
+    ``T_l`` is forward and backward of layer ``l``; ``a_s`` the bytes of activations that cross the
+    cut, and as many bytes of gradients come back; ``|w_l|`` the bytes of parameters that are
+    trained. The 4 is a count, not the bytes of a number: with the parameters spread over the
+    replicas as servers, each sends gradients of all but its own share, receives those of its
+    share, and the same again with the new parameters, 4 (m-1)/m of the bytes through its network.
+
+    Among the fastest it takes one with the fewest stages, and of these the one with the fewest
+    bytes between stages.
+
+    Args:
+        profile: what the layers cost. A skip counts at every cut that it crosses.
+        machines: how many there are; all are used.
+        bandwidth: bytes per second of a machine's network; ``math.inf`` for no time.
+        samples: in the mini-batch of one machine; the largest that was measured by default.
+
+    Raises:
+        ValueError: a number that is none, or not greater than 0.
+    """
+    if operator.index(machines) < 1:
+        raise ValueError(f"machines={machines}: there is at least one")
+    if isinstance(bandwidth, bool) or not bandwidth > 0:
+        raise ValueError(
+            f"bandwidth={bandwidth!r} must be a number of bytes per second, or math.inf"
+        )
+    if samples is not None and operator.index(samples) < 1:
+        raise ValueError(f"samples={samples}: a mini-batch has at least one")
+    if samples is None and not profile.whole:
+        samples = profile.sizes[-1]
+    if samples is not None:
+        profile = profile.of(samples)
+    costs = _Costs(profile, bandwidth, 1 if samples is None else samples)
+    table = _best(costs, machines)
+    # What differs by rounding alone is as fast.
+    stages = _stages(costs, machines, table[machines][-1] * (1 + 1e-12))
+    L = len(profile.layers)
+    return Replicas(
+        stages=stages,
+        names=tuple(layer.name for layer in profile.layers),
+        compute=tuple(costs.compute(*stage) for stage in stages),
+        synchronization=tuple(costs.synchronization(*stage) for stage in stages),
+        transfer=tuple(costs.transfer(first, m) if first else 0.0 for first, _, m in stages),
+        parameter_bytes=tuple(costs.weights(first, last) for first, last, _ in stages),
+        times=tuple(table[m][L] for m in range(1, machines + 1)),
+        data_parallel=costs.stage(0, L, machines),
+        bandwidth=bandwidth,
+        samples=samples,
+    )
+
+
+class _Costs:
+    """The times of the formula. Layers are counted from 0, and ``j`` is the one after the last."""
+
+    def __init__(self, profile: Profile, bandwidth: float, samples: int) -> None:
+        self.layers = len(profile.layers)
+        self._bandwidth = bandwidth
+        times = [
+            interpolate(layer.forward, samples) + interpolate(layer.backward, samples)
+            for layer in profile.layers
+        ]
+        weights = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]
+        self._times = list(accumulate(times, initial=0.0))
+        self._weights = list(accumulate(weights, initial=0))
+        #: Bytes that cross the cut before each layer; nothing before the first.
+        self.bytes = [0.0] + [interpolate(x.output_bytes, samples) for x in profile.layers[:-1]]
+        for skip in profile.skips:
+            for cut in range(skip.stash + 1, skip.pop + 1):
+                self.bytes[cut] += interpolate(skip.bytes, samples)
+
+    def compute(self, i: int, j: int, m: int) -> float:
+        return (self._times[j] - self._times[i]) / m
+
+    def synchronization(self, i: int, j: int, m: int) -> float:
+        return 4 * (m - 1) * self.weights(i, j) / (m * self._bandwidth) / m
+
+    def weights(self, i: int, j: int) -> int:
+        return self._weights[j] - self._weights[i]
+
+    def transfer(self, cut: int, m: int) -> float:
+        return 2 * self.bytes[cut] / (self._bandwidth * m)
+
+    def stage(self, i: int, j: int, m: int) -> float:
+        """T(i..j, m)."""
+        return max(self.compute(i, j, m), self.synchronization(i, j, m))
+
+
+def _best(costs: _Costs, machines: int) -> list[list[float]]:
+    """A(j, m), as ``table[m][j]`` for all ``m`` from 1."""
+    table = [[math.inf] for _ in range(machines + 1)]
+    # What comes before a last stage on m' machines, its way to it included: ready[m'][m - m'].
+    ready: list[list[list[float]]] = [
+        [[math.inf] for _ in range(machines + 1)] for _ in range(machines + 1)
+    ]
+    for j in range(1, costs.layers + 1):
+        rows = [[costs.stage(s, j, m) for s in range(j)] for m in range(1, machines + 1)]
+        for m in range(1, machines + 1):
+            best = rows[m - 1][0]
+            for last in range(1, m):
+                best = min(best, *map(max, ready[last][m - last], rows[last - 1]))
+            table[m].append(best)
+        if j < costs.layers:
+            for last in range(1, machines + 1):
+                way = costs.transfer(j, last)
+                for m in range(1, machines + 1 - last):
+                    ready[last][m].append(max(table[m][j], way))
+    return table
+
+
+def _stages(costs: _Costs, machines: int, limit: float) -> tuple[tuple[int, int, int], ...]:
+    """Stages of which none takes longer: the fewest, then the fewest bytes between them."""
+    L = costs.layers
+    none = (math.inf, math.inf, 0, 0)
+    # For layers and machines: stages, bytes, and of the last stage its first layer and machines.
+    chosen: list[list[tuple[float, float, int, int]]] = [
+        [none] * (L + 1) for _ in range(machines + 1)
+    ]
+    for j in range(1, L + 1):
+        for last in range(1, machines + 1):
+            if costs.stage(0, j, last) <= limit:
+                chosen[last][j] = min(chosen[last][j], (1, 0.0, 0, last))
+            cuts = []
+            for s in range(j - 1, 0, -1):
+                if costs.stage(s, j, last) > limit:
+                    break
+                if costs.transfer(s, last) <= limit:
+                    cuts.append(s)
+            for m in range(last + 1, machines + 1):
+                before = chosen[m - last]
+                best = chosen[m][j]
+                for s in cuts:
+                    stages, size, _, _ = before[s]
+                    if stages < best[0]:
+                        best = min(best, (stages + 1, size + costs.bytes[s], s, last))
+                chosen[m][j] = best
+    found: list[tuple[int, int, int]] = []
+    j, m = L, machines
+    while j:
+        _, _, first, last = chosen[m][j]
+        found.append((first, j, last))
+        j, m = first, m - last
+    return tuple(reversed(found))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
