@@ -25,9 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.microbatch import NoChunk
-
-# The lock that whoever reads or sets the state of a generator takes: see there.
-from syncpipe.runtime.random import Generators, _locks
+from syncpipe.runtime.random import LOCKS, Generators
 from syncpipe.tree import flatten, tensors_in
 
 __all__ = [
@@ -122,7 +120,7 @@ def sandboxed(
             return contextvars.copy_context().run(run)  # the store of skips is not left behind
     finally:
         try:
-            with _locks.states, _NoDispatch(), _NoFunctions():
+            with LOCKS.states, _NoDispatch(), _NoFunctions():
                 deque(undo, maxlen=0)
         finally:  # has nothing left to do, unless Ctrl-C came right before it
             deque(undo, maxlen=0)
@@ -147,7 +145,7 @@ def _undo(devices: Iterable[torch.device], threads: int | None) -> list[partial[
     for device in [torch.device("cpu"), *devices]:
         found = Generators(device)
         generators.update(found.pick(found.all))
-    with _locks.states, _NoDispatch(), _NoFunctions():
+    with LOCKS.states, _NoDispatch(), _NoFunctions():
         for generator in generators.values():
             undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
     return undo

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "LOCKS",
     "Generators",
     "Undisturbed",
     "draw_seed",
@@ -91,10 +92,10 @@ class _Turns:
         self.__init__()  # type: ignore[misc]
 
 
-_locks = _Locks()
+LOCKS = _Locks()
 _turns = _Turns()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_locks.renew)
+    os.register_at_fork(after_in_child=LOCKS.renew)
     os.register_at_fork(after_in_child=_turns.renew)
 
 
@@ -106,7 +107,7 @@ _NoFunctions: Any = torch._C.DisableTorchFunction
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    with _locks[_CPU], _locks.states, _NoDispatch(), _NoFunctions():
+    with LOCKS[_CPU], LOCKS.states, _NoDispatch(), _NoFunctions():
         _turns.inside.discard(_turns.begin())  # nobody sees the state before this turn is over
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
@@ -117,7 +118,7 @@ def undisturbed_draws() -> Iterator[None]:
 
     Layers that draw at the same time wait, and do not take back what was drawn in here.
     """
-    with _locks[_CPU]:
+    with LOCKS[_CPU]:
         turn = _turns.begin()
         try:
             yield
@@ -204,15 +205,15 @@ def run_seeded(
     """
     picked = generators.pick(which)
     seed, drew = _mix(*cell), 0
-    locks = [_locks[key] for key, _ in picked]
+    locks = [LOCKS[key] for key, _ in picked]
     with locks[0], locks[-1]:  # reentrant: twice the same one where there is only one
         turn = _turns.begin()
         try:
-            with _locks.states:
+            with LOCKS.states:
                 before = [generator.get_state() for _, generator in picked]
             undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
             try:
-                with _locks.states:
+                with LOCKS.states:
                     for _, generator in picked:
                         generator.manual_seed(seed)
                     start = [generator.get_state() for _, generator in picked] if observe else []
@@ -221,7 +222,7 @@ def run_seeded(
                     drew = _changed([generator for _, generator in picked], start)
             finally:
                 try:
-                    with _locks.states:
+                    with LOCKS.states:
                         deque(undo, maxlen=0)
                 finally:  # has nothing left to do, unless Ctrl-C came right before it
                     deque(undo, maxlen=0)
@@ -232,7 +233,7 @@ def run_seeded(
 
 def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
     """A bit mask of the generators whose state is another one now."""
-    with _locks.states, _NoDispatch(), _NoFunctions():
+    with LOCKS.states, _NoDispatch(), _NoFunctions():
         now = [generator.get_state() for generator in generators]
         pairs = zip(before, now, strict=True)
         return sum((not torch.equal(a, b)) << k for k, (a, b) in enumerate(pairs))
@@ -261,7 +262,7 @@ class Undisturbed:
 
     def __enter__(self) -> Undisturbed:
         self._turns = _turns.quiet()
-        with _locks.states, _NoDispatch(), _NoFunctions():
+        with LOCKS.states, _NoDispatch(), _NoFunctions():
             self._before = [generator.get_state() for generator in self._generators]
         return self
 
