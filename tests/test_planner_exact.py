@@ -220,6 +220,16 @@ def test_1f1b_takes_no_less_than_its_bound(chain: Chain, m: int, data: st.DataOb
     assert time >= search.value(balance, recomputes) * (1 - 1e-9)
 
 
+def test_all_to_the_left_wait_while_the_last_stage_recomputes() -> None:
+    chain = Chain(
+        (10.0, 5.0), (10.0, 1.0), (0.0,) * 2, (0.0,) * 2, (0.0,) * 2, (0.0,) * 2, (0,) * 2
+    )
+    search = OneFOneBCuts(chain, Machine.even(2), 3, (1, 1))
+    # With one slot stage 0 waits for the other at the first and the last micro-batch at least.
+    assert search.value((1, 1), (False, True)) == 3 * (10 + 10) + 2 * (5 + 5 + 1)
+    assert search.value((1, 1), (False, False)) == 3 * (10 + 10) + 2 * (5 + 1)
+
+
 # --- what a stage holds, and small cases --------------------------------------------------------
 
 
