@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -120,10 +122,25 @@ def test_one_giant_among_many_leaves_the_rest_even() -> None:
 
 
 @pytest.mark.parametrize(
+    "cost",
+    [
+        torch.tensor([1.0, 1, 4, 2, 2]),
+        [torch.tensor(1), 1, Fraction(4), 2.0, 2],
+        (number for number in (1, 1, 4, 2, 2)),
+        torch.tensor([1, 1, 4, 2, 2], dtype=torch.uint8).numpy(),
+        [10**400, 10**400, 4 * 10**400, 2 * 10**400, 2 * 10**400],
+        [Decimal("0.1"), Decimal("0.1"), Decimal("0.4"), Decimal("0.2"), Decimal("0.2")],
+    ],
+)
+def test_costs_are_any_numbers(cost: Any) -> None:
+    assert balance_cost(cost, 2) == [3, 2]
+
+
+@pytest.mark.parametrize(
     ("cost", "partitions", "message"),
     [
         ([1, 2], 3, r"partitions=3.*2 layers.*at most 2"),
-        ([1, 2], 0, r"partitions=0.*at least one"),
+        ([1, 2], 0, r"partitions=0.*at least 1"),
         ([1, 2], 1.0, r"partitions=1\.0"),
         ([1, 2], True, r"partitions=True"),
         ([], 1, r"0 layers"),

@@ -322,3 +322,29 @@ def test_what_does_not_fit_is_said_not_raised() -> None:
     assert one.memory == (1.0, 2 * 0.5 + 2 * 0.5)
     assert one.fits(Machine.even(2, 2.0))
     assert Terms(PROFILE, Machine.even(2), 8, 4).recomputing((1, 2), 2, (2, 2)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("times", "outputs"),
+    [
+        ([1, 2, 3, 1, 3, 1], [60, 40, 40, 40, 20, 1]),
+        ([3, 2, 3, 2, 1, 3], [40, 30, 30, 10, 1, 1]),
+        ([2, 1, 2, 1, 1, 2], [60, 60, 30, 10, 10, 1]),
+    ],
+)
+def test_where_links_are_slow_slots_that_suit_the_cut_beat_both_families(
+    times: list[int], outputs: list[int]
+) -> None:
+    layers = [
+        LayerProfile(str(k), {8: float(t)}, {8: 2.0 * t}, {8: size}, {8: 0})
+        for k, (t, size) in enumerate(zip(times, outputs, strict=True))
+    ]
+    profile, machine = Profile(tuple(layers)), Machine.even(4, math.inf, 10.0)
+    given: dict[str, Any] = {"chunks": 8, "schedule": "1f1b", "param_scale": 4.0}
+    usual = min(
+        evaluate(profile, machine, 64, balance=balance, slots=family, **given).time
+        for balance in balances(6, 4)
+        for family in FAMILIES
+    )
+    (best,) = search(profile, machine, 64, param_scale=4.0, chunks=8, stages=4, schedules=["1f1b"])
+    assert best.time < 0.97 * usual

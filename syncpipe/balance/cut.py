@@ -18,10 +18,12 @@ can be part of such a cut::
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Any
 
 __all__ = ["balance_cost"]
 
@@ -30,7 +32,7 @@ __all__ = ["balance_cost"]
 _MOST_BORDERS = 100_000
 
 
-def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
+def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
     """Cuts a chain of layers so that the largest stage costs as little as possible.
 
     The minimum is exact. Among the cuts that reach it, it is the one with the most even rest: the
@@ -48,11 +50,10 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
     Raises:
         ValueError: if there are fewer layers than stages, or a cost is no number or negative.
     """
-    costs = list(cost)
-    _check(costs, partitions)
+    costs, n = _checked(cost, partitions)
     sums = [0, *accumulate(_whole(costs))]
-    bound = _smallest_bound(sums, partitions)
-    borders = _evened(sums, _filled(sums, partitions, bound), bound)
+    bound = _smallest_bound(sums, n)
+    borders = _evened(sums, _filled(sums, n, bound), bound)
     windows = _windows(sums, borders, bound)
     step = 0
     while step != 1:
@@ -65,26 +66,50 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
     return [b - a for a, b in pairwise(borders)]
 
 
-def _check(costs: list[float], partitions: int) -> None:
-    if isinstance(partitions, bool) or not isinstance(partitions, int) or partitions < 1:
-        raise ValueError(f"partitions={partitions!r}: there must be at least one")
-    if len(costs) < partitions:
+def _checked(cost: Iterable[Any], partitions: Any) -> tuple[list[Fraction], int]:
+    """The costs, exactly, and the number of stages."""
+    costs = list(cost)
+    n = -1 if isinstance(partitions, bool) else _index(partitions)
+    if n < 1:
+        raise ValueError(f"partitions={partitions!r}: must be a whole number, at least 1")
+    if len(costs) < n:
         raise ValueError(
-            f"partitions={partitions}, but there are only {len(costs)} layers: every partition "
-            f"needs one, so ask for at most {len(costs)}"
+            f"partitions={n}, but there are only {len(costs)} layers: every partition needs one, "
+            f"so ask for at most {len(costs)}"
         )
-    for index, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"cost[{index}]={cost}: costs are finite and not negative")
+    exact = [_exact(number) for number in costs]
+    for index, number in enumerate(exact):
+        if number is None or number < 0:
+            raise ValueError(f"cost[{index}]={costs[index]}: costs are finite and not negative")
+    return [number for number in exact if number is not None], n
 
 
-def _whole(costs: list[float]) -> list[int]:
+def _exact(number: Any) -> Fraction | None:
+    """A number of any library as one of Python's; None if it is not finite."""
+    try:
+        return Fraction(operator.index(number))
+    except TypeError:
+        pass
+    try:
+        return Fraction(number)
+    except (ValueError, OverflowError):
+        return None
+    except TypeError:
+        other = float(number)
+        return Fraction(other) if math.isfinite(other) else None
+
+
+def _index(number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        return -1
+
+
+def _whole(costs: list[Fraction]) -> list[int]:
     """The same costs as whole numbers, in a smaller unit."""
-    if all(isinstance(cost, int) for cost in costs):
-        return [int(cost) for cost in costs]
-    exact = [Fraction(cost) for cost in costs]
-    unit = math.lcm(*{number.denominator for number in exact})
-    return [number.numerator * (unit // number.denominator) for number in exact]
+    unit = math.lcm(*{number.denominator for number in costs})
+    return [number.numerator * (unit // number.denominator) for number in costs]
 
 
 def _smallest_bound(sums: list[int], n: int) -> int:

@@ -11,7 +11,7 @@ from syncpipe.planner.candidate import SCHEDULES, Candidate, Terms, evaluate
 from syncpipe.planner.cuts import even_cut
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.one_f_one_b import FAMILIES, Family, slots_of
-from syncpipe.planner.polish import drafted, polished, refitted
+from syncpipe.planner.polish import Draft, drafted, polished, refitted
 from syncpipe.planner.shortage import Shortage, shortage
 from syncpipe.planner.sizes import chunk_counts, stage_counts
 
@@ -20,7 +20,7 @@ __all__ = ["Candidate", "Shortage", "evaluate", "search", "shortage"]
 #: Stage counts up to this are all looked into; of larger ones only those that may be the best.
 _FEW_STAGES = 8
 #: So many of the best candidates are polished, with so much work for each (polish.py).
-_POLISHED = 4
+_POLISHED = 8
 _WORK = 300_000
 _TIE = 1e-9
 #: Other slots make a bound lower by this factor at most; if by more, that is missed.
@@ -84,41 +84,48 @@ def search(
             raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
     terms = Terms(profile, machine, batch_size, param_scale)
     best: dict[tuple[str, int], Candidate] = {}
+    drafts: dict[Draft, None] = {}
     fastest = float("inf")
     done: set[tuple[str, int, int]] = set()
     for task in _tasks(terms, chunks, stages, schedules, slots):
-        known = best.get((task.schedule, task.stages))
+        key, known = (task.schedule, task.stages), best.get((task.schedule, task.stages))
         if known and (task.extra or task.lowest >= known.time * (1 - _TIE)):
             continue
         many = task.stages > _FEW_STAGES
-        if many and (task.lowest > fastest or (task.schedule, task.stages, task.chunks) in done):
+        if many and (task.lowest > fastest or (*key, task.chunks) in done):
             continue  # the slots are refitted anyway
-        limit = known.time * (1 - _TIE) if known else float("inf")
-        cut = terms.cuts(task.schedule, task.chunks, task.slots).minimise(at_most=limit)
-        if cut is None:
-            continue
-        found = terms.candidate(cut.balance, task.chunks, task.schedule, task.slots, cut.recomputes)
-        if known is None or found.time < known.time:
-            best[task.schedule, task.stages] = found
-            fastest = min(fastest, found.time)
-    ranked = sorted(best.values(), key=_rank)
-    ranked[:_POLISHED] = [polished(terms, one, _WORK) for one in ranked[:_POLISHED]]
-    return sorted(ranked, key=_rank)
+        done.add((*key, task.chunks))
+        found = _drafts(terms, task, known.time * (1 - _TIE) if known else float("inf"))
+        drafts.update(dict.fromkeys(found))
+        if found:
+            _keep(best, min(found, key=lambda draft: draft.time).candidate(terms))
+            fastest = min(fastest, best[key].time)
+    for draft in sorted(drafts, key=lambda draft: draft.time)[:_POLISHED]:
+        _keep(best, polished(terms, draft.candidate(terms), _WORK))
+    return sorted(best.values(), key=_rank)
 
 
-def _done(terms: Terms, task: _Task, limit: float) -> Candidate | None:
-    """The best that is found for a task; None if nothing fits, or nothing is faster than that."""
+def _keep(best: dict[tuple[str, int], Candidate], found: Candidate) -> None:
+    """The better one of its kind stays."""
+    key = (found.schedule, len(found.balance))
+    if key not in best or found.time < best[key].time:
+        best[key] = found
+
+
+def _drafts(terms: Terms, task: _Task, limit: float) -> list[Draft]:
+    """The exact cut for a task, and under 1F1B what becomes of it with slots that suit it.
+
+    Empty if nothing fits, or nothing is faster than the limit.
+    """
     pipelined = task.schedule == "1f1b" and task.stages > 1
     # The bound is that of the task's slots; other slots may have a lower one.
     at_most = limit * _HOPE if pipelined else limit
     cut = terms.cuts(task.schedule, task.chunks, task.slots).minimise(at_most=at_most)
     if cut is None:
-        return None
+        return []
     draft = drafted(terms, task.schedule, cut.balance, task.chunks, task.slots)
     assert draft is not None  # it fits
-    if pipelined:
-        draft = refitted(terms, draft)
-    return draft.candidate(terms) if draft.time < limit else None
+    return [draft, refitted(terms, draft)] if pipelined else [draft]
 
 
 def _tasks(
