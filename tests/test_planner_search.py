@@ -348,3 +348,13 @@ def test_where_links_are_slow_slots_that_suit_the_cut_beat_both_families(
     )
     (best,) = search(profile, machine, 64, param_scale=4.0, chunks=8, stages=4, schedules=["1f1b"])
     assert best.time < 0.97 * usual
+
+
+def test_more_micro_batches_than_usual_are_for_where_nothing_fits_otherwise() -> None:
+    """Also where many numbers of stages are left out because they cannot be the best."""
+    layers = tuple(
+        LayerProfile(str(k), {8: 1.0 + k * 7 % 5}, {8: 2.0 + k * 3 % 7}, {8: 1.0}, {8: 0})
+        for k in range(40)
+    )
+    found = search(Profile(layers), Machine.even(16, math.inf, 1e3), 512, param_scale=4.0)
+    assert max(candidate.chunks for candidate in found) <= 4 * 16

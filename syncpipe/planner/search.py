@@ -86,13 +86,18 @@ def search(
     best: dict[tuple[str, int], Candidate] = {}
     drafts: dict[Draft, None] = {}
     fastest = float("inf")
+    slow: set[tuple[str, int]] = set()  # cannot be the best of all with usual micro-batches
     done: set[tuple[str, int, int]] = set()
     for task in _tasks(terms, chunks, stages, schedules, slots):
         key, known = (task.schedule, task.stages), best.get((task.schedule, task.stages))
-        if known and (task.extra or task.lowest >= known.time * (1 - _TIE)):
+        if task.extra and (known or key in slow):
             continue
-        many = task.stages > _FEW_STAGES
-        if many and (task.lowest > fastest or (*key, task.chunks) in done):
+        if known and task.lowest >= known.time * (1 - _TIE):
+            continue
+        if task.stages > _FEW_STAGES and task.lowest > fastest:
+            slow.add(key)
+            continue
+        if task.stages > _FEW_STAGES and (*key, task.chunks) in done:
             continue  # the slots are refitted anyway
         done.add((*key, task.chunks))
         found = _drafts(terms, task, known.time * (1 - _TIE) if known else float("inf"))
