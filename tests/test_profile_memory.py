@@ -252,3 +252,14 @@ def test_storages_hold_what_tensors_do_not_show() -> None:
 
     found = measured(nn.Linear(4, 4), Cut(), sample=torch.rand(8, 4))
     assert kept(found)[1] == (8 + 32, 0)  # the column that exp returned, and all of x
+
+
+def test_fake_and_real_tensors_are_not_mixed() -> None:
+    with FakeTensorMode():
+        fake, sample = nn.Linear(3, 3), torch.rand(4, 3)
+    with FakeTensorMode():
+        other = torch.rand(4, 3)
+    with pytest.raises(ValueError, match="not all of the model are"):
+        profile(nn.Sequential(fake, nn.Linear(3, 3)), sample)
+    with pytest.raises(ValueError, match="two FakeTensorModes"):
+        profile(nn.Sequential(fake), other)

@@ -325,3 +325,25 @@ def test_a_parameter_keeps_its_class_and_attributes() -> None:
             return x * self.weight
 
     assert profile(nn.Sequential(Asks()), torch.rand(SHAPE), time=False).layers[0].parameter_bytes
+
+
+class Closes(nn.Module):
+    """Computes by a function that knows the user's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.function = lambda x: self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_gradients_end_at_the_copies() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.script(nn.Linear(3, 3))
+    model = nn.Sequential(scripted, Closes())
+    profile(model, torch.randn(4, 3), **WITHOUT_TIME)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())

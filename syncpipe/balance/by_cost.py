@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -113,7 +115,7 @@ def balance_by_size(
     _check_partitions(partitions, module)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch")
-    if not param_scale >= 0:
+    if not (isinstance(param_scale, Real) and 0 <= param_scale < math.inf):
         raise ValueError(f"param_scale={param_scale!r}: it must be a number, 0 or more")
     if optimizer is not None:
         if param_scale != _GRADIENT_AND_ITSELF:

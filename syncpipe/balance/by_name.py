@@ -86,7 +86,7 @@ def balance_by_type(partitions: int, module: nn.Sequential, regex: str) -> list[
     check_module(module)
     try:
         pattern = re.compile(regex, re.IGNORECASE)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ValueError(f"regex={regex!r} is not a regular expression: {error}") from error
     names = [type(layer).__name__ for layer in module]
     cost = [int(bool(pattern.search(name))) for name in names]

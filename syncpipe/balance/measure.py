@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import sys
 import time as clock
@@ -102,7 +103,7 @@ def profile(
         raise ValueError("module has no layers to measure")
     if not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
-    if threads is not None and threads < 1:
+    if threads is not None and operator.index(threads) < 1:
         raise ValueError(f"threads={threads}: a layer needs at least one")
     samples = samples_in(sample)
     chosen = _sizes(samples, sizes)
@@ -144,8 +145,8 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
         return sorted({size for size in halves if size >= 2} | {samples})
     if isinstance(sizes, int):
         raise TypeError(f"sizes={sizes}: give a list of sizes, [{sizes}]")
-    chosen = sorted(set(sizes))
-    if not chosen or not all(type(size) is int and 1 <= size <= samples for size in chosen):
+    chosen = sorted({operator.index(size) for size in sizes})
+    if not chosen or not all(1 <= size <= samples for size in chosen):
         raise ValueError(
             f"sizes={chosen}: a micro-batch has at least 1 sample, and no more than the sample, "
             f"which has {samples}; give a larger sample for larger micro-batches"

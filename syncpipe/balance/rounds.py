@@ -113,8 +113,9 @@ class Lane:
         going_on = (output, list(self.skips.values()))
         self.keeping.add(index, originals, copies, saved.tensors(), going_on, own)
         self.value = map_tensors(_leaves, output)
-        if back:
-            _go_back((output, list(store.values())))
+        roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
+        if back and roots and leaves:
+            torch.autograd.backward(roots, grads, inputs=leaves)
 
     def round(self, layer: nn.Module, mark: Mark, between: Between) -> None:
         """Runs a layer forward and back, once, and measures both."""
@@ -122,13 +123,12 @@ class Lane:
         first = mark()
         output, store = self._call(layer, inputs)
         second = mark()
-        roots = _roots((output, list(store.values())))
-        grads = list(map(torch.ones_like, roots))
+        roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
         third = mark()
-        if roots:
-            torch.autograd.backward(roots, grads)
+        if roots and leaves:
+            torch.autograd.backward(roots, grads, inputs=leaves)
         fourth = mark()
-        self.backward.append(between(third, fourth) if roots else 0.0)
+        self.backward.append(between(third, fourth) if roots and leaves else 0.0)
         self.forward.append(between(first, second))
 
     def forget(self) -> None:
@@ -158,12 +158,14 @@ def _leaves(tensors: list[Tensor]) -> list[Tensor]:
     return [made[id(tensor)] for tensor in tensors]
 
 
-def _roots(outputs: Any) -> list[Tensor]:
-    """Where backward begins."""
-    return list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
+def _backward(
+    layer: nn.Module, inputs: Any, outputs: Any
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Where backward begins, with which gradients, and where it ends.
 
-
-def _go_back(outputs: Any) -> None:
-    roots = _roots(outputs)
-    if roots:
-        torch.autograd.backward(roots, list(map(torch.ones_like, roots)))
+    It ends at the copies. Whatever else a layer gets hold of, such as the user's own parameters by
+    a function that knows them, is not touched.
+    """
+    roots = list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
+    leaves = [t for t in (*layer.parameters(), *tensors_in(inputs)) if t.requires_grad]
+    return roots, list(map(torch.ones_like, roots)), leaves

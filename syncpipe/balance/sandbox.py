@@ -69,6 +69,13 @@ def place_of(module: nn.Module, sample: Any, device: torch.device | str | int | 
     target = None if device is None else _resolved(device)
     modes: list[FakeTensorMode] = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     if modes:
+        if any(mode is not modes[0] for mode in modes):
+            raise ValueError("model and sample are of two FakeTensorModes: make them under one")
+        if not all(isinstance(tensor, FakeTensor) for tensor in own):
+            raise ValueError(
+                "some tensors are fake, but not all of the model are: make the model under the "
+                "FakeTensorMode, or measure sizes with device='meta'"
+            )
         home = target or tensors[0].device
         return Place(target, [], modes[0], "fake", f"fake {home.type}")
     if any(tensor.is_meta for tensor in tensors):
@@ -180,7 +187,11 @@ def copy_of_layer(
             for tensor in tensors_in(list(vars(module).values())):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = copy_of_tensor(tensor, device)
-        made: nn.Module = copy.deepcopy(layer, memo)
+        with torch.no_grad():  # scripted layers clone their parameters
+            made: nn.Module = copy.deepcopy(layer, memo)
+        for own, copied in zip(layer.parameters(), made.parameters(), strict=True):
+            if copied.requires_grad != own.requires_grad:
+                copied.requires_grad_(own.requires_grad)
         _bind_forwards(layer, made, eager)
         if device is not None and any(p.device != device for p in made.parameters()):
             made.to(device)  # scripted layers keep their tensors to themselves

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -125,7 +128,7 @@ def plan(
         ValueError: an argument does not fit; or there is no plan that fits into memory: the message
             says which stage misses by how much, and what would make it fit.
     """
-    if batch_size < 1:
+    if operator.index(batch_size) < 1:
         raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
     if schedule not in (None, *SCHEDULES):
         raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
@@ -139,8 +142,8 @@ def plan(
     scale = _ADAM if param_scale is None else param_scale
     if optimizer is not None:
         scale = param_scale_of(optimizer)
-    if not scale >= 0:
-        raise ValueError(f"param_scale={scale}: must be a number, at least 0")
+    if not (isinstance(scale, Real) and 0 <= scale < math.inf):
+        raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
     machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
     real = _real(devices)
     layers = _profile(module, sample, real, timeout, progress)

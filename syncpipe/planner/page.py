@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from syncpipe.balance.profile import in_bytes
+from syncpipe.balance.profile import in_bytes, interpolate
 
 if TYPE_CHECKING:
     from syncpipe.planner.plan import Plan, StagePlan
@@ -76,9 +77,22 @@ def _stages(plan: Plan) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+    text.append(_not_counted(plan))
     if any(stage.recomputes for stage in plan.stages):
         text.append("+ again: this stage stores its inputs only, and computes its forward again")
     return text
+
+
+def _not_counted(plan: Plan) -> str:
+    """What is alive for a moment only, estimated by the widest layer."""
+    samples = plan.batch_size / plan.chunks
+    outputs = [interpolate(layer.output_bytes, samples) for layer in plan.profile.layers]
+    given = interpolate(plan.profile.input_bytes, samples) if plan.profile.input_bytes else 0.0
+    widest = max(a + b for a, b in pairwise([given, *outputs]))
+    return (
+        "memory: parameters, gradients, optimizer and what is stored for backward; gradients of "
+        f"activations come on top for a moment, {in_bytes(widest)} in the widest layer"
+    )
 
 
 def _figures(plan: Plan) -> list[str]:
