@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -275,7 +276,7 @@ def test_no_plan_fits_names_the_stage_what_is_missing_and_the_way_out() -> None:
     with pytest.raises(ValueError, match="no plan fits into memory") as caught:
         planned(profile, "2 x 1GB, 10GB/s")
     text = str(caught.value)
-    for what in ("stage 0", "'layer0' to 'layer3'", "1.6 GB", "more than the 1.0 GB", "4 such"):
+    for what in ("stage 0", "'layer0' to 'layer3'", "1.7 GB", "more than the 1.0 GB", "4 such"):
         assert what in text
     assert planned(profile, "4 x 1GB, 10GB/s").balance == [2, 2, 2, 2]
 
@@ -284,10 +285,56 @@ def meta_profile() -> Profile:
     return profile_of([0, 0], device="meta")
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    times=st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
+    memory=st.integers(10**5, 2 * 10**7),
+    n=st.integers(1, 4),
+)
+def test_what_the_error_says_makes_it_fit(times: list[float], memory: int, n: int) -> None:
+    profile = profile_of(times)
+    try:
+        planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=8)
+    except ValueError as error:
+        text = str(error)
+    else:
+        return
+    more = re.search(r"([\d.]+ [kMG]?B) on each device", text)
+    assert more
+    planned(profile, f"{n} x {more[1]}, 1GB/s", batch_size=8)
+    if enough := re.search(r"(\d+) such devices", text):
+        planned(profile, f"{enough[1]} x {memory}B, 1GB/s", batch_size=8)
+    if smaller := re.search(r"batch_size=(\d+)", text):
+        planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=int(smaller[1]))
+
+
+def test_where_nothing_else_fits_micro_batches_go_one_by_one() -> None:
+    profile = profile_of([1] * 4, stored=10**6, parameters=0)
+    plan = planned(profile, "4 x 1.1MB, 1GB/s", batch_size=8, chunks=1)
+    assert plan.balance == [1] * 4
+    few = planned(profile, "4 x 0.3MB, 1GB/s", batch_size=8)
+    assert max(stage.memory for stage in few.stages) <= 3e5
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_more_devices_than_layers(layers: int) -> None:
+    assert len(planned(profile_of([3] * layers), "8 x 1GB, 10GB/s").balance) <= layers
+
+
+def test_devices_may_come_one_by_one() -> None:
+    plan = planned(devices=(name for name in ("cpu:0", "cpu:1")), stages=2)
+    assert plan.options()["devices"] == ["cpu:0", "cpu:1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": True}, ValueError, "batch_size=True"),
+        ({"chunks": "4"}, TypeError, "chunks='4'"),
+        ({"chunks": [4, 2.0]}, TypeError, "chunks=2.0"),
+        ({"stages": 2.0}, TypeError, "stages=2.0"),
+        ({"param_scale": "2"}, ValueError, "param_scale='2'"),
         ({"schedule": "zb_h1"}, ValueError, "schedule='zb_h1'"),
         ({"chunks": 7}, ValueError, "chunks=7 does not divide batch_size=64"),
         ({"stages": 5}, ValueError, "stages=5"),

@@ -287,7 +287,7 @@ PROFILE = Profile(tuple(LayerProfile(str(k), ONE, ONE, ONE, ONE) for k in range(
         ({"stages": 3}, "stages=3 is not possible with 2 devices and 3 layers: give it 1 to 2"),
         ({"stages": []}, "stages is empty"),
         ({"schedules": ["zb_h1"]}, "schedule='zb_h1'"),
-        ({"slots": ["many"]}, "slots='many': use 'textbook' or 'overlap'"),
+        ({"slots": ["many"]}, "slots='many': use 'textbook', 'overlap' or 'single'"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )

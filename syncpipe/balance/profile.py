@@ -290,12 +290,19 @@ def interpolate(numbers: BySize, samples: float) -> float:
     return max(0.0, numbers[nearest] + max(0.0, slope) * (samples - nearest))
 
 
-def in_bytes(number: float) -> str:
-    """A size in a unit that fits: 12 B, 3.4 kB, 56 MB, 7.8 GB, powers of 1000."""
+def in_bytes(number: float, *, up: bool = False) -> str:
+    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000.
+
+    Args:
+        number: of bytes.
+        up: round up, as for what is needed.
+    """
     unit = 0
     while abs(number) >= 999.5 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     digits = 0 if unit == 0 or abs(number) >= 99.5 else 1
+    if up:
+        number = math.ceil(number * 10**digits) / 10**digits
     return f"{number:.{digits}f} {_UNITS[unit]}"
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from syncpipe.balance.by_cost import param_scale_of
 from syncpipe.balance.measure import profile as measured
 from syncpipe.balance.profile import Profile, in_bytes
-from syncpipe.partition import default_devices, resolve_workers
+from syncpipe.partition import check_devices, default_devices, resolve_workers
 from syncpipe.planner.candidate import SCHEDULES
 from syncpipe.planner.devices import machine_of
 from syncpipe.planner.machine import Machine
@@ -99,9 +99,10 @@ def plan(
             are, or what was measured before.
         sample: an input to measure with, with at least as many samples as a micro-batch will have;
             not for a profile.
-        devices: real ones, as ``Pipe`` takes them, whose memory and bandwidth are measured; a
-            number of those of this machine; or a description of others, such as ``"8 x 16GB,
-            12GB/s"``, which are taken to be as fast as the one that the layers were measured on.
+        devices: stages are put on them in this order: real ones, as ``Pipe`` takes them, whose
+            memory and bandwidth are measured; a number of those of this machine; or a description
+            of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as fast as the one that
+            the layers were measured on.
         batch_size: samples in a mini-batch.
         memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
@@ -128,8 +129,15 @@ def plan(
         ValueError: an argument does not fit; or there is no plan that fits into memory: the message
             says which stage misses by how much, and what would make it fit.
     """
-    if operator.index(batch_size) < 1:
-        raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
+    batch_size = _count("batch_size", batch_size)
+    stages = None if stages is None else _count("stages", stages)
+    if chunks is not None:
+        many = isinstance(chunks, Iterable) and not isinstance(chunks, str)
+        given = chunks if many else [chunks]
+        counts = [_count("chunks", number) for number in cast("Iterable[Any]", given)]
+        chunks = counts if many else counts[0]
+    if not isinstance(devices, int | str | Machine):
+        devices = check_devices(devices)
     if schedule not in (None, *SCHEDULES):
         raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
     if param_scale is not None and optimizer is not None:
@@ -162,6 +170,17 @@ def plan(
         raise ValueError(_explained(lack, layers, machine, batch_size))
     rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
     return Plan(layers, machine, batch_size, found[0], rivals, real)
+
+
+def _count(name: str, number: Any) -> int:
+    """A whole number, at least 1."""
+    try:
+        count = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError as error:
+        raise TypeError(f"{name}={number!r}: must be a whole number") from error
+    if count < 1:
+        raise ValueError(f"{name}={number!r}: must be a number, at least 1")
+    return count
 
 
 def _replicated(layers: Profile, machine: Machine, batch_size: int) -> Replicas:
@@ -238,15 +257,19 @@ def _explained(lack: Shortage | None, profile: Profile, machine: Machine, batch_
     names = [layer.name for layer in profile.layers[start : start + lack.balance[s]]]
     layers = f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
     again = ", recomputing its forward" if lack.recomputes[s] else ""
-    ways = [f"{in_bytes(lack.memory_per_device)} on each device"]
+    more = in_bytes(lack.memory_per_device * (1 + 1e-9), up=True)
+    ways = [f"{more} on each device"] if machine.uniform else []
     if lack.devices is not None:
         ways.append(f"{lack.devices} such devices")
     if lack.batch_size is not None:
         ways.append(f"batch_size={lack.batch_size}")
+    ways.append("a smaller param_scale (an optimizer with less state)")
+    if not machine.uniform:
+        ways.append("the devices in another order (stages are put on them as they are given)")
     return (
         f"no plan fits into memory. Nearest comes balance={list(lack.balance)} with "
         f"chunks={lack.chunks} under {lack.schedule!r}: stage {s} ({layers}) needs "
-        f"{in_bytes(lack.memory[s])}{again}, {in_bytes(lack.missing)} more than the "
-        f"{in_bytes(lack.limits[s])} of {machine.name(s)}. What would make it fit: "
-        f"{', or '.join(ways)}; or a smaller param_scale (an optimizer with less state)"
+        f"{in_bytes(lack.memory[s], up=True)}{again}, {in_bytes(lack.missing, up=True)} more than "
+        f"the {in_bytes(lack.limits[s])} of {machine.name(s)}. What would make it fit: "
+        f"{', or '.join(ways)}"
     )

@@ -29,8 +29,9 @@ from syncpipe.planner.machine import Machine
 
 __all__ = ["FAMILIES", "Family", "OneFOneBCuts", "best_1f1b", "slots_of"]
 
-#: How many slots: see :func:`syncpipe.schedules.one_f_one_b`.
-Family = Literal["overlap", "textbook"]
+#: How many slots: see :func:`syncpipe.schedules.one_f_one_b`. With a single one on each stage
+#: micro-batches go one by one, with the least memory: for where nothing else fits.
+Family = Literal["overlap", "textbook", "single"]
 FAMILIES: tuple[Family, ...] = ("overlap", "textbook")
 
 #: Y, H, bound of the step time, the stage that came last, the label before.
@@ -43,7 +44,9 @@ def slots_of(family: Family, n: int, m: int) -> tuple[int, ...]:
         return tuple(min(m, n - s) for s in range(n))
     if family == "overlap":
         return tuple(min(m, 2 * (n - s) - 1) for s in range(n))
-    raise ValueError(f"slots={family!r}: use 'textbook' or 'overlap'")
+    if family == "single":
+        return (1,) * n
+    raise ValueError(f"slots={family!r}: use 'textbook', 'overlap' or 'single'")
 
 
 def best_1f1b(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from syncpipe.balance.profile import Profile, in_bytes
 from syncpipe.planner.chain import Chain
@@ -129,9 +130,9 @@ def _replicas(
     rivals = []
     bandwidth = machine.bandwidth[0][1]
     for d in range(2, devices + 1):
-        if devices % d or batch_size % d:
-            continue
         n = devices // d
+        if devices % d or batch_size % d or n > len(profile.layers):
+            continue
         share = search(profile, machine.head(n), batch_size // d, param_scale=param_scale, stages=n)
         name = f"data parallelism, {d} copies" + (f" of a pipeline of {n} stages" if n > 1 else "")
         if not share:
@@ -140,13 +141,9 @@ def _replicas(
             )
             continue
         best = share[0]
-        chain = Chain.of(profile, batch_size / d / best.chunks, param_scale)
         trained = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]
-        assert len(trained) == len(chain)
-        largest, start = 0.0, 0
-        for size in best.balance:
-            largest = max(largest, math.fsum(trained[start : start + size]))
-            start += size
+        stages = pairwise(accumulate(best.balance, initial=0))
+        largest = max(math.fsum(trained[i:j]) for i, j in stages)
         average = 2 * (d - 1) / d * largest / bandwidth
         note = f"{average * 1e3:.3g} ms of it to average gradients, not overlapped"
         rivals.append(Rival(name, best.time + average, note, False))

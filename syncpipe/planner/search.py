@@ -31,7 +31,7 @@ _HOPE = 1.3
 class _Task:
     """One exact search: the least time it may find, and for what."""
 
-    extra: bool  # more micro-batches than usual; only where nothing fits otherwise
+    extra: bool  # more micro-batches than usual, or a single slot: where nothing fits otherwise
     lowest: float
     chunks: int
     stages: int
@@ -150,11 +150,14 @@ def _tasks(
             times = chain.time_to
             ends = accumulate(even_cut(times, n), initial=0)
             load = max(times[j] - times[i] for i, j in pairwise(ends))
-            for schedule, numbers in _ways(n, m, schedules, slots):
+            ways = _ways(n, m, schedules, slots)
+            frugal = _ways(n, m, [s for s in schedules if s == "1f1b"], ["single"]) - ways
+            for schedule, numbers in (*ways, *frugal):
                 lowest = terms.cuts(schedule, m, numbers).lowest(load)
                 # Rounded, so that what takes as long with fewer micro-batches comes first.
                 rank = float(f"{lowest * (1 - _TIE):.9e}")
-                tasks.append(_Task(m in extra, rank, m, n, schedule, numbers))
+                last = m in extra or (schedule, numbers) in frugal
+                tasks.append(_Task(last, rank, m, n, schedule, numbers))
     tasks.sort(key=lambda task: (task.extra, task.chunks if task.extra else 0, task))
     return tasks
 

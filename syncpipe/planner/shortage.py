@@ -41,7 +41,8 @@ class Shortage:
         factor: by which all memories would have to grow.
         devices: the smallest number of devices like these that would do, up to 64; None if that
             is too few, or these are not alike.
-        batch_size: the largest one that fits on these devices; None if none does.
+        batch_size: a large one that fits on these devices, the largest of those that were tried;
+            None if none does.
     """
 
     balance: tuple[int, ...]
@@ -145,7 +146,7 @@ def shortage(
 def _frugal(n: int, m: int, schedules: Sequence[str]) -> tuple[str, tuple[int, ...]]:
     """The schedule that takes the least memory, and its slots."""
     if "1f1b" in schedules:
-        return "1f1b", slots_of("textbook", n, m)
+        return "1f1b", slots_of("single", n, m)
     return "gpipe", (m,) * n
 
 
