@@ -10,10 +10,21 @@ from typing import Any
 from syncpipe.schedule import Schedule
 from syncpipe.schedules.build import named
 
-__all__ = ["Modes", "check_length", "checked_chunks", "checked_modes", "checked_schedule"]
+__all__ = [
+    "Modes",
+    "Slots",
+    "check_length",
+    "check_slots",
+    "checked_chunks",
+    "checked_modes",
+    "checked_schedule",
+]
 
 #: A checkpoint mode for all stages, or one for each.
 Modes = str | tuple[str, ...]
+
+#: Of 1F1B: by name, or a number for each stage.
+Slots = str | tuple[int, ...] | None
 
 _CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -65,14 +76,25 @@ def check_length(modes: Modes, stages: int) -> None:
         )
 
 
-def checked_schedule(
-    schedule: Any, slots: str | Sequence[int] | None
-) -> tuple[str | os.PathLike[str] | Schedule, str | tuple[int, ...] | None]:
+def check_slots(slots: Slots, stages: int) -> None:
+    """Refuses slots for another number of stages.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if isinstance(slots, tuple) and len(slots) != stages:
+        raise ValueError(
+            f"slots={list(slots)} has {len(slots)} numbers, but there are {stages} stages: give one "
+            "for each stage; setting pipe.schedule = '1f1b' forgets them"
+        )
+
+
+def checked_schedule(schedule: Any, slots: Any) -> tuple[str | os.PathLike[str] | Schedule, Slots]:
     """A schedule and its slots, as far as they can be checked without a mini-batch.
 
     Raises:
         TypeError: not a schedule.
-        ValueError: an unknown name.
+        ValueError: an unknown name, or slots that cannot be.
     """
     if not isinstance(schedule, str | os.PathLike | Schedule):
         raise TypeError(
@@ -80,4 +102,14 @@ def checked_schedule(
         )
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         named(schedule)
-    return schedule, slots if slots is None or isinstance(slots, str) else tuple(slots)
+    if slots is None:
+        return schedule, None
+    if schedule != "1f1b":
+        raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {schedule!r}")
+    if isinstance(slots, str):
+        if slots not in ("textbook", "overlap"):
+            raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number per stage")
+        return schedule, slots
+    if not isinstance(slots, Sequence):
+        raise TypeError(f"slots={slots!r}: must be 'textbook', 'overlap' or a number per stage")
+    return schedule, tuple(slots)

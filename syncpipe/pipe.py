@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from syncpipe.forward import forward
-from syncpipe.options import check_length, checked_chunks, checked_modes, checked_schedule
+from syncpipe.options import (
+    check_length,
+    check_slots,
+    checked_chunks,
+    checked_modes,
+    checked_schedule,
+)
 from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
 from syncpipe.pipeline import Pipeline
@@ -131,7 +137,7 @@ class Pipe(Partitioned):
 
     @property
     def schedule(self) -> str | os.PathLike[str] | Schedule:
-        """What :meth:`train_batch` uses if it is not told otherwise."""
+        """What :meth:`train_batch` uses if it is not told otherwise. Setting it forgets slots."""
         return self._schedule[0]
 
     @schedule.setter
@@ -140,6 +146,7 @@ class Pipe(Partitioned):
 
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
         check_length(self._checkpoint, len(balance))
+        check_slots(self._schedule[1], len(balance))
         super()._place(balance, workers)
 
     def forward(self, input: Any) -> Any:
@@ -361,6 +368,14 @@ class Pipe(Partitioned):
                 self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
             return self._pipeline
 
+    def _schedule_shown(self) -> str:
+        """The schedule for ``repr``, where it is not the usual one."""
+        schedule, slots = self._schedule
+        if schedule == "1f1b" and slots is None:
+            return ""
+        name = schedule.name if isinstance(schedule, Schedule) else str(schedule)
+        return f", schedule={name!r}" + ("" if slots is None else f", slots={slots!r}")
+
     def _attach_trace(self, trace: Trace | None) -> None:
         if trace is not None and self._trace is not None:
             raise RuntimeError("this pipe is being traced already: end that trace first")
@@ -373,7 +388,7 @@ class Pipe(Partitioned):
     def __repr__(self) -> str:
         lines = [
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
-            f"checkpoint={self.checkpoint!r}"
+            f"checkpoint={self.checkpoint!r}{self._schedule_shown()}"
         ]
         layers = iter(self._modules.items())
         for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.balance import Profile, profile
-from syncpipe.planner import Plan, plan
+from syncpipe.balance import Profile
+from syncpipe.planner import NoPlan, Plan, Replicas, plan
+from syncpipe.planner.choose import measured_for
+from syncpipe.planner.devices import machine_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         required=True,
         metavar="DEVICES",
-        help='such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1 or cpu:0,cpu:1',
+        help='such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1 or cpu:0,cpu:1, '
+        "or how many of them",
     )
     parser.add_argument("--batch-size", type=_count, required=True, metavar="N")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 20GB")
@@ -93,19 +96,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Refused(Exception):
+    """An argument that does not fit."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Perform the command.
 
     Returns:
         The exit status: 0 for success, 2 for arguments that do not fit, 1 if no plan does.
+
+    Raises:
+        Exception: whatever the model raises when it is made or measured, as it is.
     """
     try:
-        layers = _profile(args)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"python -m syncpipe plan: {error}", file=sys.stderr)
-        return 2
+        devices = _devices(args.devices)
+        machine_of(devices, memory=args.memory, bandwidth=args.bandwidth)  # before minutes go by
+        _check_files(args)
+        layers = _profile(args, devices)
+        found = _plan(args, layers, devices)
+    except NoPlan as error:
+        return _failed(1, error)
+    except (_Refused, ValueError, TypeError) as error:
+        if not isinstance(error, _Refused) and _raised_by_the_model(error):
+            raise
+        return _failed(2, error)
+    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
+    if args.picture is not None and isinstance(found, Plan):
+        try:
+            found.timeline().save(args.picture)
+        except (ImportError, OSError) as error:
+            return _failed(2, error)
+    return 0
+
+
+def _failed(status: int, error: Exception) -> int:
+    print(f"python -m syncpipe plan: {error}", file=sys.stderr)
+    return status
+
+
+def _raised_by_the_model(error: BaseException) -> bool:
+    """Whether an error comes out of code that is not ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or not trace.tb_frame.f_globals.get("__name__", "").startswith("syncpipe")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for option in ("picture", "profile"):
+        path = getattr(args, option)
+        if path is not None and not path.parent.is_dir():
+            raise _Refused(f"--{option}: there is no folder {path.parent}")
+    if args.picture is not None:
+        if args.replicas:
+            raise _Refused("--picture: a plan with replicas has no schedule to draw")
+        if args.picture.suffix not in (".svg", ".png", ".json"):
+            raise _Refused(f"--picture: {args.picture} must end in .svg, .png or .json")
+
+
+def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Replicas:
     options: dict[str, Any] = {
-        "devices": _devices(args.devices),
+        "devices": devices,
         "batch_size": args.batch_size,
         "memory": args.memory,
         "bandwidth": args.bandwidth,
@@ -114,29 +166,23 @@ def run(args: argparse.Namespace) -> int:
     for name in ("chunks", "stages", "schedule", "param_scale"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    try:
-        found = plan(layers, **options)
-        if args.picture is not None:
-            if not isinstance(found, Plan):
-                raise ValueError("--picture: a plan with replicas has no schedule to draw")
-            found.timeline().save(args.picture)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"python -m syncpipe plan: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-    return 0
+    found: Plan | Replicas = plan(layers, **options)
+    return found
 
 
-def _profile(args: argparse.Namespace) -> Profile:
+def _profile(args: argparse.Namespace, devices: Any) -> Profile:
     """The profile that was named, or that of the model."""
     if args.model is None:
         if args.profile is None:
-            raise ValueError("give a model (package.module:factory) or a --profile to read")
+            raise _Refused("give a model (package.module:factory) or a --profile to read")
         if args.sample is not None:
-            raise ValueError("--sample: a profile that is read needs none")
-        return Profile.load(args.profile, samples=args.samples)
+            raise _Refused("--sample: a profile that is read needs none")
+        try:
+            return Profile.load(args.profile, samples=args.samples)
+        except OSError as error:
+            raise _Refused(f"--profile: {error}") from error
     if args.samples is not None:
-        raise ValueError("--samples is for a --profile that is read, not for a model")
+        raise _Refused("--samples is for a --profile that is read, not for a model")
     module, sample = _model(args.model)
     if args.sample is not None:
         shape, dtype = args.sample
@@ -145,8 +191,8 @@ def _profile(args: argparse.Namespace) -> Profile:
         parameter = next(iter(module.parameters()), None)
         sample = sample if parameter is None else sample.to(parameter.device)
     if sample is None:
-        raise ValueError("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
-    found = profile(module, sample, timeout=args.timeout)
+        raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
+    found = measured_for(devices, module, sample, timeout=args.timeout)
     if args.profile is not None:
         found.save(args.profile)
     return found
@@ -155,20 +201,26 @@ def _profile(args: argparse.Namespace) -> Profile:
 def _model(name: str) -> tuple[nn.Sequential, Any]:
     """The module behind ``package.module:factory``, and a sample if there is one."""
     package, colon, attribute = name.partition(":")
-    if not colon or not package or not attribute:
-        raise ValueError(f"{name!r} is not of the form package.module:factory")
-    found: Any = importlib.import_module(package)
+    if not colon or not attribute or not package or package.startswith("."):
+        raise _Refused(f"{name!r} is not of the form package.module:factory")
+    try:
+        found: Any = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise _Refused(f"{name!r}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{package} has no {attribute!r}")
+            raise _Refused(f"{package} has no {attribute!r}")
         found = getattr(found, part)
     if not isinstance(found, nn.Module):
         if not callable(found):
-            raise TypeError(f"{name} is a {type(found).__name__}, no function and no nn.Sequential")
+            raise _Refused(f"{name} is a {type(found).__name__}, no function and no nn.Sequential")
         found = found()
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    return found, None
+    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(module, nn.Sequential):
+        raise _Refused(f"{name} gives a {type(module).__name__}, not an nn.Sequential")
+    return module, sample
 
 
 def _sample(text: str) -> tuple[list[int], torch.dtype]:
@@ -197,7 +249,9 @@ def _count(text: str) -> int:
 
 
 def _devices(text: str) -> Any:
-    """A description stays a string; names of devices of this machine are a list."""
+    """A number or a description stays one; names of devices of this machine are a list."""
+    if text.strip().isdigit():
+        return int(text)
     names = [name.strip() for name in text.split(",")]
     try:
         return [int(name) if name.isdigit() else torch.device(name) for name in names]

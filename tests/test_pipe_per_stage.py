@@ -137,3 +137,34 @@ def test_an_unknown_schedule_is_refused_when_the_pipe_is_made() -> None:
         counted(schedule="gpip")
     with pytest.raises(TypeError, match="schedule=3"):
         counted(schedule=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"slots": [2, 1]}, ValueError, r"slots=\[2, 1\] has 2 numbers.*4 stages"),
+        ({"slots": "some"}, ValueError, "slots='some'"),
+        ({"slots": 3}, TypeError, "slots=3"),
+        ({"schedule": "gpipe", "slots": "textbook"}, ValueError, "only schedule='1f1b' has slots"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused_when_the_pipe_is_made(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        counted(devices=FOUR, **options)
+
+
+def test_slots_do_not_go_with_another_number_of_stages() -> None:
+    pipe = counted(slots=[4, 3, 2, 1], **NEVER)
+    with pytest.raises(ValueError, match=r"slots.*4 numbers.*2 stages.*pipe\.schedule = '1f1b'"):
+        pipe.balance = [2, 2]
+    pipe.schedule = "1f1b"
+    pipe.balance = [2, 2]
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
+
+
+def test_repr_shows_a_schedule_of_its_own() -> None:
+    assert "schedule" not in repr(counted(devices=FOUR))
+    shown = repr(counted(slots=[4, 3, 2, 1], **NEVER)).splitlines()[0]
+    assert shown.endswith("checkpoint='never', schedule='1f1b', slots=(4, 3, 2, 1)")

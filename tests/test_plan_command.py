@@ -25,6 +25,18 @@ def with_sample() -> tuple[nn.Sequential, torch.Tensor]:
     return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), torch.zeros(4, 2, dtype=torch.int64)
 
 
+def none() -> None:
+    return None
+
+
+def broken() -> nn.Sequential:
+    raise ValueError("the model's own error")
+
+
+def bad_layer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 5))
+
+
 ready = linear_model(2)
 nothing = 3
 
@@ -121,10 +133,18 @@ def test_replicas(measured: str, json_too: list[str], capsys: pytest.CaptureFixt
         (["nothing"], "package.module:factory"),
         ([f"{HERE}:missing"], "has no 'missing'"),
         ([f"{HERE}:nothing"], "int"),
+        ([f"{HERE}:none"], "NoneType"),
+        ([".tests:factory"], "package.module:factory"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--picture", "no/such/step.svg"], "no/such"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--picture", "step.gif"], "step.gif"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--profile", "no/such/p.json"], "no/such"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--memory", "much"], "much"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--chunks", "7"], "chunks=7"),
         (["no.such.module:factory"], "No module named"),
         ([f"{HERE}:factory"], "--sample is missing"),
         ([f"{HERE}:factory", "--sample", "8x3", "--samples", "3"], "--samples"),
-        (["--profile", "no/such/file.json"], "no/such/file.json"),
+        (["--profile", "no/such/file.json"], "no/such"),
+        (["--profile", "no_such_file.json"], "no_such_file.json"),
     ],
 )
 def test_what_does_not_fit_is_said_on_one_line(
@@ -135,6 +155,36 @@ def test_what_does_not_fit_is_said_on_one_line(
     assert error.startswith("python -m syncpipe plan: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["broken", "bad_layer"])
+def test_errors_of_the_model_come_with_their_traceback(model: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"the model's own|shapes cannot"):
+        run(f"{HERE}:{model}", "--sample", "8x3", *DEVICES)
+
+
+def test_a_number_of_devices_is_a_number(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, "--devices", "1", "--batch-size", "8") == 0
+    assert "on 1 device\n" in capsys.readouterr().out
+
+
+def test_devices_of_this_machine_are_measured_with_their_share_of_threads() -> None:
+    threads = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            threads.append(torch.get_num_threads())
+            return x * 2
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        globals()["looking"] = nn.Sequential(Look(), nn.Linear(3, 3))
+        options = ["--devices", "cpu:0,cpu:1", "--batch-size", "8", "--timeout", "0.01"]
+        assert run(f"{HERE}:looking", "--sample", "8x3", *options) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert set(threads) == {2}
 
 
 def test_no_plan_is_an_exit_status(measured: str, capsys: pytest.CaptureFixture[str]) -> None:

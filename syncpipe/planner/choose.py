@@ -23,10 +23,14 @@ from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.rivals import rivals_of
 from syncpipe.planner.search import Shortage, search, shortage
 
-__all__ = ["plan"]
+__all__ = ["NoPlan", "measured_for", "plan"]
 
 #: The parameter, its gradient and Adam's two moments.
 _ADAM = 4.0
+
+
+class NoPlan(ValueError):
+    """Nothing fits into memory."""
 
 
 @overload
@@ -126,8 +130,9 @@ def plan(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: an argument does not fit; or there is no plan that fits into memory: the message
-            says which stage misses by how much, and what would make it fit.
+        ValueError: an argument does not fit.
+        NoPlan: no plan fits into memory (a ``ValueError``): the message says which stage misses by
+            how much, and what would make it fit.
     """
     batch_size = _count("batch_size", batch_size)
     stages = None if stages is None else _count("stages", stages)
@@ -153,8 +158,7 @@ def plan(
     if not (isinstance(scale, Real) and 0 <= scale < math.inf):
         raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
     machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
-    real = _real(devices)
-    layers = _profile(module, sample, real, timeout, progress)
+    layers = _profile(module, sample, devices, timeout, progress)
     if replicas:
         return _replicated(layers, machine, batch_size)
     layers = layers.of(batch_size)
@@ -167,9 +171,9 @@ def plan(
     found = search(layers, machine, batch_size, **choice)
     if not found:
         lack = shortage(layers, machine, batch_size, **choice)
-        raise ValueError(_explained(lack, layers, machine, batch_size))
+        raise NoPlan(_explained(lack, layers, machine, batch_size))
     rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
-    return Plan(layers, machine, batch_size, found[0], rivals, real)
+    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices))
 
 
 def _count(name: str, number: Any) -> int:
@@ -203,11 +207,11 @@ def _real(devices: Any) -> tuple[Any, ...] | None:
 def _profile(
     module: Any,
     sample: Any,
-    devices: tuple[Any, ...] | None,
+    devices: Any,
     timeout: float,
     progress: bool | None,
 ) -> Profile:
-    """What the layers cost, with times; on the first of the devices, if these are real."""
+    """What the layers cost, with times."""
     if isinstance(module, Profile):
         if sample is not None:
             raise ValueError("a profile is measured already: leave out the sample")
@@ -219,20 +223,7 @@ def _profile(
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
     else:
-        device = threads = None
-        if devices is not None:
-            workers = dict.fromkeys(resolve_workers(devices, len(devices)))
-            device = next(iter(workers)).device
-            if device.type == "cpu":  # as the workers share them out
-                threads = max(1, torch.get_num_threads() // len(workers))
-        layers = measured(
-            cast("nn.Sequential", module),
-            sample,
-            timeout=timeout,
-            device=device,
-            threads=threads,
-            progress=progress,
-        )
+        layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
     size = layers.sizes[-1]
     if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
         raise ValueError(
@@ -240,6 +231,30 @@ def _profile(
             "there is nothing to plan by: measure the layers on a real device"
         )
     return layers
+
+
+def measured_for(
+    devices: Any, module: Any, sample: Any, *, timeout: float, progress: bool | None = None
+) -> Profile:
+    """Measures layers for these devices: on the first of them, if they are real.
+
+    Args:
+        devices: as for :func:`plan`.
+        module: the layers.
+        sample: an input to measure with.
+        timeout: seconds to measure for.
+        progress: as for :func:`plan`.
+    """
+    device = threads = None
+    real = _real(devices)
+    if real is not None:
+        workers = dict.fromkeys(resolve_workers(real, len(real)))
+        device = next(iter(workers)).device
+        if device.type == "cpu":  # as the workers share them out
+            threads = max(1, torch.get_num_threads() // len(workers))
+    return measured(
+        module, sample, timeout=timeout, device=device, threads=threads, progress=progress
+    )
 
 
 def _only_for_pipelines(**arguments: Any) -> None:
