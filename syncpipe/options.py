@@ -84,8 +84,8 @@ def check_slots(slots: Slots, stages: int) -> None:
     """
     if isinstance(slots, tuple) and len(slots) != stages:
         raise ValueError(
-            f"slots={list(slots)} has {len(slots)} numbers, but there are {stages} stages: give one "
-            "for each stage; setting pipe.schedule = '1f1b' forgets them"
+            f"slots={list(slots)} has {len(slots)} numbers, but there are {stages} stages: give "
+            "one for each stage; setting pipe.schedule = '1f1b' forgets them"
         )
 
 

@@ -285,6 +285,21 @@ def meta_profile() -> Profile:
     return profile_of([0, 0], device="meta")
 
 
+def test_it_does_not_say_what_was_not_looked_at() -> None:
+    asked = str(planned(stages=2))
+    assert "(2 devices left over: as asked)" in asked
+    assert "No pipeline" not in str(planned(stages=1))
+    assert "No pipeline" not in str(planned(devices="1 x 1GB"))
+
+
+def test_the_best_plan_under_the_other_schedule_is_the_best() -> None:
+    profile, devices = profile_of([1 + k * 7 % 5 for k in range(30)]), "12 x 1GB, 0.5GB/s"
+    plan = planned(profile, devices)
+    other = {"gpipe": "1f1b", "1f1b": "gpipe"}[plan.schedule]
+    (rival,) = [rival for rival in plan.rivals if rival.name.startswith("the best plan under")]
+    assert rival.time == pytest.approx(planned(profile, devices, schedule=other).step_time)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     times=st.lists(st.floats(0.1, 10), min_size=1, max_size=6),

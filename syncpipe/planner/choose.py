@@ -173,7 +173,9 @@ def plan(
         lack = shortage(layers, machine, batch_size, **choice)
         raise NoPlan(_explained(lack, layers, machine, batch_size))
     rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
-    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices))
+    asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
+    fixed = frozenset(name for name, value in asked.items() if value is not None)
+    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices), fixed)
 
 
 def _count(name: str, number: Any) -> int:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncpipe.balance.profile import in_bytes, interpolate
+from syncpipe.planner.rivals import duration
 
 if TYPE_CHECKING:
     from syncpipe.planner.plan import Plan, StagePlan
@@ -30,7 +31,6 @@ def page(plan: Plan) -> str:
             *_figures(plan),
             "",
             *_comparison(plan),
-            "",
             *textwrap.wrap(_verdict(plan), _WIDTH),
         ]
     )
@@ -42,11 +42,14 @@ def _head(plan: Plan) -> list[str]:
     lines = [f"Plan for mini-batches of {_count(plan.batch_size, 'sample')} on {_devices(devices)}"]
     what = f"{_NAMES[plan.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
     lines.append(f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(int(samples), 'sample')}")
-    if n < devices and n > 1:
-        lines.append(f"({_devices(devices - n)} left over: more stages would not be faster)")
+    if n < devices:
+        why = "as asked" if "stages" in plan.fixed else "no faster plan with more stages was found"
+        lines.append(f"({_devices(devices - n)} left over: {why})")
     where, sizes = plan.profile.device, plan.profile.sizes
     source = f"layers measured on {where}" if where else "layers as profiled"
-    lines.append(f"{source}, with micro-batches of {', '.join(map(str, sizes))} samples")
+    *others, largest = map(str, sizes)
+    listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
+    lines.append(f"{source}, with micro-batches of {listed}")
     if not sizes[0] <= samples <= sizes[-1]:
         lines[-1] += f" (those of {samples:g} are estimated from these)"
     return lines
@@ -121,15 +124,15 @@ def _comparison(plan: Plan) -> list[str]:
             times = f"{duration(rival.time):>9}  {_more(rival.time, plan.step_time):>6}"
         note = "" if not rival.note or rival.note == "does not fit" else f"  {rival.note}"
         lines.append(f"  {rival.name.ljust(width)}  {times:<17}{note}".rstrip())
-    return lines
+    return [*lines, ""]
 
 
 def _verdict(plan: Plan) -> str:
     """The plain truth about whether this is the way to go."""
     others = [rival for rival in plan.rivals if not rival.pipeline and rival.time is not None]
     faster = [rival for rival in others if rival.time is not None and rival.time < plan.step_time]
-    if len(plan.balance) == 1:
-        start = "No pipeline of these devices is faster than one of them alone."
+    if len(plan.balance) == 1 < len(plan.machine) and not plan.fixed:
+        start = "No pipeline that was found is faster than one of these devices alone."
     elif faster:
         start = ""
     else:
@@ -170,16 +173,10 @@ def _memory(stage: StagePlan) -> str:
 
 
 def _more(time: float, base: float) -> str:
-    return f"{time / base - 1:+.0%}" if base else ""
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: 12.3 ms."""
-    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= one * 0.9995 or unit == "us":
-            value = seconds / one
-            return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
-    raise AssertionError
+    if not base:
+        return ""
+    percent = round(100 * (time / base - 1))
+    return f"{percent:+d}%" if percent else "same"
 
 
 def _rate(number: float) -> str:

@@ -58,6 +58,7 @@ class Plan:
         chosen: the plan itself, and its simulation.
         rivals: what else could be done, with what it would take.
         devices: the real devices to run on; None if they were only described.
+        fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
     """
 
     profile: Profile
@@ -66,6 +67,7 @@ class Plan:
     chosen: Candidate
     rivals: tuple[Rival, ...]
     devices: tuple[Any, ...] | None = None
+    fixed: frozenset[str] = frozenset()
 
     @property
     def balance(self) -> list[int]:

@@ -118,8 +118,8 @@ class Replicas:
         elif len(self.stages) == 1:
             shape = "data parallelism, all layers on each of them"
         link = "no time" if self.bandwidth == math.inf else f"{in_bytes(self.bandwidth)}/s"
-        of = "" if self.samples is None else f" of {self.samples} samples"
-        return f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches{of or " as profiled"} each: {shape}"
+        of = "as profiled" if self.samples is None else f"of {self.samples} samples"
+        return f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches {of} each: {shape}"
 
     def _layers(self, j: int) -> str:
         first, last, _ = self.stages[j]

@@ -13,7 +13,7 @@ from syncpipe.planner.heuristics import block_partitions, even_split
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.search import Candidate, evaluate, search
 
-__all__ = ["Rival", "rivals_of"]
+__all__ = ["Rival", "duration", "rivals_of"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _other_cuts(
 
 
 def _rival(name: str, candidate: Candidate, machine: Machine) -> Rival:
-    balance = list(candidate.balance)
+    balance = _listed(candidate.balance)
     for s, (memory, limit) in enumerate(zip(candidate.memory, machine.memory, strict=False)):
         if memory > limit:
             return Rival(
@@ -145,12 +145,29 @@ def _replicas(
         stages = pairwise(accumulate(best.balance, initial=0))
         largest = max(math.fsum(trained[i:j]) for i, j in stages)
         average = 2 * (d - 1) / d * largest / bandwidth
-        note = f"{average * 1e3:.3g} ms of it to average gradients, not overlapped"
+        note = f"{duration(average)} of it to average gradients, not overlapped"
         rivals.append(Rival(name, best.time + average, note, False))
     return sorted(rivals, key=lambda rival: math.inf if rival.time is None else rival.time)[:2]
 
 
+def duration(seconds: float) -> str:
+    """Three digits and a unit: 12.3 ms."""
+    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= one * 0.9995 or unit == "us":
+            value = seconds / one
+            return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    raise AssertionError
+
+
+def _listed(balance: Sequence[int]) -> str:
+    """A balance, the middle of a long one left out."""
+    if len(balance) <= 16:
+        return str(list(balance))
+    first, last = (", ".join(map(str, part)) for part in (balance[:8], balance[-4:]))
+    return f"[{first}, .., {last}]"
+
+
 def _described(candidate: Candidate) -> str:
-    text = f"balance={list(candidate.balance)}, chunks={candidate.chunks}"
+    text = f"balance={_listed(candidate.balance)}, chunks={candidate.chunks}"
     again = [s for s, recomputes in enumerate(candidate.recomputes) if recomputes]
     return text + (f", recomputes stages {again}" if again else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -55,7 +56,7 @@ def search(
     For each number of stages and of micro-batches the cut is exact: for GPipe the one with the
     least step time, for 1F1B the one with the least bound. What cannot beat the best one with the
     same schedule and as many stages is left out; so is, beyond 8 stages, what cannot beat the
-    best of all. The best few are then polished (:mod:`syncpipe.planner.polish`).
+    best with the same schedule. The best few are then polished (:mod:`syncpipe.planner.polish`).
 
     One stage is one device that takes micro-batches one after another: gradient accumulation. It
     counts as 1F1B, with a single slot, where that may be used.
@@ -85,8 +86,9 @@ def search(
     terms = Terms(profile, machine, batch_size, param_scale)
     best: dict[tuple[str, int], Candidate] = {}
     drafts: dict[Draft, None] = {}
-    fastest = float("inf")
-    slow: set[tuple[str, int]] = set()  # cannot be the best of all with usual micro-batches
+    fastest = dict.fromkeys(schedules, math.inf)
+    fastest["1f1b"] = math.inf  # also what a single stage counts as
+    slow: set[tuple[str, int]] = set()  # cannot be the best with usual micro-batches
     done: set[tuple[str, int, int]] = set()
     for task in _tasks(terms, chunks, stages, schedules, slots):
         key, known = (task.schedule, task.stages), best.get((task.schedule, task.stages))
@@ -94,17 +96,17 @@ def search(
             continue
         if known and task.lowest >= known.time * (1 - _TIE):
             continue
-        if task.stages > _FEW_STAGES and task.lowest > fastest:
+        if task.stages > _FEW_STAGES and task.lowest > fastest[task.schedule]:
             slow.add(key)
             continue
         if task.stages > _FEW_STAGES and (*key, task.chunks) in done:
             continue  # the slots are refitted anyway
         done.add((*key, task.chunks))
-        found = _drafts(terms, task, known.time * (1 - _TIE) if known else float("inf"))
+        found = _drafts(terms, task, known.time * (1 - _TIE) if known else math.inf)
         drafts.update(dict.fromkeys(found))
         if found:
             _keep(best, min(found, key=lambda draft: draft.time).candidate(terms))
-            fastest = min(fastest, best[key].time)
+            fastest[task.schedule] = min(fastest[task.schedule], best[key].time)
     for draft in sorted(drafts, key=lambda draft: draft.time)[:_POLISHED]:
         _keep(best, polished(terms, draft.candidate(terms), _WORK))
     return sorted(best.values(), key=_rank)
