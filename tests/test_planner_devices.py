@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from syncpipe import Worker
 from syncpipe.planner import devices
+from syncpipe.planner.description import parse_bandwidth, parse_bytes
 from syncpipe.planner.devices import (
     RESERVE,
     clear_cache,
@@ -23,8 +24,6 @@ from syncpipe.planner.devices import (
     machine_of,
     measure_bandwidth,
     measure_memory,
-    parse_bandwidth,
-    parse_bytes,
 )
 from syncpipe.planner.machine import Machine
 

@@ -44,7 +44,6 @@ def chains(draw: st.DrawFn, most: int = 8) -> Chain:
         stored=stored,
         shared=tuple(map(min, stored, shared)) if draw(st.booleans()) else shared,
         fixed=row(),
-        parameters=row(),
         skips=tuple((a, b, size) for (a, b), size in draw(skips)),
     )
 

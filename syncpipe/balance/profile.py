@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ class Profile:
                 _check(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
             for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes"):
                 _check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
+            if layer.frozen_bytes > layer.parameter_bytes:
+                raise ValueError(
+                    f"frozen_bytes of layer {layer.name!r} is {layer.frozen_bytes}, more than its "
+                    f"parameter_bytes={layer.parameter_bytes}"
+                )
         for skip in self.skips:
             if not 0 <= skip.stash < skip.pop < len(self.layers):
                 raise ValueError(
@@ -110,6 +116,8 @@ class Profile:
                     f"{len(self.layers)} layers, and a skip leads to a later one"
                 )
             _check(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
+        if self.input_bytes:
+            _check("input_bytes", self.input_bytes, sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -212,8 +220,8 @@ class Profile:
                 skips=tuple(SkipProfile(**skip) for skip in skips),
                 **_by_size(data, "input_bytes"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a whole profile: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a whole profile: {error}") from error
         return found if samples is None else found.of(samples)
 
     def table(self) -> str:
@@ -336,6 +344,6 @@ def _check(what: str, numbers: BySize, sizes: Sequence[int]) -> None:
 
 
 def _check_number(what: str, number: Any) -> None:
-    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
+    ok = isinstance(number, Real) and not isinstance(number, bool)
     if not (ok and math.isfinite(number) and number >= 0):
         raise ValueError(f"{what} is {number!r}; it must be a finite number, not negative")

@@ -37,7 +37,6 @@ class Chain:
         stored: bytes that each layer keeps for backward.
         shared: the part of these that the layer before it keeps already.
         fixed: bytes that stay on the device of each layer.
-        parameters: bytes of parameters of each layer.
         skips: ``(layer that stashes, layer that pops, bytes)``.
     """
 
@@ -47,7 +46,6 @@ class Chain:
     stored: tuple[float, ...]
     shared: tuple[float, ...]
     fixed: tuple[float, ...]
-    parameters: tuple[float, ...]
     skips: tuple[tuple[int, int, float], ...] = ()
 
     @classmethod
@@ -75,7 +73,6 @@ class Chain:
                 for layer in layers
             ),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
-            parameters=tuple(layer.parameter_bytes for layer in layers),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -106,10 +103,6 @@ class Chain:
     def stored_to(self) -> tuple[float, ...]:
         """Stored bytes without the shared ones, which count for the first layer of a stage only."""
         return _sums(a - b for a, b in zip(self.stored, self.shared, strict=True))
-
-    @cached_property
-    def parameters_to(self) -> tuple[float, ...]:
-        return _sums(self.parameters)
 
     @property
     def total(self) -> float:

@@ -101,10 +101,10 @@ def search(
             continue
         if task.stages > _FEW_STAGES and (*key, task.chunks) in done:
             continue  # the slots are refitted anyway
-        done.add((*key, task.chunks))
         found = _drafts(terms, task, known.time * (1 - _TIE) if known else math.inf)
         drafts.update(dict.fromkeys(found))
         if found:
+            done.add((*key, task.chunks))
             _keep(best, min(found, key=lambda draft: draft.time).candidate(terms))
             fastest[task.schedule] = min(fastest[task.schedule], best[key].time)
     for draft in sorted(drafts, key=lambda draft: draft.time)[:_POLISHED]:
