@@ -27,7 +27,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],
-        "bench": ["torchgpipe", "tqdm>=4.60"],
+        "bench": ["torchgpipe", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
         "test": TEST,
         "dev": DEV,
     },

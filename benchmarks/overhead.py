@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import common
+from benchmarks.common import Part, Spread
+from benchmarks.schedules_model import Options
 from syncpipe import Pipe
 
 MODES = ("never", "always")
@@ -175,6 +177,16 @@ def measure(args: argparse.Namespace, every: Sequence[Subject], x: Tensor) -> li
     return results
 
 
+def measured(args: argparse.Namespace) -> list[Result]:
+    """Makes the model and all subjects, and measures these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(args.features, args.features) for _ in range(args.layers)))
+    x = torch.randn(args.chunks * args.rows, args.features)
+    every = subjects(model, args.chunks)
+    check(every, x)
+    return measure(args, every, x)
+
+
 def calibrated(subject: Subject, what: str, x: Tensor, least: float) -> int:
     """Warms up; returns how many steps take about ``least`` seconds."""
     seconds(subject, what, x, 10)
@@ -268,6 +280,33 @@ def _target(what: str, aim: str, met: bool, measured: str) -> dict[str, Any]:
     return {"what": what, "aim": aim, "met": met, "measured": measured}
 
 
+# -- as a part of a report ------------------------------------------------------------------------
+
+
+def part(options: Options) -> Part:
+    """The same for a report of several benchmarks."""
+    args = parsed(["--repeats", str(options.rounds(21)), *["--seconds", "0.01"] * options.quick])
+    results = measured(args)
+    found = Part(
+        "Overhead",
+        f"{args.layers} stages of Linear({args.features}, {args.features}), {args.chunks} "
+        f"micro-batches of {args.rows} samples, {args.repeats} rounds of {args.seconds} s.",
+        {"us/cell": "microseconds for each micro-batch and stage"},
+    )
+    base = {result.what: result.samples for result in results if result.name == LOOP}
+    for label in dict.fromkeys(result.label for result in results):
+        row: dict[str, Any] = {"what": label}
+        for result in results:
+            if result.label == label:
+                row[f"{result.what}, us/cell"] = Spread.of(result.samples)
+                ratio = Spread.ratio(result.samples, base[result.what])
+                row[f"{result.what}, over the loop"] = ratio
+        found.rows.append(row)
+    for aim in targets(results):
+        found.aim(f"{aim['what']}: {aim['aim']}", aim["met"], aim["measured"])
+    return found
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -312,12 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(argv)
     about = setting(args)
     print(head(about), flush=True)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(args.features, args.features) for _ in range(args.layers)))
-    x = torch.randn(args.chunks * args.rows, args.features)
-    every = subjects(model, args.chunks)
-    check(every, x)
-    results = measure(args, every, x)
+    results = measured(args)
     print(f"\n{table(results)}\n")
     aims = targets(results)
     for aim in aims:

@@ -12,10 +12,9 @@ in an order that changes from round to round, after it was seen to give the plai
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import (
@@ -27,6 +26,7 @@ from benchmarks import (
     schedules_zero_bubble,
 )
 from benchmarks.common import Part
+from benchmarks.report import QUICK, Report
 from benchmarks.schedules_model import Options
 
 PARTS: dict[str, Callable[[Options], Part]] = {
@@ -74,35 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(common.MISSING.format(error), file=sys.stderr)
         return 1
-    with common.one_thread():
-        report(args)
-    return 0
-
-
-def report(args: argparse.Namespace) -> None:
-    """Measures one part after another."""
     command = "python -m benchmarks.schedules" + " --quick" * args.quick
     command += f" --repeats {args.repeats}" if args.repeats else ""
-    about = {**common.machine(), "command": command}
-    first = f"# What schedules reach\n\nWritten by `{command}`.\n\n```text\n"
-    first += f"{common.head(about)}\n```\n"
-    if args.quick:
-        first += "\nQuick: small sizes and few rounds. These numbers say nothing.\n"
-    print(first, flush=True)
-    sections, parts = [first], {}
-    for name in args.only or PARTS:
-        start = time.monotonic()
-        part = PARTS[name](Options(args.quick, args.repeats))
-        seconds = round(time.monotonic() - start, 1)
-        parts[name] = {**part.as_json(), "seconds": seconds}
-        sections.append(part.as_markdown())
-        print(f"{sections[-1]}\n({name} took {seconds:.0f} s)\n", flush=True)
-        # After each part: minutes of measuring are not lost when a later one fails.
-        if args.json is not None:
-            content = {"about": about, "parts": parts}
-            args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if args.markdown is not None:
-            args.markdown.write_text("\n".join(sections), encoding="utf-8")
+    options = Options(args.quick, args.repeats)
+    jobs = {name: partial(PARTS[name], options) for name in args.only or PARTS}
+    with common.one_thread():
+        Report(
+            "What schedules reach",
+            command,
+            [QUICK] * args.quick,
+            json_file=args.json,
+            markdown=args.markdown,
+        ).run(jobs)
+    return 0
 
 
 if __name__ == "__main__":

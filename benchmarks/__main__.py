@@ -1,0 +1,129 @@
+"""All benchmarks by one door.
+
+    python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
+
+A name is a group (``overhead``, ``schedules``, ``planning``, ``papers``, ``peers``) or one part of
+it (``schedules.ideal``); without one all are run. The report, Markdown with tables and pictures, is
+written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two cores: to see
+that everything runs; the numbers say nothing. Each group can be run by itself with more options,
+``python -m benchmarks.schedules --help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks import common, overhead, paper_tables, peers, planning, schedules
+from benchmarks.common import Part
+from benchmarks.paper_costs import PaperOptions
+from benchmarks.peers_measure import PeerOptions
+from benchmarks.planning_profiles import PlanningOptions
+from benchmarks.report import QUICK, Job, Report
+from benchmarks.schedules_model import Options
+
+
+def every(quick: bool) -> dict[str, Job]:
+    """What there is to measure, by name."""
+
+    def alone(function: Callable[..., Part | Sequence[Part]], options: Options) -> Job:
+        def job() -> Part | Sequence[Part]:
+            with common.one_thread():
+                return function(options)
+
+        return job
+
+    peer_options = PeerOptions(quick)
+    groups: dict[str, Mapping[str, Job]] = {
+        "schedules": {k: alone(f, Options(quick)) for k, f in schedules.PARTS.items()},
+        "planning": {k: alone(f, PlanningOptions(quick)) for k, f in planning.PARTS.items()},
+        "papers": {k: alone(f, PaperOptions(quick)) for k, f in paper_tables.PARTS.items()},
+        "peers": {k: partial(f, peer_options) for k, f in peers.PARTS.items()},
+    }
+    jobs: dict[str, Job] = {"overhead": partial(overhead.part, Options(quick))}
+    for group, parts in groups.items():
+        jobs |= {f"{group}.{name}": job for name, job in parts.items()}
+    return jobs
+
+
+def selected(names: Sequence[str], jobs: Mapping[str, Job]) -> dict[str, Job]:
+    """The jobs of these names, groups included, in the order of all.
+
+    Raises:
+        ValueError: a name that is none.
+    """
+    groups = {name.split(".")[0] for name in jobs}
+    unknown = [name for name in names if name not in jobs and name not in groups]
+    if unknown:
+        raise ValueError(f"there is no benchmark {unknown[0]!r}; --list shows what there is")
+    if not names:
+        return dict(jobs)
+    return {k: job for k, job in jobs.items() if k in names or k.split(".")[0] in names}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for, and writes the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure (all)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("benchmark-report"),
+        metavar="DIR",
+        help="for the report and its pictures (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
+    parser.add_argument("--list", action="store_true", help="print the names, and measure nothing")
+    args = parser.parse_args(argv)
+    jobs = every(args.quick)
+    if args.list:
+        print("\n".join(jobs))
+        return 0
+    try:
+        chosen = selected(args.names, jobs)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        import matplotlib  # noqa: F401  # asked for now, needed later
+        from tqdm import tqdm
+    except ImportError as error:
+        print(common.MISSING.format(error), file=sys.stderr)
+        return 1
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"argument --json: there is no folder {args.json.parent}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python -m benchmarks", *args.names, *["--quick"] * args.quick])
+    report = Report(
+        "Benchmarks",
+        command,
+        [paper_tables.COLUMNS, *[QUICK] * args.quick],
+        json_file=args.json,
+        markdown=args.folder / "report.md",
+        pictures=args.folder,
+        versions={name: common.version(name) for name in ("torchgpipe", "fairscale")},
+    )
+    with tqdm(total=len(chosen), desc="benchmarks", disable=None, position=1) as bar:
+        report.run({name: _counted(job, bar.update) for name, job in chosen.items()})
+    print(f"The report is in {args.folder / 'report.md'}")
+    return 0
+
+
+def _counted(job: Job, update: Callable[[], object]) -> Job:
+    def counted() -> Part | Sequence[Part]:
+        made = job()
+        update()
+        return made
+
+    return counted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Peers side by side: the plain model, ours, torchgpipe, fairscale, torch.distributed.pipelining.
+
+    python -m benchmarks.peers [--quick] [--only NAME ...] [--no-distributed] [--threads N]
+        [--repeats N] [--json FILE] [--markdown FILE]
+
+Four parts on the CPU: ``tiny`` (layers that compute next to nothing: the overhead), ``linear``
+(8 x Linear(1024)), ``resnext`` (a small one, with skips) and ``transformer`` (a small one). Four on
+one GPU, ``gpu-resnext101``, ``gpu-unet``, ``gpu-amoebanet`` and ``gpu-gpt2``, which are skipped
+where there is none. In each part all peers train the very same layers in every round, in an order
+that changes from round to round, after they were seen to give the plain loop's gradients. Libraries
+that are missing are skipped, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks import common, peers_cpu, peers_gpu
+from benchmarks.common import Part
+from benchmarks.peers_libraries import LIBRARIES
+from benchmarks.peers_measure import PeerOptions
+from benchmarks.report import QUICK, Report
+
+PARTS: dict[str, Callable[[PeerOptions], Part]] = {**peers_cpu.PARTS, **peers_gpu.PARTS}
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--no-distributed",
+        action="store_true",
+        help="without torch.distributed.pipelining, whose processes are slow to start",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="intra-op threads in total on the CPU, for everybody (2; quick: 1)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="number of rounds, at least 2 (11, on a GPU 7)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
+    args = parser.parse_args(argv)
+    for name, least in (("repeats", 2), ("threads", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"argument --{name}: must be at least {least}, not {value}")
+    for name in ("json", "markdown"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the report, writes the files."""
+    args = parsed(argv)
+    try:
+        import tqdm  # noqa: F401  # asked for now, needed later
+    except ImportError as error:
+        print(common.MISSING.format(error), file=sys.stderr)
+        return 1
+    command = "python -m benchmarks.peers" + " --quick" * args.quick
+    command += f" --only {' '.join(args.only)}" if args.only else ""
+    command += " --no-distributed" * args.no_distributed
+    command += f" --threads {args.threads}" if args.threads else ""
+    command += f" --repeats {args.repeats}" if args.repeats else ""
+    options = PeerOptions(args.quick, args.repeats, not args.no_distributed, args.threads)
+    Report(
+        "Peers side by side",
+        command,
+        [QUICK] * args.quick,
+        json_file=args.json,
+        markdown=args.markdown,
+        versions={library: common.version(library) for library in LIBRARIES},
+    ).run({name: partial(PARTS[name], options) for name in args.only or PARTS})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
