@@ -31,6 +31,13 @@ _LESS = (
 )
 
 
+_TOTALS = {
+    "memory": "of all devices together, in GiB: 8 bytes for each parameter (itself and its "
+    "gradient, no optimizer) and the peaks of everything else.",
+    "with 12 bytes": "the same with 4 bytes more for each parameter.",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One experiment of a table.
@@ -173,11 +180,7 @@ def torchgpipe_unet(options: PaperOptions) -> Part:
         "Kim et al. 2020 and torchgpipe's README. Counted with 192x192 pixels, mini-batches of 32 "
         "in 32 micro-batches, GPipe's schedule, all of them re-materialized; 8 bytes for each "
         "parameter.",
-        {
-            "memory": "of all devices together, in GiB: 8 bytes for each parameter (itself and its "
-            "gradient, no optimizer) and the peaks of everything else.",
-            "with 12 bytes": "the same with 4 bytes more for each parameter.",
-        },
+        _TOTALS,
         over=_GB,
         notes=[
             "What was published fixes the 8 bytes: with 12, the parameters of pipeline-8 alone "
@@ -186,8 +189,34 @@ def torchgpipe_unet(options: PaperOptions) -> Part:
             "A baseline has its mini-batch whole, without re-materialization.",
         ],
     )
-    rows = UNET[: 2 if options.quick else None]
-    with bar(len(rows), "torchgpipe, U-Net") as progress:
+    return _torchgpipe(UNET[: 2 if options.quick else None], setting, part, "torchgpipe, U-Net")
+
+
+def torchgpipe_amoebanet(options: PaperOptions) -> Part:
+    """torchgpipe's table of AmoebaNets, as far as it can be told."""
+    setting = Setting(samples=128, m=32, bytes=8)
+    part = Table(
+        "torchgpipe: memory of AmoebaNet-D (L, D)",
+        "The experiment of Kim et al. 2020 with the sizes of GPipe's Table 1. Counted with 224x224 "
+        "pixels, mini-batches of 128 in 32 micro-batches, GPipe's schedule, all of them "
+        "re-materialized; 8 bytes for each parameter.",
+        _TOTALS,
+        over=_GB,
+        notes=[
+            "The published memory figures of this table were not at hand, so there are none here.",
+            _LESS,
+            "A baseline has its mini-batch whole, without re-materialization.",
+        ],
+    )
+    rows = [
+        replace(row, name=row.name.replace("naive-1", "baseline"), memory=()) for row in AMOEBANET
+    ]
+    rows = rows[: 1 if options.quick else None]
+    return _torchgpipe(rows, setting, part, "torchgpipe, AmoebaNet-D")
+
+
+def _torchgpipe(rows: Sequence[Row], setting: Setting, part: Part, label: str) -> Part:
+    with bar(len(rows), label) as progress:
         for row in rows:
             entry = find(row.model)
             chosen = replace(setting, m=1) if row.naive else setting
@@ -199,7 +228,7 @@ def torchgpipe_unet(options: PaperOptions) -> Part:
                     "model": row.model,
                     "parameters (published)": entry.published,
                     "parameters (counted)": entry.as_published(count),
-                    "memory, GiB (published)": row.memory[0],
+                    **({"memory, GiB (published)": row.memory[0]} if row.memory else {}),
                     "memory, GiB (counted)": total / GiB,
                     "activations, GiB (counted)": sum(found.activations) / GiB,
                     "with 12 bytes, GiB (counted)": (total + 4 * count) / GiB,

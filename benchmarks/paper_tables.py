@@ -4,7 +4,8 @@
         [--profiles FILE ... [--profile-samples N]] [--json FILE] [--markdown FILE]
 
 Memory is counted on fake tensors, by running the real stages: ``gpipe_amoebanet`` and
-``gpipe_transformer`` (GPipe's Table 1), ``torchgpipe_memory`` (U-Net).
+``gpipe_transformer`` (GPipe's Table 1), ``torchgpipe_unet``,
+``torchgpipe_amoebanet``.
 Speed is simulated on times of layers that are measured here, or come from ``--profiles``:
 ``gpipe_speed`` (GPipe's Table 2 and torchgpipe's), ``resnet_speed``, ``unet_speed``; and
 ``pipedream`` computes the configurations of PipeDream's Table 1. Each column says what it is.
@@ -35,7 +36,8 @@ COLUMNS = (
 PARTS: dict[str, Callable[[PaperOptions], Part]] = {
     "gpipe_amoebanet": paper_memory_tables.gpipe_amoebanet,
     "gpipe_transformer": paper_memory_tables.gpipe_transformer,
-    "torchgpipe_memory": paper_memory_tables.torchgpipe_unet,
+    "torchgpipe_unet": paper_memory_tables.torchgpipe_unet,
+    "torchgpipe_amoebanet": paper_memory_tables.torchgpipe_amoebanet,
     "gpipe_speed": paper_speed.table_2,
     "resnet_speed": paper_speed.torchgpipe_resnet,
     "unet_speed": paper_speed.torchgpipe_unet,
