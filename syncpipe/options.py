@@ -18,6 +18,7 @@ __all__ = [
     "checked_chunks",
     "checked_modes",
     "checked_schedule",
+    "shown_schedule",
 ]
 
 #: A checkpoint mode for all stages, or one for each.
@@ -113,3 +114,11 @@ def checked_schedule(schedule: Any, slots: Any) -> tuple[str | os.PathLike[str] 
     if not isinstance(slots, Sequence):
         raise TypeError(f"slots={slots!r}: must be 'textbook', 'overlap' or a number per stage")
     return schedule, tuple(slots)
+
+
+def shown_schedule(schedule: str | os.PathLike[str] | Schedule, slots: Slots) -> str:
+    """A schedule for the ``repr`` of a pipe; nothing if it is the usual one."""
+    if schedule == "1f1b" and slots is None:
+        return ""
+    name = schedule.name if isinstance(schedule, Schedule) else str(schedule)
+    return f", schedule={name!r}" + ("" if slots is None else f", slots={slots!r}")

@@ -22,6 +22,7 @@ from syncpipe.options import (
     checked_chunks,
     checked_modes,
     checked_schedule,
+    shown_schedule,
 )
 from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
@@ -368,14 +369,6 @@ class Pipe(Partitioned):
                 self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
             return self._pipeline
 
-    def _schedule_shown(self) -> str:
-        """The schedule for ``repr``, where it is not the usual one."""
-        schedule, slots = self._schedule
-        if schedule == "1f1b" and slots is None:
-            return ""
-        name = schedule.name if isinstance(schedule, Schedule) else str(schedule)
-        return f", schedule={name!r}" + ("" if slots is None else f", slots={slots!r}")
-
     def _attach_trace(self, trace: Trace | None) -> None:
         if trace is not None and self._trace is not None:
             raise RuntimeError("this pipe is being traced already: end that trace first")
@@ -388,7 +381,7 @@ class Pipe(Partitioned):
     def __repr__(self) -> str:
         lines = [
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
-            f"checkpoint={self.checkpoint!r}{self._schedule_shown()}"
+            f"checkpoint={self.checkpoint!r}{shown_schedule(*self._schedule)}"
         ]
         layers = iter(self._modules.items())
         for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
