@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import common, paper_memory_tables, paper_pipedream, paper_speed
 from benchmarks.common import Part
 from benchmarks.paper_costs import SUBJECTS, PaperOptions
-from benchmarks.report import Report
+from benchmarks.report import Report, check, parser_of
 
 #: What the columns are.
 COLUMNS = (
@@ -47,17 +47,7 @@ PARTS: dict[str, Callable[[PaperOptions], Part]] = {
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper_tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small images and models: to see that it runs"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
-    )
+    parser = parser_of("paper_tables", __doc__, PARTS, "")
     parser.add_argument(
         "--profiles",
         nargs="+",
@@ -72,13 +62,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="how many samples the lists among them were measured with, if known",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
     args = parser.parse_args(argv)
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    check(parser, args)
     names = {*SUBJECTS, *paper_pipedream.TABLE_1}
     for path in args.profiles:
         if path.stem not in names:

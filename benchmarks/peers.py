@@ -17,30 +17,19 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks import common, peers_cpu, peers_gpu
 from benchmarks.common import Part
 from benchmarks.peers_libraries import LIBRARIES
 from benchmarks.peers_measure import PeerOptions
-from benchmarks.report import QUICK, Report
+from benchmarks.report import QUICK, Report, check, parser_of
 
 PARTS: dict[str, Callable[[PeerOptions], Part]] = {**peers_cpu.PARTS, **peers_gpu.PARTS}
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
-    )
+    parser = parser_of("peers", __doc__, PARTS, "11, on a GPU 7")
     parser.add_argument(
         "--no-distributed",
         action="store_true",
@@ -52,20 +41,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="intra-op threads in total on the CPU, for everybody (2; quick: 1)",
     )
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="number of rounds, at least 2 (11, on a GPU 7)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
     args = parser.parse_args(argv)
-    for name, least in (("repeats", 2), ("threads", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            parser.error(f"argument --{name}: must be at least {least}, not {value}")
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    check(parser, args)
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"argument --threads: must be at least 1, not {args.threads}")
     return args
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import common, planning_predicted, planning_quality, planning_time
 from benchmarks.common import Part
 from benchmarks.planning_profiles import PlanningOptions
-from benchmarks.report import QUICK, Report
+from benchmarks.report import QUICK, Report, check, parser_of
 
 PARTS: dict[str, Callable[[PlanningOptions], list[Part]]] = {
     "time": planning_time.run,
@@ -30,20 +30,7 @@ PARTS: dict[str, Callable[[PlanningOptions], list[Part]]] = {
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
-    )
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="number of rounds, at least 2 (5 or 9)"
-    )
+    parser = parser_of("planning", __doc__, PARTS, "5 or 9")
     parser.add_argument(
         "--profiles",
         nargs="+",
@@ -60,15 +47,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         help="how many samples the lists were measured with: one number, or one for each file; "
         "without it their numbers are those of the whole mini-batch",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
     args = parser.parse_args(argv)
-    if args.repeats is not None and args.repeats < 2:
-        parser.error(f"argument --repeats: must be at least 2, not {args.repeats}")
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    check(parser, args)
     samples = args.profile_samples or [None]
     files = len(args.profiles)
     if len(samples) not in (1, files):

@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks import (
     common,
@@ -26,7 +25,7 @@ from benchmarks import (
     schedules_zero_bubble,
 )
 from benchmarks.common import Part
-from benchmarks.report import QUICK, Report
+from benchmarks.report import QUICK, Report, check, parser_of
 from benchmarks.schedules_model import Options
 
 PARTS: dict[str, Callable[[Options], Part]] = {
@@ -40,29 +39,9 @@ PARTS: dict[str, Callable[[Options], Part]] = {
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.schedules",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}"
-    )
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="number of rounds, at least 2 (9 or 21)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
+    parser = parser_of("schedules", __doc__, PARTS, "9 or 21")
     args = parser.parse_args(argv)
-    if args.repeats is not None and args.repeats < 2:
-        parser.error(f"argument --repeats: must be at least 2, not {args.repeats}")
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {path.parent}")
+    check(parser, args)
     return args
 
 

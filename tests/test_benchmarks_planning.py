@@ -144,7 +144,8 @@ def test_torchgpipe_that_does_not_end_is_stopped(monkeypatch):
 
 
 def test_without_torchgpipe_its_rewriting_is_left(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchgpipe", None)
+    for name in ("torchgpipe", "torchgpipe.balance", "torchgpipe.balance.blockpartition"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert torchgpipe() is None
     cuts, *_ = planning.PARTS["quality"](PlanningOptions(quick=True))
     assert "torchgpipe is not installed here" in " ".join(cuts.notes)
