@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ from torch import distributed
 
 from benchmarks.peers_libraries import Task
 from benchmarks.schedules_model import gradients
-from benchmarks.schedules_ranks import RANKS, SCHEDULES, Ranks
+from benchmarks.schedules_ranks import RANKS, SCHEDULES, Ranks, live
 
 #: Makes the task, the same one in each process; a function at the top level of a module.
 Maker = Callable[..., Task]
@@ -34,43 +30,17 @@ class PeerRanks(Ranks):
     """
 
     def __init__(self, threads: int, make: Maker, *arguments: Any) -> None:
+        super().__init__((threads, make, arguments), serve)
         self.threads = threads
-        self._work = threads, make, arguments
-
-    def __enter__(self) -> PeerRanks:
-        self._folder = tempfile.TemporaryDirectory()
-        spawn = get_context("spawn")
-        self._links: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(RANKS):
-            here, there = spawn.Pipe()
-            arguments = (rank, self._folder.name, self._work, there)
-            process = spawn.Process(target=serve, args=arguments, daemon=True)
-            self._links.append(here)
-            self._processes.append(process)
-            process.start()
-            there.close()
-        return self
 
 
 def serve(
     rank: int, folder: str, work: tuple[int, Maker, tuple[Any, ...]], link: Connection
 ) -> None:
-    """The whole life of a rank; the process ends in here."""
-    code = 1
+    """What a rank does."""
     threads, make, arguments = work
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(threads)
-        meeting = f"file://{folder}/meet"
-        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-        obey(rank, Path(folder) / f"{rank}.pt", make(*arguments), link)
-        distributed.destroy_process_group()
-        code = 0
-    except BaseException:
-        link.send(traceback.format_exc())
-    finally:
-        os._exit(code)  # as in schedules_ranks: gloo may abort a process that ends in the usual way
+    file = Path(folder) / f"{rank}.pt"
+    live(rank, folder, threads, link, lambda: obey(rank, file, make(*arguments), link))
 
 
 def obey(rank: int, file: Path, task: Task, link: Connection) -> None:

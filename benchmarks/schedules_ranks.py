@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ def missing() -> str | None:
     return None
 
 
+_Self = TypeVar("_Self", bound="Ranks")
+
+
 class Ranks:
     """The processes, from the side of the one that measures.
 
@@ -47,18 +50,19 @@ class Ranks:
             loss, gradients = ranks.outcome("gpipe", 8)
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, work: Any, serve: Callable[..., None] | None = None) -> None:
+        """What the ranks are told; and what they do, by default steps under schedules."""
+        self._work, self._serve = work, serve or _serve
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self: _Self) -> _Self:
         self._folder = tempfile.TemporaryDirectory()
         spawn = get_context("spawn")
         self._links: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(RANKS):
             here, there = spawn.Pipe()
-            arguments = (rank, self._folder.name, self._options, there)
-            process = spawn.Process(target=serve, args=arguments, daemon=True)
+            arguments = (rank, self._folder.name, self._work, there)
+            process = spawn.Process(target=self._serve, args=arguments, daemon=True)
             self._links.append(here)
             self._processes.append(process)
             process.start()
@@ -107,15 +111,23 @@ class Ranks:
         raise SystemExit(f"rank {rank} failed; nothing measured\n{answer}")
 
 
-def serve(rank: int, folder: str, options: Options, link: Connection) -> None:
-    """The whole life of a rank; the process ends in here."""
+def live(rank: int, folder: str, threads: int, link: Connection, work: Callable[[], None]) -> None:
+    """The whole life of a rank; the process ends in here.
+
+    Args:
+        rank: which one.
+        folder: where the ranks meet.
+        threads: how many intra-op threads it has.
+        link: to the one that measures.
+        work: what it does among the others.
+    """
     code = 1
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         meeting = f"file://{folder}/meet"
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-        _Stage(rank, folder, options).obey(link)
+        work()
         distributed.destroy_process_group()
         code = 0
     except BaseException:
@@ -124,6 +136,10 @@ def serve(rank: int, folder: str, options: Options, link: Connection) -> None:
         # A thread of gloo may still be letting go of a tensor, which aborts a process that ends
         # in the usual way meanwhile: do not end in the usual way.
         os._exit(code)
+
+
+def _serve(rank: int, folder: str, options: Options, link: Connection) -> None:
+    live(rank, folder, 1, link, lambda: _Stage(rank, folder, options).obey(link))
 
 
 class _Stage:
