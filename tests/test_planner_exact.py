@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Chain, costs_of
 from syncpipe.planner.cuts import even_cut
-from syncpipe.planner.gpipe import GPipeCuts, best_gpipe
+from syncpipe.planner.gpipe import GPipeCuts
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.one_f_one_b import Family, OneFOneBCuts, best_1f1b, slots_of
+from syncpipe.planner.one_f_one_b import Family, OneFOneBCuts, slots_of
 from syncpipe.schedules import gpipe, one_f_one_b
 from syncpipe.simulate import simulate
 
@@ -125,7 +125,7 @@ def best_of(values: Iterator[float | None]) -> float | None:
 @given(chains(), st.integers(1, 5), st.integers(1, 9), st.data())
 def test_gpipe_finds_the_best_cut(chain: Chain, n: int, m: int, data: st.DataObject) -> None:
     machine = data.draw(machines(n))
-    cut = best_gpipe(chain, machine, n, m)
+    cut = GPipeCuts(chain, machine, m, (m,) * n).minimise()
     every = balances(len(chain), n)
     expected = best_of(gpipe_time(chain, machine, balance, m) for balance in every)
     if expected is None:
@@ -142,7 +142,7 @@ def test_1f1b_finds_the_least_bound(
     chain: Chain, n: int, m: int, family: Family, data: st.DataObject
 ) -> None:
     machine, slots = data.draw(machines(n)), slots_of(family, n, m)
-    cut = best_1f1b(chain, machine, m, slots)
+    cut = OneFOneBCuts(chain, machine, m, [min(m, q) for q in slots]).minimise()
     every = balances(len(chain), n)
     expected = best_of(bound_of_1f1b(chain, machine, balance, m, slots) for balance in every)
     if expected is None:
@@ -193,7 +193,7 @@ def test_gpipe_takes_what_the_closed_form_says(
 ) -> None:
     """Exactly without recomputation, at least that with it or with skips."""
     machine = data.draw(machines(n))
-    cut = best_gpipe(chain, machine, n, m)
+    cut = GPipeCuts(chain, machine, m, (m,) * n).minimise()
     if cut is None:
         return
     counts = [(m - 1) * recomputes for recomputes in cut.recomputes]

@@ -16,7 +16,7 @@ from syncpipe.planner.candidate import Candidate, Terms, evaluate
 from syncpipe.planner.chain import Chain
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.makespan import makespan
-from syncpipe.planner.one_f_one_b import best_1f1b, slots_of
+from syncpipe.planner.one_f_one_b import OneFOneBCuts, slots_of
 from syncpipe.planner.search import search, shortage
 from syncpipe.planner.sizes import chunk_counts, stage_counts
 from syncpipe.schedules import gpipe, one_f_one_b
@@ -143,7 +143,7 @@ def test_1f1b_is_no_slower_than_the_cuts_with_the_least_bounds(
         chain = Chain.of(profile, batch_size / m, 4)
         for n in range(1, len(machine) + 1):
             for family in FAMILIES:
-                cut = best_1f1b(chain, machine, m, slots_of(family, n, m))
+                cut = OneFOneBCuts(chain, machine, m, slots_of(family, n, m)).minimise()
                 if cut:
                     one = evaluate(
                         profile, machine, batch_size, balance=cut.balance, chunks=m,

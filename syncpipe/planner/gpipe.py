@@ -19,37 +19,19 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from syncpipe.planner.chain import Chain
-from syncpipe.planner.cuts import Cut, CutSearch, Edge, Network, even_cut
-from syncpipe.planner.machine import Machine
+from syncpipe.planner.cuts import CutSearch, Edge, Network, even_cut
 
-__all__ = ["GPipeCuts", "best_gpipe"]
+__all__ = ["GPipeCuts"]
 
 #: Largest F, largest R, ways, bound of the step time, the stage that came last, the label before.
 _Label = tuple[float, float, float, float, "Edge | None", "_Label | None"]
 
 
-def best_gpipe(
-    chain: Chain, machine: Machine, n: int, m: int, *, at_most: float = math.inf
-) -> Cut | None:
-    """The cut into ``n`` stages with the least step time under GPipe.
-
-    Args:
-        chain: the layers, for one micro-batch.
-        machine: stage ``s`` is on device ``s``.
-        n: number of stages.
-        m: number of micro-batches; all of them are in flight at once.
-        at_most: slower ones are of no interest, in seconds.
-
-    Returns:
-        The cut, and which stages recompute: those that do not fit otherwise. None if there is no
-        cut that fits, or none that is fast enough.
-    """
-    return GPipeCuts(chain, machine, m, (m,) * n).minimise(at_most)
-
-
 class GPipeCuts(CutSearch):
-    """The search for one number of stages and one of micro-batches."""
+    """The search for one number of stages and one of micro-batches, all of them in flight at once.
+
+    Stages that do not fit otherwise recompute, all micro-batches but the last.
+    """
 
     def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
         chain = self.chain

@@ -23,11 +23,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from syncpipe.planner.chain import Chain
-from syncpipe.planner.cuts import SLACK, Cut, CutSearch, Edge, Network
-from syncpipe.planner.machine import Machine
+from syncpipe.planner.cuts import SLACK, CutSearch, Edge, Network
 
-__all__ = ["FAMILIES", "Family", "OneFOneBCuts", "best_1f1b", "slots_of"]
+__all__ = ["FAMILIES", "Family", "OneFOneBCuts", "slots_of"]
 
 #: How many slots: see :func:`syncpipe.schedules.one_f_one_b`. With a single one on each stage
 #: micro-batches go one by one, with the least memory: for where nothing else fits.
@@ -49,27 +47,11 @@ def slots_of(family: Family, n: int, m: int) -> tuple[int, ...]:
     raise ValueError(f"slots={family!r}: use 'textbook', 'overlap' or 'single'")
 
 
-def best_1f1b(
-    chain: Chain, machine: Machine, m: int, slots: Sequence[int], *, at_most: float = math.inf
-) -> Cut | None:
-    """The cut with the least bound under 1F1B.
-
-    Args:
-        chain: the layers, for one micro-batch.
-        machine: stage ``s`` is on device ``s``.
-        m: number of micro-batches.
-        slots: for each stage the most micro-batches in flight, as from :func:`slots_of`.
-        at_most: slower ones are of no interest, in seconds.
-
-    Returns:
-        The cut, and which stages recompute, all of their micro-batches: those that do not fit
-        otherwise. None if there is no cut that fits, or none that is fast enough.
-    """
-    return OneFOneBCuts(chain, machine, m, [min(m, q) for q in slots]).minimise(at_most)
-
-
 class OneFOneBCuts(CutSearch):
-    """The search for certain slots and one number of micro-batches."""
+    """The search for certain slots, at most as many as there are micro-batches.
+
+    Stages that do not fit otherwise recompute, all micro-batches.
+    """
 
     def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
         chain = self.chain
