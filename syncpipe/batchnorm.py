@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncpipe.runtime.streams import moved
+
 __all__ = [
     "DeferredBatchNorm",
     "DeferredBatchNorm1d",
@@ -127,7 +129,7 @@ def _pool(parts: list[_Moments]) -> tuple[Tensor, Tensor]:
 
     means, variances = torch.stack([p.mean for p in parts]), torch.stack([p.var for p in parts])
     shares = torch.tensor([[p.values / total] for p in parts], dtype=means.dtype)
-    shares = shares.to(means.device, non_blocking=True)
+    shares = moved(shares, means.device)
 
     offsets = means - means[0]
     offset = (shares * offsets).sum(0)
@@ -137,7 +139,7 @@ def _pool(parts: list[_Moments]) -> tuple[Tensor, Tensor]:
 
 def _keep_for_current_stream(tensor: Tensor) -> None:
     """Keep the memory of `tensor`, made on a worker's stream, until this stream is done too."""
-    if tensor.device.type in ("cuda", "xpu"):
+    if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 

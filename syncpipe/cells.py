@@ -104,8 +104,13 @@ class Cells:
 
     def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
         kind, i, j = action
-        with self._call.lane_of(j).active():
-            return _METHODS[kind](self, i, j, received)
+        lane = self._call.lane_of(j)
+        with lane.active():
+            for parcel in received:
+                if parcel.event is not None:
+                    lane.receive(parcel.event, tensors_in(parcel.value))
+            with self._call.span(action):
+                return _METHODS[kind](self, i, j, received)
 
     # -- forward
 
@@ -113,7 +118,7 @@ class Cells:
         messages: list[Message] = []
         target = _MISSING
         if j == self._last and self._targets_travel:
-            target = self._call.bring(received[-1].value, j, received.pop().event)
+            target = self._call.bring(received[-1].value[0], j, received.pop().value[1])
         if j == 0:
             inputs, flags, counts, alias = self._pulled(i, messages)
         else:
@@ -126,7 +131,7 @@ class Cells:
         if j < self._last:
             return messages + self._packed(i, j, outputs, kept)
         if self._came is not None:
-            target = self._call.bring(self._came.value, j, self._came.event)
+            target = self._call.bring(self._came.value[0], j, self._came.value[1])
             self._came = None
         elif target is _MISSING:
             target = self._call.bring(self._source.target(i), j)
@@ -142,7 +147,7 @@ class Cells:
                 value, target = self._source.pull(i), self._source.target(i)
                 ready = self._call.ready((value, target))
             value = self._call.bring(value, 0, ready)
-            parcel = _Parcel(target, ready, [], [])
+            parcel = _Parcel((target, ready), None, [], [])
             if self._targets_travel:
                 messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
             else:
@@ -165,7 +170,7 @@ class Cells:
         counts: list[int] = []
         alias: list[bool] = []
         for parcel in received:
-            values.append(self._arrived(j, parcel).value)
+            values.append(parcel.value)
             flags += parcel.flags
             counts.append(sum(parcel.flags))
             alias += parcel.alias
@@ -231,7 +236,7 @@ class Cells:
 
     def _backward(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
         kept = self._kept[j].pop(i)
-        grads: list[Any] = [self._arrived(j, parcel).value for parcel in received]
+        grads: list[Any] = [parcel.value for parcel in received]
         received.clear()
         try:
             with (
@@ -290,14 +295,6 @@ class Cells:
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
                 self.returned.append((tensor, grad))
-
-    # -- on the way
-
-    def _arrived(self, j: int, parcel: _Parcel) -> _Parcel:
-        """Has the stage's stream wait for what was sent to it."""
-        if parcel.event is not None:
-            self._call.lane_of(j).receive(parcel.event, tensors_in(parcel.value))
-        return parcel
 
 
 # Not bound to an object, which would then hold itself.

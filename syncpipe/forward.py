@@ -102,22 +102,18 @@ class _Forward:
     def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
         _, i, j = action
         lane = self._lanes[self._pipeline.worker_of[j]]
-        if lane.streams is None:
-            return self._cell(i, j, lane, received)
         with lane.active():
-            return self._cell(i, j, lane, received)
-
-    def _cell(self, i: int, j: int, lane: Lane, received: list[_Parcel]) -> list[Message]:
-        inputs, tokens, alias = self._unpacked(i, j, lane, received)
-        outputs, frame = self._pipeline.stages[j].forward(
-            i, inputs, self._batch, rematerialize=i < self._rematerialized[j], alias=alias
-        )
-        if self._recorder is not None and self._batch.state.grad:
-            self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
-        del inputs
-        if self._gated:
-            outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-        return self._packed(i, j, outputs, tokens)
+            inputs, tokens, alias = self._unpacked(i, j, lane, received)
+            with self._call.span(action):
+                outputs, frame = self._pipeline.stages[j].forward(
+                    i, inputs, self._batch, rematerialize=i < self._rematerialized[j], alias=alias
+                )
+                if self._recorder is not None and self._batch.state.grad:
+                    self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
+                del inputs
+                if self._gated:
+                    outputs, tokens = self._gate(i, j, outputs, frame, tokens)
+                return self._packed(i, j, outputs, tokens)
 
     def _unpacked(
         self, i: int, j: int, lane: Lane, received: list[_Parcel]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.runtime.streams import moved
 from syncpipe.tree import described
 
 __all__ = ["REDUCTIONS", "Objective"]
@@ -178,7 +179,7 @@ def _checked_weight(weight: Any, loss: Tensor) -> _Weight:
         )
     # Counts are often integers, and too large for half precision.
     dtype = torch.promote_types(loss.dtype, torch.float32)
-    return weight.reshape(()).to(loss.device, dtype, non_blocking=True)
+    return moved(weight.reshape(()), loss.device, dtype)
 
 
 def _not_zero(weight: _Weight) -> _Weight:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory
 from syncpipe.runtime.transfer import Note, send
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedule import Program
+from syncpipe.schedule import Action, Program
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stage import Stage
 from syncpipe.tree import map_tensors, tensors_in
@@ -170,12 +170,14 @@ class Call:
             lane.follow(caller)
         self.lane_of(0).adopt(tensors_in(input), self._caller_of(0))
         try:
-            self.pipeline.engine.run(
-                program, task, self.batch.state, inline=self.inline, recorder=self.recorder
-            )
+            self.pipeline.engine.run(program, task, self.batch.state, inline=self.inline)
         finally:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.follow(lane)
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """The context in which an action computes, its inputs being there: for the trace."""
+        return nullcontext() if self.recorder is None else self.recorder.span(*action)
 
     def lane_of(self, j: int) -> Lane:
         """The lane of stage ``j``."""

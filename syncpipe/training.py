@@ -22,6 +22,7 @@ from syncpipe.objective import REDUCTIONS, Objective
 from syncpipe.pipeline import Call, Pipeline
 from syncpipe.runtime.gradients import Gradients
 from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.streams import moved
 from syncpipe.schedule import forward_program, training_program
 from syncpipe.schedules import build
 from syncpipe.sources import Source
@@ -98,7 +99,7 @@ def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gra
         tensors = [tensor for tensor, _ in task.returned]
         grads = [grad.to(tensor.device) for tensor, grad in task.returned]
         if isinstance(factor, Tensor):
-            grads = [grad * factor.to(grad.device, non_blocking=True) for grad in grads]
+            grads = [grad * moved(factor, grad.device) for grad in grads]
         elif factor is not None:
             grads = [grad * factor for grad in grads]
         torch.autograd.backward(tensors, grads)

@@ -307,6 +307,8 @@ class FakeStreams:
             path, name = frame.f_code.co_filename, frame.f_code.co_name
             if "syncpipe/runtime" in path or name in TRAINING:
                 names.append(name)
+            if name == "perform" and "backward" in frame.f_locals.get("kind", ""):
+                names.append("backward")
             training |= path.endswith(("syncpipe/cells.py", "syncpipe/training.py"))
             frame = frame.f_back
         where = "backward" if {"backward", "_backward"} & set(names) else "forward"

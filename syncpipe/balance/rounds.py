@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class Lane:
         inputs = self._fresh(copied=True)
         copies = tensors_in(inputs)
         saved = Saved()
-        output, store = saved.during(lambda: self._call(layer, inputs))
+        with _current(self.device):
+            output, store = saved.during(lambda: self._call(layer, inputs))
         # A layer that was lazy has its parameters only now.
         own = {key for t in (*layer.parameters(), *layer.buffers()) for key, _ in blocks(t)}
         self._mutates = any(tensor._version > 0 for tensor in copies)
@@ -120,14 +122,15 @@ class Lane:
     def round(self, layer: nn.Module, mark: Mark, between: Between) -> None:
         """Runs a layer forward and back, once, and measures both."""
         inputs = self._fresh(copied=self._mutates)
-        first = mark()
-        output, store = self._call(layer, inputs)
-        second = mark()
-        roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
-        third = mark()
-        if roots and leaves:
-            torch.autograd.backward(roots, grads, inputs=leaves)
-        fourth = mark()
+        with _current(self.device):
+            first = mark()
+            output, store = self._call(layer, inputs)
+            second = mark()
+            roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
+            third = mark()
+            if roots and leaves:
+                torch.autograd.backward(roots, grads, inputs=leaves)
+            fourth = mark()
         self.backward.append(between(third, fourth) if roots and leaves else 0.0)
         self.forward.append(between(first, second))
 
@@ -144,6 +147,13 @@ class Lane:
         """The inputs as leaves without gradients; or as copies of these, to be written into."""
         leaves = map_tensors(_leaves, self._inputs)
         return map_tensors(clones, leaves) if copied else leaves
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a device is the current one, as in the pipe."""
+    if device.type in ("cpu", "meta"):
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def _leaf(tensor: Tensor, device: torch.device | None = None) -> Tensor:

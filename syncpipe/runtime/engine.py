@@ -26,7 +26,6 @@ from typing import Any, Protocol
 
 import torch
 
-from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedule import Action, Program
@@ -113,10 +112,9 @@ class _Finished:
 class _Call:
     """One run of a program."""
 
-    def __init__(self, program: Program, task: Task, recorder: Recorder | None) -> None:
+    def __init__(self, program: Program, task: Task) -> None:
         self.program = program
         self.task = task
-        self.recorder = recorder
         self.inboxes = [_Inbox() for _ in program]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = False
@@ -132,16 +130,9 @@ class _Call:
         if self.cancelled:
             raise _Cancelled
         # The task gets the only reference to what it receives.
-        messages = self.perform(action, self.inboxes[w].take(self.task.needs(action)))
+        messages = self.task.perform(action, self.inboxes[w].take(self.task.needs(action)))
         for worker, key, value in messages:
             self.inboxes[worker].put(key, value)
-
-    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
-        """Has the task do it, and that recorded where somebody wants to know."""
-        if self.recorder is None:
-            return self.task.perform(action, received)
-        with self.recorder.span(*action):
-            return self.task.perform(action, received)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
@@ -174,7 +165,7 @@ class _Call:
         values: dict[Hashable, Any] = {}
         for action in self.program[0]:
             received = [values.pop(key) for key in task.needs(action)]
-            for _, key, value in self.perform(action, received):
+            for _, key, value in task.perform(action, received):
                 values[key] = value
 
     def run_inline(self) -> None:
@@ -210,15 +201,7 @@ class Engine:
         self._threads: list[WorkerThread] = []
         self._share = 0
 
-    def run(
-        self,
-        program: Program,
-        task: Task,
-        state: CallerState,
-        *,
-        inline: bool,
-        recorder: Recorder | None = None,
-    ) -> None:
+    def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
 
         Args:
@@ -226,12 +209,11 @@ class Engine:
             task: what to do for each action.
             state: the caller's state, in force wherever an action runs.
             inline: run everything on the calling thread.
-            recorder: writes down what runs when, for a trace.
 
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Call(program, task, recorder)
+        call = _Call(program, task)
         if inline or len(program) == 1:
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from syncpipe.runtime.streams import moved
+
 __all__ = ["Gradients"]
 
 
@@ -56,9 +58,7 @@ class Gradients:
                 continue
             if grad.device not in factors:
                 factors[grad.device] = (
-                    factor.to(grad.device, non_blocking=True)
-                    if isinstance(factor, Tensor)
-                    else factor
+                    moved(factor, grad.device) if isinstance(factor, Tensor) else factor
                 )
             if copy is None:
                 grad.mul_(factors[grad.device])

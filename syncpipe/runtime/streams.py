@@ -23,12 +23,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStreams", "Lane", "Streams", "same_memory"]
+__all__ = ["AcceleratorStreams", "Lane", "Streams", "moved", "same_memory"]
 
 
 def same_memory(a: torch.device, b: torch.device) -> bool:
     """Whether two devices are the same memory (``cpu:0`` and ``cpu:1`` are, for tensors)."""
     return a.type == b.type and (a.type == "cpu" or a.index == b.index)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on a device; the host waits only where it could read too early: on the CPU."""
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 class Streams(Protocol):
@@ -189,8 +194,7 @@ class Lane:
                 stack.enter_context(self.streams.use(self.outbound))
             if to.streams is not None:
                 stack.enter_context(to.streams.use(to.inbound))
-            # To the host a copy has to be waited for; between accelerators it need not be.
-            copies = [t.to(to.device, non_blocking=to.streams is not None) for t in tensors]
+            copies = [moved(tensor, to.device) for tensor in tensors]
             if self.streams is not None:
                 for tensor in tensors:
                     self.streams.keep(tensor, self.outbound)
