@@ -1,0 +1,110 @@
+"""What PyTorch expects of ``torch.sim``, the module of the simulated devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Device = torch.device | str | int | None
+
+default_generators: tuple[torch.Generator, ...] = tuple(
+    torch.ops.sim.generator(k) for k in range(4)
+)
+
+
+def _index(device: _Device) -> int:
+    if device is None or device == "sim":
+        return current_device()
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return current_device() if index is None else index
+
+
+def is_available() -> bool:
+    return not _is_in_bad_fork()
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None:
+    pass
+
+
+def _lazy_init() -> None:
+    if _is_in_bad_fork():
+        raise RuntimeError("Cannot re-initialize sim in forked subprocess")
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(torch.ops.sim.is_bad_fork())
+
+
+def device_count() -> int:
+    return 0 if _is_in_bad_fork() else len(default_generators)
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device: _Device) -> None:
+    torch.accelerator.set_device_index(_index(device))
+
+
+def current_stream(device: _Device = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+def synchronize(device: _Device = None) -> None:
+    torch.accelerator.synchronize(_index(device))
+
+
+def manual_seed(seed: int) -> None:
+    default_generators[current_device()].manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(seed)
+
+
+def get_rng_state(device: _Device = None) -> Tensor:
+    return default_generators[_index(device)].get_state()
+
+
+def set_rng_state(state: Tensor, device: _Device = None) -> None:
+    default_generators[_index(device)].set_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def memory_allocated(device: _Device = None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device: _Device = None) -> int:
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_stats(device: _Device = None) -> dict[str, Any]:
+    stats: dict[str, Any] = torch.accelerator.memory_stats(_index(device))
+    return stats
+
+
+def reset_peak_memory_stats(device: _Device = None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
