@@ -22,8 +22,8 @@ setup(
     keywords="pytorch, pipeline parallelism, model parallelism, gpipe, 1f1b, checkpointing",
     packages=find_packages(include=["syncpipe", "syncpipe.*"]),
     package_data={"syncpipe": ["py.typed"]},
-    python_requires=">=3.10",
-    install_requires=["torch>=2.6"],
+    python_requires=">=3.11",
+    install_requires=["torch>=2.9"],
     extras_require={
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],
@@ -38,7 +38,6 @@ setup(
         "License :: OSI Approved :: MIT License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",

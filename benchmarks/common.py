@@ -116,7 +116,7 @@ def one_thread() -> Iterator[None]:
 def machine() -> dict[str, Any]:
     """Where, when and with what it was measured."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}, {processor()}",
         "cpus": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.runtime.again import Again
@@ -89,15 +88,7 @@ class Kept:
 
 def ends_of(value: Any) -> list[GradientEdge]:
     """Where the graph of the tensors of a tree ends; those that need no gradient have none."""
-    return [_end_of(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def _end_of(tensor: Tensor) -> GradientEdge:
-    # In older versions of PyTorch an edge does not own the node of a custom Function; the node of
-    # a view, which it does own, has that one behind it.
-    if not _EDGES_OWN and isinstance(tensor.grad_fn, BackwardCFunction):
-        tensor = tensor.view_as(tensor)
-    return get_gradient_edge(tensor)
+    return [get_gradient_edge(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def cut(value: Any) -> tuple[Border, Any]:
@@ -154,5 +145,4 @@ def _users(tensor: Tensor) -> int:
 
 
 _C: Any = torch._C
-_EDGES_OWN = "ownership_token" in GradientEdge._fields
 _ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks

@@ -121,11 +121,10 @@ def test_an_exception_anywhere_reaches_the_caller_and_the_next_call_works(phase,
         assert caught.value is kind
         lines = "".join(traceback.format_exception(caught.value))
         assert "the line of the layer" in lines
-        if sys.version_info >= (3, 11):
-            notes = notes_of(kind)
-            assert re.search(rf"stage {j} \(layer {j}\), micro-batch {i}", notes), notes
-            assert ("while recomputing" in notes) == (phase == "recompute")
-            assert ("in backward of" in notes) == (phase == "backward")
+        notes = notes_of(kind)
+        assert re.search(rf"stage {j} \(layer {j}\), micro-batch {i}", notes), notes
+        assert ("while recomputing" in notes) == (phase == "recompute")
+        assert ("in backward of" in notes) == (phase == "backward")
         assert_works(pipe)
 
 
@@ -144,7 +143,6 @@ def test_an_exception_of_any_type_arrives_as_itself(kind, phase, place):
     assert_works(pipe)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 @pytest.mark.parametrize("inline_run", [False, True])
 def test_the_note_names_the_layer(inline_run):
     class Breaks(nn.Module):

@@ -21,8 +21,7 @@ from syncpipe.runtime.snapshot import version_of
 from tests.support import Counter, Noise, Receive, Send
 
 SHAPE = (4, 4, 3)
-# torch 2.6 does not tell.
-TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 WITHOUT_TIME = {"timeout": 0.0, "sizes": [4]}
 
 
@@ -228,11 +227,10 @@ def test_the_error_says_which_layer() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 1), Fails(ZeroDivisionError("by hand"), "forward"))
     with pytest.raises(ZeroDivisionError, match="by hand") as caught:
         profile(model, torch.rand(SHAPE), sizes=[2, 4])
-    if sys.version_info >= (3, 11):
-        (note,) = caught.value.__notes__
-        assert "layer '1' (Fails)" in note
-        assert "2 samples" in note
-        assert "sizes=[2, 4]" in note
+    (note,) = caught.value.__notes__
+    assert "layer '1' (Fails)" in note
+    assert "2 samples" in note
+    assert "sizes=[2, 4]" in note
 
 
 def test_gradients_are_not_copied() -> None:

@@ -19,10 +19,6 @@ from tests.support_skip import (
     layer_of,
 )
 
-needs_generators_in_dynamo = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="torch.compile cannot trace generators here"
-)
-
 
 def test_skip_in_a_plain_sequential():
     assert torch.equal(nn.Sequential(Send(), Twice(), Receive())(X), 3 * X)
@@ -122,7 +118,6 @@ def test_layers_inside_a_skippable_layer_share_its_store():
     assert torch.equal(Outer()(X), 2 * X)
 
 
-@needs_generators_in_dynamo
 def test_compiled_model_gives_the_same():
     model = nn.Sequential(Send(), Twice(), Receive())
     compiled = torch.compile(model, backend="eager")
@@ -130,7 +125,6 @@ def test_compiled_model_gives_the_same():
     torch.compiler.reset()
 
 
-@needs_generators_in_dynamo
 def test_compiled_layers_give_the_same():
     layers = [torch.compile(layer, backend="eager") for layer in (Send(), Twice(), Receive())]
     model = nn.Sequential(*layers)

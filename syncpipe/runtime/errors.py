@@ -13,8 +13,8 @@ __all__ = ["annotate", "annotate_backward"]
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Adds a note to an exception (Python 3.11 and later), once."""
-    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+    """Adds a note to an exception, once."""
+    if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 

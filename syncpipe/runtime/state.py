@@ -44,28 +44,9 @@ def _autocast_types() -> tuple[str, ...]:
     return tuple(known)
 
 
-_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
-def _saved_tensor_hooks() -> tuple[tuple[Any, Any] | None, bool]:
-    """The innermost saved-tensor hooks of this thread; and whether there are any unreadable ones.
-
-    Older versions of PyTorch do not let them be read. But they refuse to disable hooks that are in
-    use, which tells that there are some.
-    """
-    if _TOP_HOOKS is not None:
-        return _TOP_HOOKS(False), False
-    autograd: Any = torch._C._autograd
-    message = autograd._saved_tensors_hooks_get_disabled_error_message()
-    if message is not None:
-        return None, False
-    try:
-        autograd._saved_tensors_hooks_disable("looking for hooks")
-    except RuntimeError:
-        return None, True
-    finally:
-        autograd._saved_tensors_hooks_enable()
-    return None, False
+def _saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost saved-tensor hooks of this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class Autocast:
@@ -128,10 +109,9 @@ class CallerState:
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
         self._multithreading = torch._C._is_multithreading_enabled()
-        self._hooks, hidden_hooks = _saved_tensor_hooks()
+        self._hooks = _saved_tensor_hooks()
         self.needs_inline = (
-            hidden_hooks
-            or torch._C._len_torch_dispatch_stack() > 0
+            torch._C._len_torch_dispatch_stack() > 0
             or torch._C._autograd._profiler_enabled()
             or not all(isinstance(mode, DeviceContext) for mode in self.function_modes)
             or torch._C._functorch.peek_interpreter_stack() is not None

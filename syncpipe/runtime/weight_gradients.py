@@ -303,7 +303,6 @@ class _Recording(TorchFunctionMode):
             and _C._functorch.peek_interpreter_stack() is None
             and torch.autograd.forward_ad._current_level < 0
             and _saved_tensor_hooks() == self._hooks
-            and not self._hooks[1]
         )
 
 
