@@ -28,7 +28,7 @@ from syncpipe.runtime.state import without_autocast
 from syncpipe.runtime.weight_gradients import Casts, WeightGradients, can_split
 from syncpipe.schedule import Action, Kind
 from syncpipe.sources import Source
-from syncpipe.tree import aliased, map_tensors, tensors_in
+from syncpipe.tree import aliased, compact, map_tensors, tensors_in
 
 __all__ = ["Cells"]
 
@@ -88,6 +88,7 @@ class Cells:
         self._kept: list[dict[int, Kept]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
+        self._watched: list[dict[int, bool]] = [{} for _ in stages]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -187,7 +188,7 @@ class Cells:
         """The context of the forward (the last one) of a cell that may go back in halves."""
         if (i, j) not in self._splits or not self._can_split[j]:
             return nullcontext()
-        kept.halves = WeightGradients(self._casts[j])
+        kept.halves = WeightGradients(self._casts[j], self._watched[j])
         return kept.halves.recording()
 
     def _packed(self, i: int, j: int, outputs: Any, kept: Kept) -> list[Message]:
@@ -267,9 +268,10 @@ class Cells:
 
     def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
-        self._call.hand_over(j, border.grads)
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
+                grad = compact(grad)
+                self._call.hand_over(j, grad)
                 self.returned.append((tensor, grad))
 
     # -- on the way

@@ -15,7 +15,7 @@ from syncpipe.pipeline import Call
 from syncpipe.runtime.border import ANCHOR
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.state import without_autocast
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import compact, map_tensors, tensors_in
 
 __all__ = ["LastStage"]
 
@@ -65,15 +65,16 @@ class LastStage:
         """
         if self.outputs is not None:
             self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
-        if self._objective is None:
-            return
-        if self._batch.state.grad:
-            output, target = self._cut(output, target, kept)
-        root = self._loss(self._objective, i, (output, target), size)
-        if root.requires_grad:
-            self.goes_back = True
-            kept.root = root
-            self._look(kept, output, target)
+        if self._objective is not None:
+            if self._batch.state.grad:
+                output, target = self._cut(output, target, kept)
+            root = self._loss(self._objective, i, (output, target), size)
+            if root.requires_grad:
+                self.goes_back = True
+                kept.root = root
+                self._look(kept, output, target)
+        if self.outputs is not None and self._batch.m > 1:  # loss_fn may have written into it
+            self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
     def _cut(self, output: Any, target: Any, kept: Kept) -> tuple[Any, Any]:
         """Begins the graph of the loss, which is one of its own.
