@@ -102,8 +102,6 @@ def cut(value: Any) -> tuple[Border, Any]:
     return border, border.cross(map_tensors(lambda tensors: [t.detach() for t in tensors], value))
 
 
-
-
 def leaves_of(nodes: list[Any]) -> list[Tensor]:
     """The leaves of a graph that ends in these nodes; the list is used up."""
     seen = set(nodes)

@@ -44,7 +44,9 @@ class Leaves:
         self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(self._parameters):
-            if any(not self._own(j, parameter) for parameter in parameters):  # tied since it was cut
+            if any(
+                not self._own(j, parameter) for parameter in parameters
+            ):  # tied since it was cut
                 workers = [call.pipeline.workers[w] for w in self._worker_of]
                 check_shared([stage.partition for stage in stages], workers)
         gradients.watch(chain(*self._parameters))

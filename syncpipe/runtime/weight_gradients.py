@@ -72,9 +72,7 @@ class WeightGradients:
 
     __slots__ = ("_casts", "_halves", "_splitting", "_watched")
 
-    def __init__(
-        self, casts: Casts | None = None, watched: dict[int, bool] | None = None
-    ) -> None:
+    def __init__(self, casts: Casts | None = None, watched: dict[int, bool] | None = None) -> None:
         self._casts: Casts = {} if casts is None else casts
         self._watched: dict[int, bool] = {} if watched is None else watched
         self._halves: deque[_Half] = deque()
@@ -212,7 +210,12 @@ class _Split(torch.autograd.Function):
         _, needs_x, needs_b, *_ = ctx.needs_input_grad
         along = bias if needs_b and rule.defers_bias else None
         graph = torch.is_grad_enabled()
-        off = cell._splitting and not graph and _adds(ctx, 0, weight, cell) and _adds(ctx, 2, along, cell)
+        off = (
+            cell._splitting
+            and not graph
+            and _adds(ctx, 0, weight, cell)
+            and _adds(ctx, 2, along, cell)
+        )
         if off:
             factor = weight if ctx.version is None else used  # not what hooks made of it
             half = _Half(rule, gy, x.detach(), x._version, factor, weight, along)
