@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncpipe.kept import Kept, ends_of, own_gradients, without_grad
+from syncpipe.kept import Kept, ends_of
 from syncpipe.last_stage import LastStage
+from syncpipe.leaves import Leaves
 from syncpipe.pipeline import Call
 from syncpipe.runtime.border import Border
 from syncpipe.runtime.engine import Message
@@ -27,7 +28,7 @@ from syncpipe.runtime.state import without_autocast
 from syncpipe.runtime.weight_gradients import Casts, WeightGradients, can_split
 from syncpipe.schedule import Action, Kind
 from syncpipe.sources import Source
-from syncpipe.tree import aliased, map_tensors, tensors_in
+from syncpipe.tree import aliased, compact, map_tensors, tensors_in
 
 __all__ = ["Cells"]
 
@@ -59,7 +60,7 @@ class Cells:
         source: where the micro-batches come from.
         last: takes the outputs.
         splits: the cells whose backward comes in two halves.
-        watch: called with all leaves before they get gradients; None if nobody cares.
+        leaves: what gets gradients; None if nothing does.
 
     Attributes:
         returned: tensors of the caller, with the gradients that go on into the caller's graph.
@@ -72,7 +73,7 @@ class Cells:
         last: LastStage,
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
-        watch: Callable[[Tensor], None] | None = None,
+        leaves: Leaves | None = None,
     ) -> None:
         stages = call.pipeline.stages
         self._call = call
@@ -82,12 +83,12 @@ class Cells:
         self._last_stage = last
         self._last = len(stages) - 1
         self._targets_travel = source.comes and self._last > 0
-        self._watch = watch
+        self._leaves: Any = leaves
         self._came: _Parcel | None = None  # a target that the first stage has for the last, itself
         self._kept: list[dict[int, Kept]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
-        self._fresh: list[list[Tensor] | None] = [None for _ in stages]
+        self._watched: list[dict[int, bool]] = [{} for _ in stages]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -192,7 +193,7 @@ class Cells:
         """The context of the forward (the last one) of a cell that may go back in halves."""
         if (i, j) not in self._splits or not self._can_split[j]:
             return nullcontext()
-        kept.halves = WeightGradients(self._casts[j])
+        kept.halves = WeightGradients(self._casts[j], self._watched[j])
         return kept.halves.recording()
 
     def _packed(self, i: int, j: int, outputs: Any, kept: Kept) -> list[Message]:
@@ -243,10 +244,8 @@ class Cells:
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
                 without_autocast(self._call.batch.state),
             ):
-                fresh, watch = self._expecting(j), self._watch
-                kept.go_back(grads, watch and partial(self._call.for_caller, j, watch))
-                self._fresh[j] = self._got(j, fresh)
-                self._got(j, kept.leaves)
+                kept.go_back(grads, partial(self._leaves.look, j))
+                self._leaves.got(j)
         except BaseException as error:
             annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")
             raise
@@ -268,32 +267,16 @@ class Cells:
     def _backward_weight(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
-            fresh = self._expecting(j)
             halves.accumulate()
-            self._fresh[j] = self._got(j, fresh)
+            self._leaves.got(j)
         return []
-
-    def _expecting(self, j: int) -> list[Tensor]:
-        """The parameters of a stage that will get their first gradient."""
-        fresh = self._fresh[j]
-        if fresh is None:
-            parameters = list(self._pipeline.stages[j].partition.parameters())
-            self._call.hand_over(j, [parameter.grad for parameter in parameters])
-            fresh = without_grad(parameters)
-        return fresh
-
-    def _got(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
-        """Looks after first gradients, with which the caller goes on; returns who has none yet."""
-        rest = own_gradients(leaves)
-        if len(rest) < len(leaves):
-            self._call.hand_over(j, [leaf.grad for leaf in leaves])
-        return rest
 
     def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
-        self._call.hand_over(j, border.grads)
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
+                grad = compact(grad)
+                self._call.hand_over(j, grad)
                 self.returned.append((tensor, grad))
 
 

@@ -106,11 +106,15 @@ class Layers:
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self._new = True  # never re-materialized
 
+    @property
+    def layers_in_words(self) -> str:
+        """Which layers of the wrapped module these are."""
+        first, last = self.first, self.first + len(self.names) - 1
+        return f"layer {first}" if first == last else f"layers {first} to {last}"
+
     def describe(self, i: int) -> str:
         """Cell ``(i, j)`` in words."""
-        first, last = self.first, self.first + len(self.names) - 1
-        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
-        return f"stage {self.j} ({layers}), micro-batch {i}"
+        return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
 
 
 class Cell:
@@ -164,7 +168,12 @@ class Cell:
 
     def _partition(self, value: Any) -> Any:
         partition = self.stage.partition
-        if not partition._forward_hooks and not partition._forward_pre_hooks:
+        if not (
+            partition._forward_hooks
+            or partition._forward_pre_hooks
+            or partition._backward_hooks
+            or partition._backward_pre_hooks
+        ):
             return self.layers(value)
         token = _current_cell.set(self)
         try:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "aliased",
     "clones",
+    "compact",
     "described",
     "flatten",
     "leaf_names",
@@ -102,6 +103,13 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
         made[key] if (key := _place(tensor)) in made else made.setdefault(key, tensor.clone())
         for tensor in tensors
     ]
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _place(tensor: Tensor) -> Any:
