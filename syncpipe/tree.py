@@ -10,13 +10,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "aliased",
     "clones",
     "described",
+    "distinct",
     "flatten",
     "leaf_names",
     "map_tensors",
     "objects_in",
+    "overlap",
+    "place_of",
+    "storage_of",
     "tensors_in",
     "unflatten",
 ]
@@ -42,6 +45,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _collect(tree, found)
     return found
+
+
+def distinct(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, each once."""
+    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
 def _collect(tree: Any, found: list[Tensor]) -> None:
@@ -87,36 +95,111 @@ def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def aliased(tree: Any) -> list[bool]:
-    """For each tensor of a tree whether another one of them shares its memory."""
-    storages = [_storage(tensor) for tensor in tensors_in(tree)]
-    return [storages.count(storage) > 1 for storage in storages]
-
-
 def clones(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors; those that are one (``(x, x)``) stay one."""
+    """Copies of tensors; those that are one (``(x, x)``) stay one.
+
+    Kernels go by strides and by the alignment of memory, and the last bit by the kernel. So the
+    copies have both from the originals.
+    """
     if len(tensors) == 1:
-        return [tensors[0].clone()]
+        return [_clone(tensors[0])]
     made: dict[Any, Tensor] = {}
     return [
-        made[key] if (key := _place(tensor)) in made else made.setdefault(key, tensor.clone())
+        made[key] if (key := place_of(tensor)) in made else made.setdefault(key, _clone(tensor))
         for tensor in tensors
     ]
 
 
-def _place(tensor: Tensor) -> Any:
+def _clone(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if (
+        type(tensor) not in (Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or storage_of(tensor) == id(tensor)
+        or (copy.stride() == tensor.stride() and _alignment(copy) == _alignment(tensor))
+    ):
+        return copy
+    exact: Tensor = _Exact.apply(tensor)  # type: ignore[no-untyped-call]
+    return exact
+
+
+def _alignment(tensor: Tensor) -> int:
+    return tensor.data_ptr() % _ALIGNED
+
+
+class _Exact(torch.autograd.Function):
+    """A copy in memory of the same layout, also of tensors that are expanded or have gaps."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        start, stop = _extent(tensor)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory = source.new_empty(stop - start + _ALIGNED)
+        begin = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNED
+        source.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+        memory[begin : begin + stop - start].copy_(source)
+        place = (begin // tensor.itemsize, tensor.shape, tensor.stride())
+        return tensor.new_empty(0).set_(memory.untyped_storage(), *place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+_ALIGNED = 64
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after the last."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    return start, start + (1 + int(last)) * tensor.itemsize
+
+
+def place_of(tensor: Tensor) -> Any:
     """What two tensors have in common that are the same part of the same memory."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     region = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (_storage(tensor), *region, tensor.requires_grad)
+    return (storage_of(tensor), *region, tensor.requires_grad)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """A number that tells the memory of tensors apart."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
         return id(tensor)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of one tensor lies in the same memory as one of the other."""
+    if storage_of(a) != storage_of(b):
+        return False
+    if a.layout is not torch.strided or a.itemsize != b.itemsize:
+        return True
+    (first, end), (start, stop) = _extent(a), _extent(b)
+    if min(end, stop) <= max(first, start):
+        return False
+    begin = min(first, start)
+    numbers = torch.arange((max(end, stop) - begin) // a.itemsize)  # of all elements in between
+    at = [
+        numbers.as_strided(t.shape, t.stride(), (at - begin) // a.itemsize).flatten()
+        for t, at in ((a, first), (b, start))
+    ]
+    used = torch.zeros(len(numbers), dtype=torch.bool)
+    used[at[0]] = True
+    return bool(used[at[1]].any())
 
 
 def leaf_names(root: str, tree: Any) -> list[str]:
