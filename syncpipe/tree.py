@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from syncpipe.objects import Container, opened
 
 __all__ = [
     "clones",
@@ -25,17 +28,65 @@ __all__ = [
 ]
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
+class Structure(NamedTuple):
+    """A tree without its leaves.
+
+    Attributes:
+        spec: pytree's.
+        inner: for each leaf of that what is in it; nothing where all are leaves indeed.
+    """
+
+    spec: pytree.TreeSpec
+    inner: list[tuple[Container, Structure] | None]
+
+    def like(self, other: Structure) -> bool:
+        """Whether both have the same types and keys everywhere."""
+        return (
+            self.spec == other.spec
+            and len(self.inner) == len(other.inner)
+            and all(
+                a is b is None or (a and b and a[0].kind == b[0].kind and a[1].like(b[1]))
+                for a, b in zip(self.inner, other.inner, strict=True)
+            )
+        )
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
     """Returns the leaves of a tree and its structure (None for a lone tensor)."""
     if isinstance(tree, Tensor):
         return [tree], None
-    leaves, spec = pytree.tree_flatten(tree)
-    return leaves, spec
+    found, spec = pytree.tree_flatten(tree)
+    containers = [None if isinstance(leaf, Tensor) else opened(leaf) for leaf in found]
+    if not any(containers):
+        return found, Structure(spec, [])
+    leaves: list[Any] = []
+    inner: list[tuple[Container, Structure] | None] = []
+    for leaf, container in zip(found, containers, strict=True):
+        if container is None:
+            leaves.append(leaf)
+            inner.append(None)
+        else:
+            below, structure = flatten(container.values)
+            assert structure is not None
+            leaves += below
+            inner.append((container, structure))
+    return leaves, Structure(spec, inner)
 
 
-def unflatten(leaves: list[Any], spec: pytree.TreeSpec | None) -> Any:
+def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
     """The inverse of :func:`flatten`."""
-    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+    return next(iter(leaves)) if structure is None else _filled(iter(leaves), structure)
+
+
+def _filled(leaves: Iterator[Any], structure: Structure) -> Any:
+    if not structure.inner:
+        found = list(islice(leaves, structure.spec.num_leaves))
+    else:
+        found = [
+            next(leaves) if part is None else part[0].filled(_filled(leaves, part[1]))
+            for part in structure.inner
+        ]
+    return pytree.tree_unflatten(found, structure.spec)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -60,7 +111,7 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
         for child in tree:
             _collect(child, found)
     elif tree is not None:
-        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        found += [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def objects_in(tree: Any) -> list[Any]:
@@ -69,7 +120,7 @@ def objects_in(tree: Any) -> list[Any]:
         return []
     if type(tree) is tuple or type(tree) is list:
         return [found for child in tree for found in objects_in(child)]
-    leaves = pytree.tree_leaves(tree)
+    leaves, _ = flatten(tree)
     return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
 
 
@@ -90,9 +141,8 @@ def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
         return [_replace(child, tensors) for child in tree]
     if tree is None:
         return None
-    leaves, spec = pytree.tree_flatten(tree)
-    leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(leaves, spec)
+    leaves, structure = flatten(tree)
+    return unflatten([next(tensors) if isinstance(t, Tensor) else t for t in leaves], structure)
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:
@@ -205,9 +255,19 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 def leaf_names(root: str, tree: Any) -> list[str]:
     """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
     try:
-        return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+        found = pytree.tree_flatten_with_path(tree)[0]
     except ValueError:  # a node type that was registered without names
-        return [f"leaf {k} of {root}" for k in range(len(pytree.tree_leaves(tree)))]
+        return [f"leaf {k} of {root}" for k in range(len(flatten(tree)[0]))]
+    names: list[str] = []
+    for path, leaf in found:
+        name = root + pytree.keystr(path)
+        container = None if isinstance(leaf, Tensor) else opened(leaf)
+        if container is None:
+            names.append(name)
+        else:
+            for k, value in enumerate(container.values):
+                names += leaf_names(name + container.name(k), value)
+    return names
 
 
 def described(tensor: Tensor) -> str:

@@ -101,6 +101,8 @@ class Given:
     __slots__ = ("_before", "_copied", "_copy", "_kept", "_marks", "_tensors", "kept", "tree")
 
     def __init__(self, inputs: Any, marks: Sequence[int], *, copy: bool, kept: Any = None) -> None:
+        if inputs is kept:  # containers, too, are the cell's own
+            inputs = map_tensors(lambda tensors: tensors, inputs)
         self.tree, self.kept, self._kept = inputs, kept, kept
         self._marks, self._copy = marks, copy
         tensors = tensors_in(inputs)
