@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from syncpipe.runtime.again import Again
 from syncpipe.runtime.border import Border
 from syncpipe.runtime.weight_gradients import WeightGradients
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import distinct, map_tensors, tensors_in
 
 __all__ = ["Kept", "cut", "ends_of", "leaves_of"]
 
@@ -88,9 +88,12 @@ def ends_of(value: Any) -> list[GradientEdge]:
 
 
 def cut(value: Any) -> tuple[Border, Any]:
-    """The tensors of a tree as the begin of a new graph."""
-    border = Border([tensor.requires_grad for tensor in tensors_in(value)])
-    return border, border.cross(map_tensors(lambda tensors: [t.detach() for t in tensors], value))
+    """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
+    tensors = distinct(value)
+    border = Border([tensor.requires_grad for tensor in tensors])
+    crossed = border.cross([tensor.detach() for tensor in tensors])
+    begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
+    return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
 
 
 def leaves_of(nodes: list[Any]) -> list[Tensor]:

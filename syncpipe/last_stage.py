@@ -15,7 +15,7 @@ from syncpipe.pipeline import Call
 from syncpipe.runtime.border import ANCHOR
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.state import without_autocast
-from syncpipe.tree import compact, map_tensors, tensors_in
+from syncpipe.tree import compact, distinct, map_tensors
 
 __all__ = ["LastStage"]
 
@@ -81,12 +81,12 @@ class LastStage:
 
         So it is not recomputed with its cell: it stores little, and may have side effects.
         """
-        ends = ends_of(output)
+        ends = ends_of(distinct(output))
         kept.output, output = cut(output)
         kept.expected.append(len(ends))
         if kept.again is None:
             kept.ends.append(ends)
-        kept.targets = [tensor for tensor in tensors_in(target) if tensor.requires_grad]
+        kept.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
         if kept.targets:
             kept.target, target = cut(target)
         return output, target
@@ -126,7 +126,7 @@ class LastStage:
         assert kept.root is not None
         crossed = [(kept.output, output), (kept.target, target)]
         borders = [(border, tree) for border, tree in crossed if border is not None]
-        begins = [[t for t in tensors_in(tree) if t.requires_grad] for _, tree in borders]
+        begins = [[t for t in distinct(tree) if t.requires_grad] for _, tree in borders]
         inputs = [*chain(*begins), *leaves]
         grads = iter(torch.autograd.grad(kept.root, inputs, allow_unused=True))
         kept.root = None

@@ -24,9 +24,10 @@ from syncpipe.runtime.random import Generators, Undisturbed, never_draws, run_se
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.snapshot import Snapshot
 from syncpipe.runtime.state import CallerState
-from syncpipe.skip.namespace import SkipKey
+from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
+from syncpipe.skip.walk import layer_skips
 
 __all__ = ["Cell", "Inputs", "Layers", "MiniBatch", "Partition"]
 
@@ -164,7 +165,19 @@ class Cell:
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
         with use_store(store):
             output = self._partition(value)
+        missing = [key for key in stage.stashes if key not in store]
+        if missing:
+            raise RuntimeError(self._did_not_stash(missing[0]))
         return output, tuple([store.pop(key) for key in stage.stashes])
+
+    def _did_not_stash(self, key: SkipKey) -> str:
+        partition = self.stage.partition
+        k = next(k for k, layer in enumerate(partition) if key in layer_skips(layer).stashed)
+        return (
+            f"{self._layer(k)} of {self.where} did not stash {describe(key)}, which a forward that "
+            "it overrides does: call that one, or decorate the class with @skippable(stash=[...]), "
+            "naming what it does stash (nothing: @skippable())"
+        )
 
     def _partition(self, value: Any) -> Any:
         partition = self.stage.partition
