@@ -118,4 +118,5 @@ def leaves_of(nodes: list[Any]) -> list[Tensor]:
 
 
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+_C: Any = torch._C
+_AccumulateGrad = _C._functions.AccumulateGrad
