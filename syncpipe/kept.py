@@ -111,4 +111,5 @@ def leaves_of(nodes: list[Any]) -> list[Tensor]:
     return leaves
 
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+_C: Any = torch._C
+_AccumulateGrad = _C._functions.AccumulateGrad

@@ -116,19 +116,19 @@ class Leaves:
         return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
 
     def _shared(self, j: int, leaf: Tensor) -> str:
-        stages = self._call.pipeline.stages
-        first, second = sorted((self._owner[id(leaf)][1], j))
-        names = [
-            f"stage {k} ({stages[k].layers_in_words}{', or loss_fn' if k == len(stages) - 1 else ''}, "
-            f"on {self._call.pipeline.workers[self._worker_of[k]].device})"
-            for k in (first, second)
-        ]
+        first, second = map(self._named, sorted((self._owner[id(leaf)][1], j)))
         return (
-            f"{described(leaf)}, a tensor that requires grad, is used by {names[0]} and by "
-            f"{names[1]}. Two workers would add to one gradient at the same time, in any order: "
+            f"{described(leaf)}, a tensor that requires grad, is used by {first} and by "
+            f"{second}. Two workers would add to one gradient at the same time, in any order: "
             "choose a balance that puts both layers on one device, use pipe(x), or give each stage "
             "a tensor of its own"
         )
+
+    def _named(self, j: int) -> str:
+        pipeline = self._call.pipeline
+        loss = " or loss_fn" if j == len(pipeline.stages) - 1 else ""
+        device = pipeline.workers[self._worker_of[j]].device
+        return f"stage {j} ({pipeline.stages[j].layers_in_words}{loss}, on {device})"
 
 
 def _parameters_of(partition: nn.Module) -> list[Tensor]:
@@ -139,13 +139,14 @@ def _parameters_of(partition: nn.Module) -> list[Tensor]:
     """
     found: dict[int, Tensor] = {}
     for module in partition.modules():
-        if _communicates(type(module)):
+        kind: Any = type(module)
+        if _communicates(kind):
             raise RuntimeError(
-                f"a layer is wrapped in {_wrapper(type(module))}, which starts collectives of its "
-                "own in backward. Under train_batch the workers of each process would start them in "
-                "an order of their own, once for each micro-batch. Wrap the whole pipe instead, "
-                "DistributedDataParallel(pipe), and call that; or leave the layers as they are and "
-                "average .grad over the processes after train_batch"
+                f"a layer is wrapped in {_wrapper(kind)}, which starts collectives of its "
+                "own in backward. Under train_batch the workers of each process would start them "
+                "in any order, once for each micro-batch. Wrap the whole pipe instead, "
+                "DistributedDataParallel(pipe), and call that; or leave the layers as they are "
+                "and average .grad over the processes after train_batch"
             )
         found.update((id(p), p) for p in module._parameters.values() if p is not None)
     return list(found.values())

@@ -1,4 +1,4 @@
-"""``eval_batch`` goes into ``eval()`` mode, and back, by the modules' own ``train`` and ``eval``."""
+"""``eval_batch`` goes into ``eval()`` mode, and back, by the modules' own ``train()``."""
 
 from __future__ import annotations
 
