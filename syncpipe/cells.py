@@ -239,7 +239,10 @@ class Cells:
                 without_autocast(self._call.batch.state),
             ):
                 fresh, watch = self._expecting(j), self._watch
-                kept.go_back(grads, watch and partial(self._call.for_caller, j, watch))
+                watching = watch and partial(self._call.for_caller, j, watch)
+                self._pipeline.stages[j].backward(
+                    i, self._call.batch, partial(kept.go_back, grads, watching)
+                )
                 self._fresh[j] = self._got(j, fresh)
                 self._got(j, kept.leaves)
         except BaseException as error:
