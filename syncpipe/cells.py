@@ -258,7 +258,11 @@ class Cells:
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
                 without_autocast(self._call.batch.state),
             ):
-                kept.go_back(grads, partial(self._leaves.look, j))
+                self._pipeline.stages[j].backward(
+                    i,
+                    self._call.batch,
+                    partial(kept.go_back, grads, partial(self._leaves.look, j)),
+                )
                 self._leaves.got(j)
         except BaseException as error:
             annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")

@@ -94,7 +94,7 @@ class LastStage:
     def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
         try:
             result, self._draws = self._stage.beyond(
-                i, self._batch, objective.call, given, self._draws
+                i, self._batch, objective.call, given, self._draws, objective.name
             )
             root = objective.root(i, result, size)
             # The caller goes on with what was noted.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from syncpipe.layers import Cell, Inputs, Layers, MiniBatch
 from syncpipe.runtime.again import Again, forgotten
@@ -24,6 +25,7 @@ from syncpipe.tree import map_tensors, tensors_in
 __all__ = ["Stage"]
 
 _T = TypeVar("_T")
+_BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
 
 
 class Stage(Layers):
@@ -102,7 +104,7 @@ class Stage(Layers):
         cell = Cell(self, i, batch)
 
         def run() -> tuple[Inputs, Again]:
-            watch = self._watch(cell)
+            watch, cell.drawn = self._watch(cell), {}
             given = self._given(inputs, self._marked(cell, inputs, marks, beside), kept)
             unchanged = Unchanged(inputs)
             outputs, written = self._written(cell, given, lambda tree: forgotten(cell.run, tree))
@@ -135,6 +137,7 @@ class Stage(Layers):
         function: Callable[[Any], Any],
         given: Any,
         draws: int | None,
+        name: Any,
     ) -> tuple[Any, int]:
         """Calls a function (the loss) as if it were one more layer after those of this stage.
 
@@ -144,6 +147,7 @@ class Stage(Layers):
             function: the function.
             given: its argument.
             draws: bit mask of the generators that it draws from; None if that is not known yet.
+            name: tells functions apart.
 
         Returns:
             What the function returns, and the bit mask.
@@ -152,10 +156,53 @@ class Stage(Layers):
             return function(given), 0
         which = self.generators.all if draws is None else draws
         cell = (batch.seed, self.first + len(self.names), i)
-        result, drew = run_seeded(
-            self.generators, which, cell, function, given, observe=draws is None
+        if draws is not None:
+            result, seen = run_seeded(self.generators, which, cell, function, given, observe=False)
+            if seen.nests:
+                self.learn(seen)
+            return result, draws
+        look = self.look((name, torch.is_grad_enabled()))
+        result, seen = run_seeded(
+            self.generators, which, cell, function, given, observe=True, look=look
         )
-        return result, draws or drew
+        self.learn(seen)
+        return result, seen.draws
+
+    def backward(self, i: int, batch: MiniBatch, run: Callable[[], None]) -> None:
+        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
+
+        Args:
+            i: the micro-batch.
+            batch: what the cells of this call share.
+            run: runs it.
+        """
+        draws = batch.backward_draws.get(self.j)
+        if draws is None:
+            unknown = self.python_behind or (not self._nests and _hooked(self.partition))
+            draws = self.generators.all if unknown else self.backward_draws
+            batch.backward_draws[self.j] = self.backward_draws
+        else:
+            unknown = False
+        if not draws:
+            run()
+            return
+        cell = (batch.seed + _BACKWARD, self.first, i)
+
+        def seeded() -> None:
+            _, seen = run_seeded(
+                self.generators,
+                draws,
+                cell,
+                lambda _: run(),
+                None,
+                observe=unknown,
+                look=unknown and self.look("backward"),
+            )
+            if unknown:
+                self.backward_draws |= seen.draws
+                batch.backward_draws[self.j] = self.backward_draws
+
+        self._alone(seeded)  # the order of locks is: stage before random state
 
     def _alone(self, run: Callable[[], _T]) -> _T:
         """Runs something that may touch the buffers of this stage."""
@@ -220,7 +267,7 @@ class Stage(Layers):
         self, cell: Cell, inputs: Inputs, marks: list[int]
     ) -> tuple[Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
-        watch = self._watch(cell)
+        watch, cell.drawn = self._watch(cell), {}
         kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
         given = self._given(inputs, marks, kept)
         frame = Frame(
@@ -298,3 +345,10 @@ class Stage(Layers):
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
         return outputs, written
+
+
+def _hooked(partition: nn.Module) -> bool:
+    """Whether hooks of modules or parameters run in backward."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in partition.modules()) or any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in partition.parameters()
+    )

@@ -52,6 +52,12 @@ def train(
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
     _check_loss_fn(loss_fn, loss_reduction)
+    if pipeline.engine.running() is not None:
+        raise RuntimeError(
+            "train_batch was called inside of a call of the same pipe (by its loss_fn, its "
+            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
+            "before or after that; eval_batch and pipe(input) can be called inside"
+        )
     if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
@@ -131,7 +137,12 @@ def evaluate(
         call.run(program, Cells(call, source, last), source.entering())
         return _results(call, last, objective)
 
-    # The modes of a module are everybody's: training waits, and another evaluation.
+    # The modes of a module are everybody's: training waits, and another evaluation. If it is the
+    # training that asks for this (loss_fn does), its other workers wait.
+    running = pipeline.engine.running()
+    if running is not None:
+        with torch.no_grad():
+            return running.alone(lambda: _in_eval_mode(module, list(modules), run))
     with pipeline.training, torch.no_grad():
         return _in_eval_mode(module, list(modules), run)
 
