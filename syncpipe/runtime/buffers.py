@@ -18,7 +18,6 @@ lock of the outermost stage, which makes one order of locks: stage before random
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from operator import setitem
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.snapshot import Snapshot, Swap, swapped, version_of, versions
 
 __all__ = ["OUTERMOST", "Buffers", "Watch"]
@@ -55,7 +55,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.lock: _Lock = threading.RLock()
+        self.lock: _Lock = forkable()
         self.renorming: list[nn.Module] = []
         self.renormed: dict[Tensor, int] = {}
         self._restores = False  # whether recomputations were seen to change the modules

@@ -87,6 +87,11 @@ class WorkerThread:
         """Queues a job, which must not raise, and whom to tell when nothing is held of it."""
         self._jobs.put((job, report))
 
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has stopped or killed it."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Ends the thread after the jobs it has; idempotent, callable from any thread."""
         self._jobs.put(None)
