@@ -27,6 +27,7 @@ import torch
 
 __all__ = [
     "DEVICES",
+    "capacity",
     "delays",
     "devices",
     "held",
@@ -154,6 +155,17 @@ def live_bytes(device: torch.device | str | int) -> int:
 def live_blocks(device: torch.device | str | int) -> int:
     """Blocks of memory of a device that are in use, or wait for a stream that was recorded."""
     return int(torch.ops.sim.live_blocks(_index(device)))
+
+
+@contextmanager
+def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
+    """Inside, a device has ``size`` bytes of memory (4 GiB otherwise)."""
+    torch.accelerator.empty_cache()
+    torch.ops.sim.set_capacity(_index(device), size)
+    try:
+        yield
+    finally:
+        torch.ops.sim.set_capacity(_index(device), 4 << 30)
 
 
 def sleep(ms: float, stream: torch.Stream | None = None) -> None:

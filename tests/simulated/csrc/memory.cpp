@@ -194,7 +194,8 @@ struct Devices final : c10::DeviceAllocator {
     enqueue(
         stream_of(block->device, block->stream), Kind::kHousekeeping,
         [data = block->data, size = block->size] { std::memset(data, kNaN, size); });
-    memory.free[block->stream].emplace(block->size, block);
+    auto& blocks = memory.free[block->stream];
+    blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);  // the first to go
   }
 
   void collect(DeviceMemory& memory) {
