@@ -135,9 +135,7 @@ class Stage(Layers):
         which = self.generators.all if draws is None else draws
         cell = (batch.seed, self.first + len(self.names), i)
         if draws is not None:
-            result, seen = run_seeded(
-                self.generators, which, cell, function, given, observe=False
-            )
+            result, seen = run_seeded(self.generators, which, cell, function, given, observe=False)
             if seen.nests:
                 self.learn(seen)
             return result, draws
