@@ -98,7 +98,7 @@ class Running:
                     lock.release()
 
 
-#: The calls inside of which this runs, from the outermost one on. A pipe inside a layer runs inline:
+#: The calls inside of which this runs, the outermost one first. A pipe inside a layer runs inline:
 #: all nodes of the layer are then made by one thread, which is what autograd orders them by.
 RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("syncpipe_running", default=())
 
