@@ -65,7 +65,7 @@ def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
     return found if LENT in found else []
 
 
-def sent(outputs: tuple[Any, Sequence[Any]], lent: list[int]) -> list[Sequence[int]]:
+def sent(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
     """The marks of a cell's outputs on their way to other stages.
 
     Args:
