@@ -35,6 +35,7 @@ from syncpipe.training import evaluate, train
 
 __all__ = ["Pipe", "inline"]
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _building = forkable()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
@@ -255,7 +256,6 @@ class Pipe(Partitioned):
         return _untraced(train)(
             self._ready(),
             source,
-            parameters=self.parameters(),
             loss_fn=loss_fn,
             schedule=schedule,
             slots=slots,
@@ -298,6 +298,7 @@ class Pipe(Partitioned):
         return _untraced(evaluate)(
             self._ready(),
             source,
+            module=self,
             modules=[*self.modules(), *self._partitions],
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
@@ -343,10 +344,16 @@ class Pipe(Partitioned):
     def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
-        if self._forward_hooks or self._forward_pre_hooks:
+        own = [kind for kind in _HOOKS if getattr(self, kind)]
+        if own:
             raise RuntimeError(
-                "hooks of the pipe itself run in pipe(x), not in train_batch and eval_batch: "
-                "register them on layers, or on pipe.partitions"
+                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
+                "and eval_batch: register them on layers, or on pipe.partitions"
+            )
+        if type(self).forward is not Pipe.forward or "forward" in self.__dict__:
+            raise RuntimeError(
+                f"{type(self).__name__} has a forward of its own, which train_batch and eval_batch "
+                "would not run: call pipe(x), or put what it does into layers and loss_fn"
             )
         if data_iter is not None:
             if input is not None or target is not None:

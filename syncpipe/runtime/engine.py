@@ -24,15 +24,18 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from syncpipe.runtime.random import outside_of_turn
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedule import Action, Program
 
-__all__ = ["RUNNING", "Engine", "Message", "Task"]
+__all__ = ["RUNNING", "Engine", "Message", "Running", "Task"]
+
+_T = TypeVar("_T")
 
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 _LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
@@ -55,9 +58,51 @@ class Task(Protocol):
         """
 
 
-#: Set wherever an action runs. A pipe inside a layer runs inline there: all nodes of the layer are
-#: then made by one thread, which is what autograd orders them by.
-RUNNING: ContextVar[bool] = ContextVar("syncpipe_running", default=False)
+class Running:
+    """A call, for what runs inside of its actions on one thread.
+
+    Args:
+        engine: whose call it is, weakly: what a layer makes may keep this alive.
+        w: the worker.
+        busy: for each worker the lock that it holds during an action; none where one thread runs
+            all of them.
+    """
+
+    __slots__ = ("_alone", "_busy", "_w", "engine")
+
+    def __init__(self, engine: weakref.ref[Engine], w: int, busy: Sequence[threading.Lock]) -> None:
+        self.engine = engine
+        self._w = w
+        self._busy = busy
+        self._alone = not busy
+
+    def alone(self, run: Callable[[], _T]) -> _T:
+        """Runs something while no other worker is in the middle of an action.
+
+        Two may want that: each is then at a place where the other one may run.
+        """
+
+        def stop_others() -> None:
+            self._busy[self._w].release()
+            for lock in self._busy:
+                lock.acquire()
+
+        if self._alone:
+            return run()
+        outside_of_turn(stop_others)  # which may need generators to get to the end of an action
+        self._alone = True
+        try:
+            return run()
+        finally:
+            self._alone = False
+            for w, lock in enumerate(self._busy):
+                if w != self._w:
+                    lock.release()
+
+
+#: The calls inside of which this runs, outermost first. A pipe inside a layer runs inline:
+#: all nodes of the layer are then made by one thread, which is what autograd orders them by.
+RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("syncpipe_running", default=())
 
 
 class _Cancelled(BaseException):
@@ -126,10 +171,12 @@ class _Finished:
 class _Call:
     """One run of a program."""
 
-    def __init__(self, program: Program, task: Task) -> None:
+    def __init__(self, engine: Engine, program: Program, task: Task) -> None:
+        self.engine = weakref.ref(engine)
         self.program = program
         self.task = task
         self.inboxes = [_Inbox() for _ in program]
+        self.busy = [threading.Lock() for _ in program]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = False
 
@@ -148,15 +195,18 @@ class _Call:
         """One action of worker ``w``."""
         if self.cancelled:
             raise _Cancelled
-        # The task gets the only reference to what it receives.
-        messages = self.task.perform(action, self.inboxes[w].take(self.task.needs(action)))
+        received = [self.inboxes[w].take(self.task.needs(action))]
+        with self.busy[w]:
+            # The task gets the only reference to what it receives.
+            messages = self.task.perform(action, received.pop())
         for worker, key, value in messages:
             self.inboxes[worker].put(key, value)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
         action = None
-        RUNNING.set(True)  # each job has a context of its own
+        running = Running(self.engine, w, self.busy)
+        RUNNING.set((*RUNNING.get(), running))  # each job has a context of its own
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
@@ -170,7 +220,7 @@ class _Call:
 
     def run_here(self) -> None:
         """All lists, on the calling thread."""
-        RUNNING.set(True)
+        RUNNING.set((*RUNNING.get(), Running(self.engine, 0, ())))
         if len(self.program) == 1:
             self.run_alone()
         else:
@@ -231,7 +281,7 @@ class Engine:
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Call(program, task)
+        call = _Call(self, program, task)
         if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)
@@ -287,6 +337,13 @@ class Engine:
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)
             self._share = share
+
+    def running(self) -> Running | None:
+        """The call of this engine inside of which the caller of this is, if any."""
+        for running in RUNNING.get():
+            if running.engine() is self:
+                return running
+        return None
 
     def share(self) -> int:
         """The number of intra-op threads for each CPU worker."""

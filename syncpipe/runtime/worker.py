@@ -54,9 +54,9 @@ class Worker:
                 compute = streams.new() if self._private else None
                 self._made = (streams, compute, streams.new(), streams.new())
         streams, compute, outbound, inbound = self._made
-        if streams is not None and compute is None:
-            compute = streams.current()
-        return Lane(self.device, streams, compute, outbound, inbound)
+        caller = None if streams is None else streams.current()
+        compute = caller if compute is None else compute
+        return Lane(self.device, streams, compute, outbound, inbound, caller)
 
     def caller_lane(self) -> Lane:
         """The stream on which the caller of the pipe works on this worker's device."""
