@@ -113,8 +113,17 @@ def memory_allocated(device: _Device = None) -> int:
     return torch.accelerator.memory_allocated(_index(device))
 
 
+def memory_reserved(device: _Device = None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
 def max_memory_allocated(device: _Device = None) -> int:
     return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def mem_get_info(device: _Device = None) -> tuple[int, int]:
+    free = int(torch.ops.sim.free_memory(_index(device)))
+    return free, free + torch.accelerator.memory_reserved(_index(device))
 
 
 def memory_stats(device: _Device = None) -> dict[str, Any]:

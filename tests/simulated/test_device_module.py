@@ -185,8 +185,8 @@ def test_a_process_ends_with_work_under_way():
         stuck.__enter__()
         streams[1].wait_event(streams[0].record_event())
         kept = [torch.ones(1000, device=d) for d in simulated.devices()]
-        for stream in streams:
-            simulated.sleep(20, stream)
+        for device in simulated.devices():
+            simulated.sleep(20, device)
         print("end")
         """
     )

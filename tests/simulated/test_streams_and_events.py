@@ -122,6 +122,22 @@ def test_events_tell_the_time_of_the_device():
     assert start.elapsed_time(end) >= 30
 
 
+def test_a_slow_layer_takes_its_time_on_the_device_of_its_input():
+    stream = torch.accelerator.current_stream(B)
+    x = torch.ones(3, device=B, requires_grad=True)
+    layer = simulated.Slow(10, backward_ms=20)
+    moments = [torch.Event(B, enable_timing=True) for _ in range(3)]
+    stream.record_event(moments[0])
+    y = layer(x)
+    stream.record_event(moments[1])
+    y.sum().backward()
+    stream.record_event(moments[2])
+    stream.synchronize()
+    assert moments[0].elapsed_time(moments[1]) >= 10
+    assert moments[1].elapsed_time(moments[2]) >= 20
+    assert x.grad.cpu().tolist() == [1, 1, 1]
+
+
 def test_streams_run_at_the_same_time():
     """Each is held until the other one is through its own work: in turns, they would hang."""
     first, second = torch.Stream(device=A), torch.Stream(device=A)
