@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ def test_on_simulated_devices(file):
     reason = simulated.unavailable()
     if reason is not None:
         pytest.skip(reason)
+    faulthandler.cancel_dump_traceback_later()  # the process has limits of its own
     command = [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True)
     print(run.stdout, run.stderr)

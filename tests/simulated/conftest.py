@@ -27,8 +27,12 @@ def _only_these(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _only_these(config) and simulated.unavailable() is None:
+    if not _only_these(config):
+        return
+    if simulated.unavailable() is None:
         simulated.load()
+    else:
+        torch.utils.rename_privateuse1_backend("sim")  # the tests name these devices, and skip
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
