@@ -382,9 +382,9 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
 
     def fits(name: str) -> bool:
         kind = KINDS[name]
-        if name == "receive" and not waiting or name == "meet" and tree != "twice":
+        if (name == "receive" and not waiting) or (name == "meet" and tree != "twice"):
             return False
-        if name == "join" and tree != "fork" or name in _ENDS and tree:
+        if (name == "join" and tree != "fork") or (name in _ENDS and tree):
             return False
         return (writable or not kind.inplace) and (kind.once or not shared)
 
