@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -27,6 +26,7 @@ from syncpipe.options import (
 from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
 from syncpipe.pipeline import Pipeline
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedule import Schedule
 from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
@@ -36,7 +36,7 @@ from syncpipe.training import evaluate, train
 __all__ = ["Pipe", "inline"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_building = threading.RLock()
+_building = forkable()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
 

@@ -294,7 +294,8 @@ def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
         if lane.streams is not None
     }
     kinds = {device.type for device in found}
-    for device in _accelerators():
+    # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
+    for device in _accelerators() if kinds else ():
         if device.type in kinds and device not in found:
             # No event: to record one where there is nothing would initialize the device.
             streams = AcceleratorStreams(device)

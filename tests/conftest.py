@@ -1,4 +1,4 @@
-"""What holds for every test: one intra-op thread, a fixed seed, and no thread left behind."""
+"""What holds for every test: CPU workers, one thread each, a fixed seed, no thread left behind."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_report_header() -> str:
+    """Which PyTorch is tested."""
+    return f"torch {torch.__version__}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` skip where there is no CUDA device."""
     if torch.cuda.is_available():
@@ -39,6 +44,22 @@ def one_intra_op_thread() -> None:
 def seeded() -> None:
     """The same parameters and inputs in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test meets accelerators, here or in a process that it starts, unless it says so itself.
+
+    Tests that do are marked ``gpu`` or ``accelerators``. All others get CPU workers where they do
+    not name devices, on every machine.
+    """
+    if any(request.node.get_closest_marker(name) for name in ("gpu", "accelerators")):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
 
 
 def our_threads() -> list[threading.Thread]:

@@ -285,7 +285,6 @@ def test_a_number_of_devices(
         machine_of(3)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without accelerator")
 def test_cpu_workers_where_there_is_nothing_else(measured: list[tuple[str, ...]]) -> None:
     assert machine_of(3).names == ("cpu:0", "cpu:1", "cpu:2")
 

@@ -18,7 +18,6 @@ lock of the outermost stage, which makes one order of locks: stage before random
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from operator import setitem
@@ -30,6 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.snapshot import Snapshot, Swap, swapped, version_of, versions
 
 __all__ = ["OUTERMOST", "Buffers", "Watch"]
@@ -56,7 +56,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.lock: _Lock = threading.RLock()
+        self.lock: _Lock = forkable()
         self.renorming: list[nn.Module] = []
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._restores = False  # whether recomputations were seen to change the modules

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -36,6 +38,7 @@ __all__ = ["RUNNING", "Engine", "Message", "Running", "Task"]
 _T = TypeVar("_T")
 
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
+_LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
 
 
 #: Something that one action sends to another one: for which worker, under which key, what.
@@ -138,20 +141,31 @@ class _Inbox:
 
 
 class _Finished:
-    """Counts the workers that are done with a call and hold nothing of it any more."""
+    """The workers that are done with a call and hold nothing of it any more."""
 
     def __init__(self) -> None:
-        self._workers: list[None] = []
+        self._workers: list[int] = []
         self._news: SimpleQueue[None] = SimpleQueue()
 
-    def report(self) -> None:
-        self._workers.append(None)
+    def report(self, w: int) -> None:
+        self._workers.append(w)
         self._news.put(None)
 
-    def wait(self, count: int) -> None:
-        """Waits for ``count`` reports; may be interrupted and called again."""
-        while len(self._workers) < count:
-            self._news.get()
+    def wait(self, threads: Sequence[WorkerThread], died: Callable[[int], None]) -> None:
+        """Waits for the reports of all ``threads``; may be interrupted and called again.
+
+        Args:
+            threads: of workers 0, 1, ...
+            died: is told of those that will never report.
+        """
+        while len(self._workers) < len(threads):
+            try:
+                self._news.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                for w, thread in enumerate(threads):
+                    if not thread.alive and w not in self._workers:
+                        died(w)
+                        self.report(w)
 
 
 class _Call:
@@ -165,6 +179,11 @@ class _Call:
         self.busy = [threading.Lock() for _ in program]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = False
+
+    def fail(self, rank: tuple[bool, int, int], error: BaseException) -> None:
+        """Notes why the call is over."""
+        self.failures.append((rank, error))
+        self.cancel()
 
     def cancel(self) -> None:
         """Lets every worker stop before its next action."""
@@ -197,9 +216,7 @@ class _Call:
         except _Cancelled:
             pass
         except BaseException as error:
-            rank = (False, -1, w) if action is None else action.rank
-            self.failures.append((rank, error))
-            self.cancel()
+            self.fail((False, -1, w) if action is None else action.rank, error)
 
     def run_here(self) -> None:
         """All lists, on the calling thread."""
@@ -250,6 +267,7 @@ class Engine:
         self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
+        weakref.finalize(self, _stop, self._threads, os.getpid())
 
     def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
@@ -264,11 +282,21 @@ class Engine:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
         call = _Call(self, program, task)
-        if inline or len(program) == 1:
+        if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)
             return
-        submitted, finished = 0, _Finished()
+        submitted: list[WorkerThread] = []
+        finished = _Finished()
+
+        def died(w: int) -> None:
+            name = str(self._workers[w].device)
+            error = RuntimeError(
+                f"the thread of worker {name!r} has died, killed from outside of the pipe: this "
+                "call is lost, and the next one starts a new thread"
+            )
+            call.fail((True, 0, w), error)
+
         try:
             # All workers see concurrent calls in the same order, or two calls could deadlock.
             with self._lock:
@@ -277,13 +305,13 @@ class Engine:
                     context = state.context.copy()
                     device = self._workers[w].device
                     job = _job(context.run, call.work, w, device, state)
-                    thread.submit(job, finished.report)
+                    thread.submit(job, partial(finished.report, w))
                     del job, context
-                    submitted += 1
-            finished.wait(submitted)
+                    submitted.append(thread)
+            finished.wait(submitted, died)
         except BaseException:  # Ctrl-C, above all
             call.cancel()
-            finished.wait(submitted)
+            finished.wait(submitted, died)
             raise
         if call.failures:
             error = min(call.failures, key=lambda failure: failure[0])[1]
@@ -295,16 +323,17 @@ class Engine:
 
     def _start(self) -> None:
         """Starts the threads if need be and shares out the cores."""
-        if not self._threads:
-            self._threads = [WorkerThread(str(worker.device)) for worker in self._workers]
-            weakref.finalize(self, _stop, self._threads, os.getpid())
+        for w, worker in enumerate(self._workers):
+            if w == len(self._threads) or not self._threads[w].alive:
+                self._threads[w : w + 1] = [WorkerThread(str(worker.device))]
+                self._share = 0
         share = self.share()
         if share != self._share:
             mine = torch.get_num_threads()
             done = _Finished()
-            for thread in self._threads:
-                thread.submit(_job(_set_threads, share), done.report)
-            done.wait(len(self._threads))
+            for w, thread in enumerate(self._threads):
+                thread.submit(_job(_set_threads, share), partial(done.report, w))
+            done.wait(self._threads, lambda w: None)
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)
             self._share = share
