@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests import accelerator, simulated
 
 settings.register_profile(
     "ci",
@@ -25,13 +28,29 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}"
 
 
+if os.environ.get("SYNCPIPE_SIMULATED") == "1":  # before any module of tests asks for devices
+    simulated.load()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` skip where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Tests skip where there are no devices for them."""
+    reasons = {}
+    if not torch.accelerator.is_available():
+        reasons["gpu"] = "needs an accelerator"
+    if simulated.loaded() or not torch.cuda.is_available():
+        reasons["cuda"] = "needs a CUDA device, and no simulated one"
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def four_devices() -> list[torch.device]:
+    """Four accelerators, real or simulated."""
+    if accelerator.count() < 4:
+        pytest.skip("needs four accelerators")
+    return [accelerator.device(k) for k in range(4)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,10 +69,10 @@ def seeded() -> None:
 def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test meets accelerators, here or in a process that it starts, unless it says so itself.
 
-    Tests that do are marked ``gpu`` or ``accelerators``. All others get CPU workers where they do
-    not name devices, on every machine.
+    Tests that do are marked ``gpu``, ``cuda`` or ``accelerators``. All others get CPU workers where
+    they do not name devices, on every machine.
     """
-    if any(request.node.get_closest_marker(name) for name in ("gpu", "accelerators")):
+    if any(request.node.get_closest_marker(name) for name in ("gpu", "cuda", "accelerators")):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

@@ -109,7 +109,7 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
             stages % workers or devices != [j % workers for j in range(stages)]
         ):
             schedule = "1f1b"
-        sizes = [chance.randint(1, 9)]
+        sizes = [chunks if chance.random() < 0.3 else chance.randint(1, 9)]
         if driver == "iterator":
             sizes *= chunks
             if chance.random() < 0.3:

@@ -1,7 +1,8 @@
-"""Runs the tests on simulated accelerators, each file in a process of its own."""
+"""Runs the tests marked ``gpu`` on simulated accelerators, each file in a process of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +12,32 @@ import torch
 
 from tests import simulated
 
-FOLDER = Path(simulated.__file__).parent
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+TESTS = Path(__file__).parent
+FILES = [
+    *sorted(path for path in TESTS.glob("test_*.py") if "pytest.mark.gpu" in path.read_text()),
+    *sorted(TESTS.glob("simulated/test_*.py")),
+]
+FILES.remove(Path(__file__))
 
 
 @pytest.mark.timeout(900)  # the first one builds the devices
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [str(path.relative_to(TESTS.parent)) for path in FILES])
 def test_on_simulated_devices(file):
     reason = simulated.unavailable()
     if reason is not None:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True)
-    print(run.stdout, run.stderr)
-    assert run.returncode == 0, f"{file} failed; by hand: pytest {FOLDER / file}"
-    assert " passed" in run.stdout
+    command = [sys.executable, "-m", "pytest", file, "-m", "gpu", "-n0", "-q", "--durations=5"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=TESTS.parent, env={**os.environ, "SYNCPIPE_SIMULATED": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, f"it failed; by hand: SYNCPIPE_SIMULATED=1 pytest -n0 {file}"
+    assert " passed" in done.stdout
 
 
+@pytest.mark.skipif(simulated.loaded(), reason="this is such a process")
 def test_this_process_has_none():
-    assert not simulated.loaded()
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is None or accelerator.type != "sim"
