@@ -7,7 +7,16 @@ from setuptools import find_packages, setup
 README = Path(__file__).parent / "README.md"
 
 DEMO = ["scikit-learn>=1.3", "tqdm>=4.60"]
-TEST = ["pytest>=9.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy", *DEMO]
+# (Ninja builds the simulated devices of the tests.)
+TEST = [
+    "pytest>=9.0",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "ninja>=1.11",
+    "numpy",
+    *DEMO,
+]
 # The formatter and the type checker are pinned: a new release must not turn an old commit red.
 DEV = [*TEST, "ruff==0.17.5", "mypy==2.4.1"]
 

@@ -18,7 +18,6 @@ an abandoned one leaves no trace and `state_dict` has the keys that it always ha
 
 from __future__ import annotations
 
-import os
 import threading
 from contextvars import ContextVar, Token
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.streams import moved
 
 __all__ = [
@@ -52,16 +52,7 @@ class _Moments(NamedTuple):
 
 
 # Running statistics are read, changed and written back: two commits must not interleave.
-_commit_lock = threading.Lock()
-
-
-def _renew_commit_lock() -> None:
-    global _commit_lock
-    _commit_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # the child must not inherit a lock that nobody will release
-    os.register_at_fork(after_in_child=_renew_commit_lock)
+_commit_lock = forkable()
 
 
 class MiniBatchStatistics:

@@ -16,22 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncpipe.kept import Kept, ends_of, own_gradients, without_grad
+from syncpipe.kept import Kept, ends_of
 from syncpipe.last_stage import LastStage
+from syncpipe.leaves import Leaves
 from syncpipe.pipeline import Call
 from syncpipe.runtime.border import Border
 from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.inplace import sent
 from syncpipe.runtime.random import undisturbed_draws
 from syncpipe.runtime.state import without_autocast
 from syncpipe.runtime.weight_gradients import Casts, WeightGradients, can_split
 from syncpipe.schedule import Action, Kind
 from syncpipe.sources import Source
-from syncpipe.tree import aliased, map_tensors, tensors_in
+from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
 __all__ = ["Cells"]
 
 _MISSING = object()
+_OWN = (0,)
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -42,13 +45,13 @@ class _Parcel(NamedTuple):
         value: a tree of tensors without a graph; backward a list.
         event: tells when it is there.
         flags: for each tensor whether it needs a gradient; nothing on the way back.
-        alias: for each tensor whether it shares memory with another one that was sent.
+        marks: for each tensor who else it belongs to; nothing on the way back.
     """
 
     value: Any
     event: Any
     flags: list[bool]
-    alias: list[bool]
+    marks: Sequence[int]
 
 
 class Cells:
@@ -59,7 +62,7 @@ class Cells:
         source: where the micro-batches come from.
         last: takes the outputs.
         splits: the cells whose backward comes in two halves.
-        watch: called with all leaves before they get gradients; None if nobody cares.
+        leaves: what gets gradients; None if nothing does.
 
     Attributes:
         returned: tensors of the caller, with the gradients that go on into the caller's graph.
@@ -72,7 +75,7 @@ class Cells:
         last: LastStage,
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
-        watch: Callable[[Tensor], None] | None = None,
+        leaves: Leaves | None = None,
     ) -> None:
         stages = call.pipeline.stages
         self._call = call
@@ -82,12 +85,12 @@ class Cells:
         self._last_stage = last
         self._last = len(stages) - 1
         self._targets_travel = source.comes and self._last > 0
-        self._watch = watch
+        self._leaves: Any = leaves
         self._came: _Parcel | None = None  # a target that the first stage has for the last, itself
         self._kept: list[dict[int, Kept]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
-        self._fresh: list[list[Tensor] | None] = [None for _ in stages]
+        self._watched: list[dict[int, bool]] = [{} for _ in stages]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -120,16 +123,23 @@ class Cells:
         if j == self._last and self._targets_travel:
             target = self._call.bring(received[-1].value[0], j, received.pop().value[1])
         if j == 0:
-            inputs, flags, counts, alias = self._pulled(i, messages)
+            inputs, flags, counts, marks, beside = self._pulled(i, messages)
         else:
-            inputs, flags, counts, alias = self._unpacked(j, received)
+            inputs, flags, counts, marks = self._unpacked(j, received)
+            beside = None
         kept = Kept(Border(flags), counts)
-        outputs = self._computed(i, j, inputs, kept, alias)
-        del inputs
+        outputs = self._computed(i, j, inputs, kept, marks, beside)
+        lent: Sequence[int] = ()
+        rematerialize = i < self._call.rematerialized[j]
+        if j == 0 or rematerialize or any(marks):
+            lent = self._pipeline.stages[j].handed_on(
+                inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
+            )
+        del inputs, beside
         if self._call.batch.state.grad:
             self._kept[j][i] = kept
         if j < self._last:
-            return messages + self._packed(i, j, outputs, kept)
+            return messages + self._packed(i, j, outputs, kept, lent)
         if self._came is not None:
             target = self._call.bring(self._came.value[0], j, self._came.value[1])
             self._came = None
@@ -140,7 +150,7 @@ class Cells:
 
     def _pulled(
         self, i: int, messages: list[Message]
-    ) -> tuple[Any, list[bool], list[int], list[bool]]:
+    ) -> tuple[Any, list[bool], list[int], list[int], Any]:
         """The input of the first stage; adds to the messages what others need of it."""
         if self._source.comes:
             with undisturbed_draws(), self._call.as_caller():
@@ -153,53 +163,62 @@ class Cells:
             else:
                 self._came = parcel
         else:
-            value = self._source.pull(i)
+            value, target = self._source.pull(i), self._source.beside(i)
         grad = self._call.batch.state.grad
         flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
         # one tensor, and what is done to one of them in place is nothing to the others.
         inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
-        return (inputs, ()), flags, [], []
+        return (inputs, ()), flags, [], [], target
 
     def _unpacked(
         self, j: int, received: list[_Parcel]
-    ) -> tuple[Any, list[bool], list[int], list[bool]]:
+    ) -> tuple[Any, list[bool], list[int], list[int]]:
         """The inputs of a stage that is not the first."""
         values: list[Any] = []
         flags: list[bool] = []
         counts: list[int] = []
-        alias: list[bool] = []
+        marks: list[int] = []
         for parcel in received:
             values.append(parcel.value)
             flags += parcel.flags
             counts.append(sum(parcel.flags))
-            alias += parcel.alias
+            marks += parcel.marks
         received.clear()
-        return (values[0], tuple(values[1:])), flags, counts, alias
+        return (values[0], tuple(values[1:])), flags, counts, marks
 
-    def _computed(self, i: int, j: int, inputs: Any, kept: Kept, alias: list[bool]) -> Any:
+    def _computed(
+        self, i: int, j: int, inputs: Any, kept: Kept, marks: list[int], beside: Any
+    ) -> Any:
         """The outputs of a cell; ``kept`` learns how it goes back."""
         stage, batch = self._pipeline.stages[j], self._call.batch
         given = kept.border.cross(inputs)
         if i < self._call.rematerialized[j]:
-            outputs, kept.again = stage.forget(i, given, batch, kept=inputs, alias=alias)
+            outputs, kept.again = stage.forget(
+                i, given, batch, kept=inputs, marks=marks, beside=beside
+            )
             return outputs
         with self._recording(i, j, kept):
-            outputs, _ = stage.forward(i, given, batch, rematerialize=False, alias=alias)
+            outputs, _ = stage.forward(
+                i, given, batch, rematerialize=False, marks=marks, beside=beside
+            )
         return outputs
 
     def _recording(self, i: int, j: int, kept: Kept) -> AbstractContextManager[Any]:
         """The context of the forward (the last one) of a cell that may go back in halves."""
         if (i, j) not in self._splits or not self._can_split[j]:
             return nullcontext()
-        kept.halves = WeightGradients(self._casts[j])
+        kept.halves = WeightGradients(self._casts[j], self._watched[j])
         return kept.halves.recording()
 
-    def _packed(self, i: int, j: int, outputs: Any, kept: Kept) -> list[Message]:
+    def _packed(
+        self, i: int, j: int, outputs: Any, kept: Kept, lent: Sequence[int]
+    ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
-        alias = iter(aliased(outputs) if skips or not isinstance(output, Tensor) else [False])
-        aliases = [list(islice(alias, len(tensors_in(part)))) for part in (output, *skips)]
+        marks: list[Sequence[int]] = [_OWN]
+        if lent or skips or not isinstance(output, Tensor):
+            marks = sent(outputs, lent)
         messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value, which = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
@@ -210,7 +229,7 @@ class Cells:
             value = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
             value, event = self._call.over(edge, i, value)
             w = self._pipeline.worker_of[edge.target]
-            messages.append((w, (edge.number, i), _Parcel(value, event, flags, aliases[which])))
+            messages.append((w, (edge.number, i), _Parcel(value, event, flags, marks[which])))
         return messages
 
     # -- backward
@@ -223,7 +242,7 @@ class Cells:
         with self._recording(i, j, kept):
             output, skips = stage.again(again, given)
         if j == self._last:
-            kept.ends.append(ends_of(output))
+            kept.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
             kept.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
         if [len(ends) for ends in kept.ends] != kept.expected:
@@ -243,10 +262,12 @@ class Cells:
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
                 without_autocast(self._call.batch.state),
             ):
-                fresh, watch = self._expecting(j), self._watch
-                kept.go_back(grads, watch and partial(self._call.for_caller, j, watch))
-                self._fresh[j] = self._got(j, fresh)
-                self._got(j, kept.leaves)
+                self._pipeline.stages[j].backward(
+                    i,
+                    self._call.batch,
+                    partial(kept.go_back, grads, partial(self._leaves.look, j)),
+                )
+                self._leaves.got(j)
         except BaseException as error:
             annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")
             raise
@@ -268,32 +289,16 @@ class Cells:
     def _backward_weight(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
-            fresh = self._expecting(j)
             halves.accumulate()
-            self._fresh[j] = self._got(j, fresh)
+            self._leaves.got(j)
         return []
-
-    def _expecting(self, j: int) -> list[Tensor]:
-        """The parameters of a stage that will get their first gradient."""
-        fresh = self._fresh[j]
-        if fresh is None:
-            parameters = list(self._pipeline.stages[j].partition.parameters())
-            self._call.hand_over(j, [parameter.grad for parameter in parameters])
-            fresh = without_grad(parameters)
-        return fresh
-
-    def _got(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
-        """Looks after first gradients, with which the caller goes on; returns who has none yet."""
-        rest = own_gradients(leaves)
-        if len(rest) < len(leaves):
-            self._call.hand_over(j, [leaf.grad for leaf in leaves])
-        return rest
 
     def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
-        self._call.hand_over(j, border.grads)
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
+                grad = compact(grad)
+                self._call.hand_over(j, grad)
                 self.returned.append((tensor, grad))
 
 

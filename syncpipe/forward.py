@@ -8,7 +8,6 @@ It leaves one true autograd graph behind; how that goes back is drawn in ``runti
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,16 +17,17 @@ from syncpipe.microbatch import gather, scatter
 from syncpipe.pipeline import Call, Pipeline
 from syncpipe.runtime.checkpoint import Frame
 from syncpipe.runtime.engine import Message
+from syncpipe.runtime.inplace import sent
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import Lane
 from syncpipe.runtime.transfer import early, gate
 from syncpipe.schedule import Action, forward_program
-from syncpipe.tree import aliased, map_tensors, tensors_in
+from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["forward"]
 
 
-_ALONE = (False,)
+_OWN = (0,)
 
 
 class _Parcel(NamedTuple):
@@ -37,14 +37,13 @@ class _Parcel(NamedTuple):
         value: a tree.
         event: tells when it is there.
         tokens: start the recomputations of the last micro-batch.
-        alias: for each tensor of the value, whether it shares memory with another one that the
-            source sends; nothing where none does.
+        marks: for each tensor of the value, who else it belongs to (see ``runtime.inplace``).
     """
 
     value: Any
     event: Any
     tokens: tuple[Tensor, ...]
-    alias: Sequence[bool]
+    marks: Sequence[int]
 
 
 def forward(
@@ -103,36 +102,42 @@ class _Forward:
         _, i, j = action
         lane = self._lanes[self._pipeline.worker_of[j]]
         with lane.active():
-            inputs, tokens, alias = self._unpacked(i, j, lane, received)
+            inputs, tokens, marks = self._unpacked(i, j, lane, received)
+            stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
             with self._call.span(action):
-                outputs, frame = self._pipeline.stages[j].forward(
-                    i, inputs, self._batch, rematerialize=i < self._rematerialized[j], alias=alias
+                outputs, frame = stage.forward(
+                    i, inputs, self._batch, rematerialize=rematerialize, marks=marks
                 )
+                lent: Sequence[int] = ()
+                if j == 0 or rematerialize or any(marks):
+                    lent = stage.handed_on(
+                        inputs, marks, outputs, self._batch, rematerialize=rematerialize
+                    )
                 if self._recorder is not None and self._batch.state.grad:
                     self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
                 del inputs
                 if self._gated:
                     outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-                return self._packed(i, j, outputs, tokens)
+                return self._packed(i, j, outputs, tokens, lent)
 
     def _unpacked(
         self, i: int, j: int, lane: Lane, received: list[_Parcel]
-    ) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Tensor, ...], list[bool]]:
-        """The inputs of the stage, the tokens that came along, and what has an alias."""
+    ) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Tensor, ...], list[int]]:
+        """The inputs of the stage, the tokens that came along, and the marks of the inputs."""
         if j == 0:  # which nothing can send to
             value, self._inputs[i] = self._inputs[i], None
             return (value, ()), (), []
         values: list[Any] = []
         tokens: tuple[Tensor, ...] = ()
-        alias: list[bool] = []
+        marks: list[int] = []
         for parcel in received:
             if parcel.event is not None:
                 lane.receive(parcel.event, tensors_in(parcel.value))
             values.append(parcel.value)
             tokens += parcel.tokens
-            alias += parcel.alias
+            marks += parcel.marks
         received.clear()
-        return (values[0], tuple(values[1:])), tokens, alias
+        return (values[0], tuple(values[1:])), tokens, marks
 
     def _gate(
         self, i: int, j: int, outputs: Any, frame: Frame | None, tokens: tuple[Tensor, ...]
@@ -162,20 +167,21 @@ class _Forward:
                 tokens = (*tokens, early(frame, start))
         return outputs, tokens
 
-    def _packed(self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...]) -> list[Message]:
+    def _packed(
+        self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...], lent: Sequence[int]
+    ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
-        flags: list[Sequence[bool]] = [_ALONE]
-        if skips or not isinstance(output, Tensor):
-            alias = iter(aliased(outputs))
-            flags = [list(islice(alias, len(tensors_in(part)))) for part in (output, *skips)]
+        marks: list[Sequence[int]] = [_OWN]
+        if lent or skips or not isinstance(output, Tensor):
+            marks = sent(outputs, lent)
         messages: list[Message] = []
         for edge in self._pipeline.outgoing[j]:
             value = output if edge.skip is None else skips[edge.skip]
             w = self._pipeline.worker_of[edge.target]
             along = tokens if edge.skip is None else ()
             value, event = self._call.over(edge, i, value, graph=True)
-            parcel = _Parcel(value, event, along, flags[0 if edge.skip is None else 1 + edge.skip])
+            parcel = _Parcel(value, event, along, marks[0 if edge.skip is None else 1 + edge.skip])
             messages.append((w, (edge.number, i), parcel))
         if j == len(self._pipeline.stages) - 1:
             self.outputs[i] = output

@@ -9,7 +9,7 @@ business. Of a re-materialized cell it holds the inputs, until the cell is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from syncpipe.runtime.again import Again
 from syncpipe.runtime.border import Border
 from syncpipe.runtime.weight_gradients import WeightGradients
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import distinct, map_tensors, tensors_in
 
-__all__ = ["Kept", "cut", "ends_of", "leaves_of", "own_gradients", "without_grad"]
+__all__ = ["Kept", "cut", "ends_of", "leaves_of"]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class Kept:
         root: the loss, on the last stage, until it has gone back.
         output: where the graph of the loss begins.
         target: the border of the targets, if any need a gradient; and which these are.
-        leaves: those of the loss's graph that have no gradient yet.
         halves: keeps the weight gradients for later, if the backward is split.
     """
 
@@ -52,17 +51,16 @@ class Kept:
     output: Border | None = None
     target: Border | None = None
     targets: list[Tensor] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
     halves: WeightGradients | None = None
 
     def go_back(
-        self, grads: list[list[Tensor | None]], watch: Callable[[Tensor], None] | None
+        self, grads: list[list[Tensor | None]], look: Callable[[list[Tensor]], None]
     ) -> None:
         """Backward through the graph of the cell.
 
         Args:
             grads: for each outgoing edge the gradients of the outputs that need one; emptied.
-            watch: called with every leaf of the graph, before it gets a gradient.
+            look: called with the leaves of the graph, before they get gradients.
         """
         if self.root is not None:
             torch.autograd.backward(self.root)
@@ -79,9 +77,7 @@ class Kept:
         grads.clear()
         if not roots:
             return
-        if watch is not None:
-            for leaf in leaves_of(roots, ()):
-                watch(leaf)
+        look(leaves_of([root.node for root in roots]))
         with nullcontext() if self.halves is None else self.halves.splitting():
             torch.autograd.backward(roots, given)
 
@@ -92,57 +88,31 @@ def ends_of(value: Any) -> list[GradientEdge]:
 
 
 def cut(value: Any) -> tuple[Border, Any]:
-    """The tensors of a tree as the begin of a new graph."""
-    border = Border([tensor.requires_grad for tensor in tensors_in(value)])
-    return border, border.cross(map_tensors(lambda tensors: [t.detach() for t in tensors], value))
+    """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
+    tensors = distinct(value)
+    if len(tensors) == 1 and tensors[0] is value:
+        border = Border([value.requires_grad])
+        return border, border.cross(value.detach())
+    border = Border([tensor.requires_grad for tensor in tensors])
+    crossed = border.cross([tensor.detach() for tensor in tensors])
+    begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
+    return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
 
 
-def leaves_of(roots: list[Any], given: Any) -> list[Tensor]:
-    """The leaves that tensors or ends of a graph depend on, but for those behind ``given``."""
-    seen = {tensor.grad_fn for tensor in tensors_in(given)}
-    nodes: list[Any] = [r.grad_fn if isinstance(r, Tensor) else r.node for r in roots]
-    leaves = []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
+def leaves_of(nodes: list[Any]) -> list[Tensor]:
+    """The leaves of a graph that ends in these nodes; the list is used up."""
+    seen = set(nodes)
+    leaves: list[Tensor] = []
+    for node in nodes:  # which grows
+        if type(node) is _AccumulateGrad:
             leaves.append(node.variable)
-        nodes += [following for following, _ in node.next_functions]
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
     return leaves
 
 
-def without_grad(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the leaves that will get their first gradient."""
-    return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
-
-
-def own_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Gives leaves that just got their first gradient memory of their own for it.
-
-    To save a copy autograd makes it of a tensor that nobody else refers to. But it does not look
-    behind views: of ``x + p.view(...)`` both gradients are one memory. While that of ``x`` is on
-    its way to another stage, or waits for its weight half, the next micro-batch would be added
-    to it in place.
-
-    Returns:
-        The leaves that have no gradient yet.
-    """
-    for leaf in leaves:
-        if type(leaf.grad) is Tensor and _is_shared(leaf.grad):
-            leaf.grad = leaf.grad.clone()
-    return without_grad(leaves)
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and _users(tensor) > _ALONE
-
-
-def _users(tensor: Tensor) -> int:
-    count: int = _C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
 _C: Any = torch._C
-_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
+_AccumulateGrad = _C._functions.AccumulateGrad

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from syncpipe.tree import described, flatten, leaf_names, unflatten
+from syncpipe.objects import hidden_tensor
+from syncpipe.tree import Structure, described, flatten, leaf_names, unflatten
 
 __all__ = ["NoChunk", "gather", "scatter", "scatter_pair", "unwrapped"]
 
@@ -53,10 +53,11 @@ def scatter(input: Any, chunks: int) -> list[Any]:
         chunks: how many micro-batches to make, at most.
 
     Returns:
-        The micro-batches, each of the structure of ``input``. Without any tensor to cut there is
-        exactly one.
+        The micro-batches, each of the structure of ``input``.
 
     Raises:
+        TypeError: ``chunks`` is not 1, and there is nothing to cut; or an object holds tensors that
+            are not found.
         ValueError: a tensor has no dimension to cut, or the tensors give different numbers of
             pieces.
     """
@@ -109,6 +110,8 @@ def unwrapped(micro_batch: Any) -> tuple[Any, int]:
 
 def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
     leaves, spec = flatten(tree)
+    if chunks > 1:
+        _refuse_uncut(named, chunks)
     pieces = {
         k: leaf.chunk(chunks)
         for k, leaf in enumerate(leaves)
@@ -129,12 +132,42 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
     ]
 
 
+def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
+    """Refuses what would go whole to every micro-batch though it should not.
+
+    Raises:
+        TypeError: an object holds tensors where they are not found; or there is no tensor to cut.
+    """
+    for name, tree in named.items():
+        leaves, _ = flatten(tree)
+        for k, leaf in enumerate(leaves):
+            if (at := hidden_tensor(leaf)) is not None and not isinstance(leaf, NoChunk):
+                what = f"{leaf_names(name, tree)[k]}, of type {type(leaf).__name__}, holds a tensor"
+                raise TypeError(
+                    f"{what} ({at}) that is not seen there, and would go whole to each of the "
+                    f"micro-batches (chunks={chunks}): pass the tensors in a tuple, a dict or a "
+                    "dataclass, or register the class by "
+                    "torch.utils._pytree.register_pytree_node"
+                )
+    if not any(isinstance(leaf, Tensor) for leaf in flatten(named["input"])[0]):
+        raise TypeError(
+            f"the input ({_type_in_words(named['input'])}) holds no tensor to cut into "
+            f"micro-batches (chunks={chunks}), so each of them would be the whole of it: give it "
+            "a tensor with one entry a sample, in a tuple, a dict or a dataclass (not in NoChunk); "
+            "or set chunks=1"
+        )
+
+
+def _type_in_words(value: Any) -> str:
+    return f"{value!r}" if isinstance(value, NoChunk) or value is None else type(value).__name__
+
+
 def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
     lines = []
     leaves = [
         pair
         for name, tree in named.items()
-        for pair in zip(leaf_names(name, tree), pytree.tree_leaves(tree), strict=True)
+        for pair in zip(leaf_names(name, tree), flatten(tree)[0], strict=True)
     ]
     for where, leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -179,13 +212,13 @@ def gather(outputs: list[Any]) -> Any:
     if all(isinstance(output, Tensor) for output in outputs):
         return _concatenate(outputs, first, 0)
 
-    columns, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
-    for i, spec in enumerate(specs):
-        if spec != specs[0]:
+    columns, structures = zip(*map(flatten, outputs), strict=True)
+    for i, structure in enumerate(structures):
+        if structure is None or structures[0] is None or not structure.like(structures[0]):
             raise ValueError(
                 "the outputs of the micro-batches differ in structure: micro-batch 0 gave "
-                f"{specs[0]}, micro-batch {i} gave {spec}. Let the last layer return the same "
-                "structure for every micro-batch."
+                f"{_shown(structures[0])}, micro-batch {i} gave {_shown(structure)}. Let the last "
+                "layer return the same structure for every micro-batch."
             )
     gathered = [
         _concatenate(list(row), first, k)
@@ -193,7 +226,14 @@ def gather(outputs: list[Any]) -> Any:
         else _common(list(row), first, k)
         for k, row in enumerate(zip(*columns, strict=True))
     ]
-    return pytree.tree_unflatten(gathered, specs[0])
+    return unflatten(gathered, structures[0])
+
+
+def _shown(structure: Structure | None) -> str:
+    if structure is None:
+        return "a tensor"
+    inner = [type(part[0].like).__name__ for part in structure.inner if part is not None]
+    return f"{structure.spec}" + (f" with {', '.join(inner)}" if inner else "")
 
 
 def _concatenate(row: list[Any], output: Any, k: int) -> Tensor:

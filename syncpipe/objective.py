@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.streams import moved
-from syncpipe.tree import described
+from syncpipe.tree import compact, described
 
 __all__ = ["REDUCTIONS", "Objective"]
 
@@ -57,9 +57,11 @@ class Objective:
         self._weighted: bool | None = None  # whether the loss comes with a weight; not known yet
 
     @property
-    def open(self) -> bool:
-        """Whether gradients may have to be multiplied by a factor in the end, as far as known."""
-        return self._reduction != "sum" and self._total is None
+    def name(self) -> Any:
+        """Tells apart loss functions that do different things: their code, if they have any."""
+        function = self._loss_fn
+        function = getattr(function, "func", getattr(function, "__func__", function))
+        return getattr(function, "__code__", type(function))
 
     def call(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function with output and target."""
@@ -81,7 +83,7 @@ class Objective:
             TypeError, ValueError: the result is no loss, or its weight is no weight.
         """
         loss, weight = self._checked(result, size)
-        self._losses[i], self._weights[i] = loss.detach(), weight
+        self._losses[i], self._weights[i] = compact(loss.detach()), weight
         if self._base is None:
             self._base = self._m * _not_zero(weight)
         loss = self._part(loss, weight, self._base)
@@ -179,7 +181,7 @@ def _checked_weight(weight: Any, loss: Tensor) -> _Weight:
         )
     # Counts are often integers, and too large for half precision.
     dtype = torch.promote_types(loss.dtype, torch.float32)
-    return moved(weight.reshape(()), loss.device, dtype)
+    return compact(moved(weight.reshape(()), loss.device, dtype))
 
 
 def _not_zero(weight: _Weight) -> _Weight:

@@ -19,6 +19,7 @@ __all__ = [
     "check_devices",
     "check_input",
     "check_module",
+    "check_no_hooks",
     "check_shared",
     "default_devices",
     "missing_balance",
@@ -69,7 +70,7 @@ def check_module(module: Any) -> None:
             f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
             "where no layer of a pipe can use them: move them into a layer"
         )
-    hooks = [name for name in _HOOKS if getattr(module, name, None)]
+    hooks = _hooks_of(module)
     if hooks:
         raise ValueError(
             f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
@@ -80,6 +81,25 @@ def check_module(module: Any) -> None:
             "module was compiled as a whole (module.compile()), which a pipe would not run: "
             "compile the layers"
         )
+
+
+def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
+    """Refuses to make other partitions of those that have hooks, which would be gone.
+
+    Raises:
+        ValueError: with the partition and its hooks.
+    """
+    for j, partition in enumerate(partitions):
+        hooks = _hooks_of(partition)
+        if hooks:
+            raise ValueError(
+                f"pipe.partitions[{j}] has hooks ({', '.join(hooks)}), and another balance makes "
+                "other partitions, without them: remove the hooks first, or register them on layers"
+            )
+
+
+def _hooks_of(module: nn.Module) -> list[str]:
+    return [name for name in _HOOKS if getattr(module, name, None)]
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:

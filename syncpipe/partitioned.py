@@ -23,6 +23,7 @@ from syncpipe.partition import (
     check_balance,
     check_devices,
     check_module,
+    check_no_hooks,
     check_shared,
     default_devices,
     missing_balance,
@@ -90,11 +91,17 @@ class Partitioned(nn.Module):
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
         layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
-        for size in balance:
+        old: list[Partition] = self.__dict__.get("_partitions", [])
+        same = self.__dict__.get("_balance") == balance
+        for j, size in enumerate(balance):
             partition = Partition()
+            if same:  # hooks, which are on the partitions that people have seen
+                partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
             partition.training = self.training
             partitions.append(partition)
+        if not same:
+            check_no_hooks(old)
         check_shared(partitions, workers)
         move_layers(partitions, workers)
         self._balance, self._workers, self._partitions = balance, workers, partitions

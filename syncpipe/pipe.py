@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -27,6 +26,7 @@ from syncpipe.options import (
 from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
 from syncpipe.pipeline import Pipeline
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedule import Schedule
 from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
@@ -35,7 +35,8 @@ from syncpipe.training import evaluate, train
 
 __all__ = ["Pipe", "inline"]
 
-_building = threading.RLock()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_building = forkable()
 _inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
 
@@ -238,7 +239,7 @@ class Pipe(Partitioned):
                 function gave; the message says which.
             RuntimeError: gradients are switched off, or the loss needs none.
 
-        Whatever the call raises, ``.grad`` of all parameters is then what it was before the call,
+        Whatever the call raises, ``.grad`` of all leaves is then what it was before the call,
         and the pipe goes on working. That takes a copy of gradients that are there already when
         the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
         random generators, stay as the failed call left them.
@@ -255,7 +256,6 @@ class Pipe(Partitioned):
         return _untraced(train)(
             self._ready(),
             source,
-            parameters=self.parameters(),
             loss_fn=loss_fn,
             schedule=schedule,
             slots=slots,
@@ -276,7 +276,8 @@ class Pipe(Partitioned):
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
 
-        The ``training`` flags of all modules are as before when it returns.
+        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
+        its own ``train()``.
 
         Args:
             input: as for :meth:`train_batch`.
@@ -298,6 +299,7 @@ class Pipe(Partitioned):
         return _untraced(evaluate)(
             self._ready(),
             source,
+            module=self,
             modules=[*self.modules(), *self._partitions],
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
@@ -343,10 +345,16 @@ class Pipe(Partitioned):
     def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
-        if self._forward_hooks or self._forward_pre_hooks:
+        own = [kind for kind in _HOOKS if getattr(self, kind)]
+        if own:
             raise RuntimeError(
-                "hooks of the pipe itself run in pipe(x), not in train_batch and eval_batch: "
-                "register them on layers, or on pipe.partitions"
+                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
+                "and eval_batch: register them on layers, or on pipe.partitions"
+            )
+        if type(self).forward is not Pipe.forward or "forward" in self.__dict__:
+            raise RuntimeError(
+                f"{type(self).__name__} has a forward of its own, which train_batch and eval_batch "
+                "would not run: call pipe(x), or put what it does into layers and loss_fn"
             )
         if data_iter is not None:
             if input is not None or target is not None:

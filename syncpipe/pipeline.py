@@ -20,7 +20,7 @@ from syncpipe.batchnorm import MiniBatchStatistics
 from syncpipe.layers import MiniBatch, Partition
 from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.engine import RUNNING, Engine, Task
-from syncpipe.runtime.random import draw_seed
+from syncpipe.runtime.random import draw_seed, others_may_draw, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory
@@ -135,7 +135,9 @@ class Call:
     ) -> None:
         state = CallerState()
         self.pipeline = pipeline
-        self.inline = inline or state.needs_inline or RUNNING.get() or len(pipeline.workers) == 1
+        self.inline = (
+            inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
+        )
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
         counts = {"always": m, "except_last": m - 1, "never": 0}
@@ -147,6 +149,7 @@ class Call:
             draw_seed(),
             state,
             threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
+            disturbed=others_may_draw(),
             forwards=[0] * len(stages),
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
             recorder=recorder,
@@ -169,8 +172,15 @@ class Call:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
             lane.follow(caller)
         self.lane_of(0).adopt(tensors_in(input), self._caller_of(0))
+        run = partial(
+            self.pipeline.engine.run,
+            program,
+            task,
+            self.batch.state,
+            inline=self.inline,
+        )
         try:
-            self.pipeline.engine.run(program, task, self.batch.state, inline=self.inline)
+            outside_of_turn(run)  # the order of locks is: stage before random state
         finally:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.follow(lane)
@@ -284,7 +294,8 @@ def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
         if lane.streams is not None
     }
     kinds = {device.type for device in found}
-    for device in _accelerators():
+    # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
+    for device in _accelerators() if kinds else ():
         if device.type in kinds and device not in found:
             # No event: to record one where there is nothing would initialize the device.
             streams = AcceleratorStreams(device)

@@ -49,6 +49,10 @@ class Source:
         target, self._targets[i] = self._targets[i], None
         return target
 
+    def beside(self, i: int) -> Any:
+        """What came with the input of a micro-batch: the target, as long as it is here."""
+        return self._targets[i]
+
     def inputs(self, i: int) -> list[Tensor]:
         """The tensors in the input of a micro-batch that need a gradient, once it was pulled."""
         return self._inputs[i] or []

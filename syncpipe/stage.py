@@ -6,21 +6,26 @@ after, and where it is re-materialized it is told how to be computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from syncpipe.layers import Cell, Inputs, Layers, MiniBatch
 from syncpipe.runtime.again import Again, forgotten
 from syncpipe.runtime.buffers import OUTERMOST, Watch
 from syncpipe.runtime.checkpoint import Frame
 from syncpipe.runtime.errors import annotate_backward
+from syncpipe.runtime.inplace import Given, entering, handed_on
 from syncpipe.runtime.random import run_seeded
-from syncpipe.runtime.snapshot import Snapshot, Unchanged, versions
-from syncpipe.tree import clones, map_tensors, tensors_in
+from syncpipe.runtime.snapshot import Snapshot, Unchanged
+from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
 
 _T = TypeVar("_T")
+_BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
 
 
 class Stage(Layers):
@@ -30,9 +35,20 @@ class Stage(Layers):
         super().__init__(*args)
         self._mutates_inputs: bool | None = None  # not known yet
         self._has_python_nodes: bool | None = None  # not known yet
+        # TorchScript compiles itself in its second run, and stores other tensors in that one.
+        self._compiled = not any(
+            isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
+        )
 
     def forward(
-        self, i: int, inputs: Inputs, batch: MiniBatch, *, rematerialize: bool, alias: list[bool]
+        self,
+        i: int,
+        inputs: Inputs,
+        batch: MiniBatch,
+        *,
+        rematerialize: bool,
+        marks: list[int],
+        beside: Any = None,
     ) -> tuple[Inputs, Frame | None]:
         """Computes cell ``(i, j)``.
 
@@ -41,8 +57,9 @@ class Stage(Layers):
             inputs: the input of the first layer, and the skips that this stage pops.
             batch: what the cells of this call share.
             rematerialize: store nothing for backward, compute the cell again then.
-            alias: for each tensor of the inputs (nothing for the mini-batch's own) whether it
-                shares its memory with something that was sent, too.
+            marks: for each tensor of the inputs (nothing for what comes from the caller) who else
+                it belongs to.
+            beside: what else came from the caller.
 
         Returns:
             The output of the last layer with the skips for other stages; and the frame that
@@ -51,7 +68,7 @@ class Stage(Layers):
         cell = Cell(self, i, batch)
 
         def run() -> tuple[Inputs, Frame | None]:
-            outputs, frame = self._run(cell, inputs, rematerialize, alias)
+            outputs, frame = self._run(cell, inputs, rematerialize, marks, beside)
             self._count(batch)
             return outputs, frame
 
@@ -62,7 +79,14 @@ class Stage(Layers):
         return outputs, frame
 
     def forget(
-        self, i: int, inputs: Inputs, batch: MiniBatch, *, kept: Inputs, alias: list[bool]
+        self,
+        i: int,
+        inputs: Inputs,
+        batch: MiniBatch,
+        *,
+        kept: Inputs,
+        marks: list[int],
+        beside: Any = None,
     ) -> tuple[Inputs, Again]:
         """Computes cell ``(i, j)``, to be forgotten and computed again by :meth:`again`.
 
@@ -71,7 +95,8 @@ class Stage(Layers):
             inputs: as for :meth:`forward`.
             batch: what the cells of this call share.
             kept: the inputs without their graph.
-            alias: as for :meth:`forward`.
+            marks: as for :meth:`forward`.
+            beside: as for :meth:`forward`.
 
         Returns:
             The outputs, and how to compute them again.
@@ -79,19 +104,20 @@ class Stage(Layers):
         cell = Cell(self, i, batch)
 
         def run() -> tuple[Inputs, Again]:
-            watch = self._watch(cell)
-            again = Again(
-                cell.again,
-                kept,
-                mutates_inputs=self._mutates_inputs is not False,
-                buffers=watch,
-                where=cell.where,
-            )
+            watch, cell.drawn = self._watch(cell), {}
+            given = self._given(inputs, self._marked(cell, inputs, marks, beside), kept)
             unchanged = Unchanged(inputs)
-            outputs = self._watched(cell, inputs, lambda given: forgotten(cell.run, given), alias)
+            outputs, written = self._written(cell, given, lambda tree: forgotten(cell.run, tree))
             unchanged.check(cell.where)
             self._learn(watch, batch)
             self._count(batch)
+            again = Again(
+                cell.again,
+                given.settle(written),
+                mutates_inputs=True in written,
+                buffers=watch,
+                where=cell.where,
+            )
             return outputs, again
 
         self._snapshot(batch)
@@ -111,6 +137,7 @@ class Stage(Layers):
         function: Callable[[Any], Any],
         given: Any,
         draws: int | None,
+        name: Any,
     ) -> tuple[Any, int]:
         """Calls a function (the loss) as if it were one more layer after those of this stage.
 
@@ -120,6 +147,7 @@ class Stage(Layers):
             function: the function.
             given: its argument.
             draws: bit mask of the generators that it draws from; None if that is not known yet.
+            name: tells functions apart.
 
         Returns:
             What the function returns, and the bit mask.
@@ -128,10 +156,53 @@ class Stage(Layers):
             return function(given), 0
         which = self.generators.all if draws is None else draws
         cell = (batch.seed, self.first + len(self.names), i)
-        result, drew = run_seeded(
-            self.generators, which, cell, function, given, observe=draws is None
+        if draws is not None:
+            result, seen = run_seeded(self.generators, which, cell, function, given, observe=False)
+            if seen.nests:
+                self.learn(seen)
+            return result, draws
+        look = self.look((name, torch.is_grad_enabled()))
+        result, seen = run_seeded(
+            self.generators, which, cell, function, given, observe=True, look=look
         )
-        return result, draws or drew
+        self.learn(seen)
+        return result, seen.draws
+
+    def backward(self, i: int, batch: MiniBatch, run: Callable[[], None]) -> None:
+        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
+
+        Args:
+            i: the micro-batch.
+            batch: what the cells of this call share.
+            run: runs it.
+        """
+        draws = batch.backward_draws.get(self.j)
+        if draws is None:
+            unknown = self.python_behind or (not self._nests and _hooked(self.partition))
+            draws = self.generators.all if unknown else self.backward_draws
+            batch.backward_draws[self.j] = self.backward_draws
+        else:
+            unknown = False
+        if not draws:
+            run()
+            return
+        cell = (batch.seed + _BACKWARD, self.first, i)
+
+        def seeded() -> None:
+            _, seen = run_seeded(
+                self.generators,
+                draws,
+                cell,
+                lambda _: run(),
+                None,
+                observe=unknown,
+                look=unknown and self.look("backward"),
+            )
+            if unknown:
+                self.backward_draws |= seen.draws
+                batch.backward_draws[self.j] = self.backward_draws
+
+        self._alone(seeded)  # the order of locks is: stage before random state
 
     def _alone(self, run: Callable[[], _T]) -> _T:
         """Runs something that may touch the buffers of this stage."""
@@ -156,24 +227,58 @@ class Stage(Layers):
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
 
+    def handed_on(
+        self,
+        inputs: Inputs,
+        marks: Sequence[int],
+        outputs: Inputs,
+        batch: MiniBatch,
+        *,
+        rematerialize: bool,
+    ) -> list[int]:
+        """The marks of outputs that are inputs which others need, too; nothing where none is."""
+        if self.j > 0 and not rematerialize:
+            return handed_on(inputs, marks, outputs) if any(marks) else []
+        if not batch.state.grad:
+            return []
+        if len(inputs[1]) == len(outputs[1]) == 0:
+            given, made = inputs[0], outputs[0]
+            lone = isinstance(given, Tensor) and isinstance(made, Tensor)
+            if lone and storage_of(given) != storage_of(made):  # mostly it is so
+                return []
+        return handed_on(inputs, (), outputs)
+
     def _run(
-        self, cell: Cell, inputs: Inputs, rematerialize: bool, alias: list[bool]
+        self, cell: Cell, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
     ) -> tuple[Inputs, Frame | None]:
-        if rematerialize:
-            return self._rematerialized(cell, inputs, alias)
-        if True in alias or (self._shares_inputs(cell.batch, inputs) and cell.batch.state.grad):
-            return self._watched(cell, inputs, cell.run, alias), None
+        compiled, self._compiled = self._compiled, True
+        if rematerialize and (compiled or cell.batch.m > 1):  # or the second would recompute
+            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, beside))
+        if self.j == 0 and self._mutates_inputs is not False:
+            marks = self._marked(cell, inputs, marks, beside)
+        if any(marks) and cell.batch.state.grad:
+            return self._written(cell, self._given(inputs, marks), cell.run)[0], None
         return cell.run(inputs), None
 
+    def _marked(self, cell: Cell, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
+        """The marks, also of what comes from the caller, which matters to who writes into it."""
+        if self.j > 0 or not cell.batch.state.grad:
+            return marks
+        if self._mutates_inputs is False:
+            return [0] * len(tensors_in(inputs))
+        return entering(inputs, beside)
+
     def _rematerialized(
-        self, cell: Cell, inputs: Inputs, alias: list[bool]
+        self, cell: Cell, inputs: Inputs, marks: list[int]
     ) -> tuple[Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
-        watch = self._watch(cell)
+        watch, cell.drawn = self._watch(cell), {}
+        kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
+        given = self._given(inputs, marks, kept)
         frame = Frame(
             self._recorded(cell),
-            inputs,
-            mutates_inputs=self._mutates_inputs is not False,
+            given.kept,
+            requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
             sandboxed=watch.sandboxed,
             lock=OUTERMOST.get(),
             state=cell.batch.state,
@@ -181,7 +286,8 @@ class Stage(Layers):
             where=cell.where,
         )
         unchanged = Unchanged(inputs)
-        outputs = self._watched(cell, inputs, lambda given: frame.forward(cell.run, given), alias)
+        outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
+        frame.keep(given.settle(written), mutates_inputs=True in written)
         unchanged.check(cell.where)
         self._learn(watch, cell.batch)
         return outputs, frame if frame.stores else None
@@ -220,41 +326,34 @@ class Stage(Layers):
 
         return again
 
-    def _shares_inputs(self, batch: MiniBatch, inputs: Inputs) -> bool:
-        """Whether writing into an input shows in another micro-batch's, or in the caller's leaf.
+    def _given(self, inputs: Inputs, marks: list[int], kept: Inputs | None = None) -> Given:
+        return Given(inputs, marks, copy=self._mutates_inputs is not False, kept=kept)
 
-        Beyond stage 0 it shows in the version only, which all views of the mini-batch share: an
-        entry of the input that went through other stages seems to have changed for a recomputation.
-        """
-        if self.j > 0:
-            return self._mutates_inputs is True and bool(batch.snapshots)
-        if self._mutates_inputs is False:
-            return False
-        return batch.m > 1 or any(tensor.requires_grad for tensor in tensors_in(inputs))
-
-    def _watched(
-        self, cell: Cell, inputs: Inputs, run: Callable[[Inputs], Inputs], alias: list[bool]
-    ) -> Inputs:
-        """Runs a cell whose inputs must stay as they are: on copies, if it writes into them."""
-        copy = self._mutates_inputs is not False
-        if copy:
-            inputs = map_tensors(clones, inputs)
-        before = versions(inputs)
-        outputs = run(inputs)
-        after = versions(inputs)
-        mutated = before != after
+    def _written(
+        self, cell: Cell, given: Given, run: Callable[[Inputs], Inputs]
+    ) -> tuple[Inputs, list[bool]]:
+        """Runs a cell, and sees which inputs it writes into."""
+        outputs = run(given.tree)
+        written = given.written()
+        mutated = True in written
         self._mutates_inputs = mutated or bool(self._mutates_inputs)
-        if mutated and any(
-            flag and then != now for flag, then, now in zip(alias, before, after, strict=False)
-        ):
+        if mutated and given.aliased(written):
             raise RuntimeError(
-                f"{cell.where} modified in place a tensor that went over the partition border "
-                "more than once (stashed as a skip as well, or twice in one output): the others "
-                "would not see it. Let the layer work on a copy (for an activation: inplace=False)"
+                f"{cell.where} modified in place a tensor whose memory others use as well (another "
+                "input or the target that is a view of it; or it went over the partition border "
+                "more than once, stashed as a skip, say): they would not see it. Let the layer "
+                "work on a copy (for an activation: inplace=False)"
             )
-        if mutated and not copy:
+        if mutated and given.lost(written):
             raise RuntimeError(
                 f"{cell.where} modified its input in place, which it did not do for earlier "
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
-        return outputs
+        return outputs, written
+
+
+def _hooked(partition: nn.Module) -> bool:
+    """Whether hooks of modules or parameters run in backward."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in partition.modules()) or any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in partition.parameters()
+    )

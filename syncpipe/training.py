@@ -7,7 +7,7 @@ forward. What the workers do is in ``cells``; here is what comes before and afte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import setitem
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from syncpipe.cells import Cells
 from syncpipe.last_stage import LastStage
+from syncpipe.leaves import Leaves
 from syncpipe.microbatch import gather
 from syncpipe.objective import REDUCTIONS, Objective
 from syncpipe.pipeline import Call, Pipeline
@@ -34,7 +35,6 @@ def train(
     pipeline: Pipeline,
     source: Source,
     *,
-    parameters: Iterable[Tensor],
     loss_fn: Callable[..., Any],
     schedule: Any,
     slots: Any,
@@ -52,6 +52,12 @@ def train(
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
     _check_loss_fn(loss_fn, loss_reduction)
+    if pipeline.engine.running() is not None:
+        raise RuntimeError(
+            "train_batch was called inside of a call of the same pipe (by its loss_fn, its "
+            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
+            "before or after that; eval_batch and pipe(input) can be called inside"
+        )
     if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
@@ -63,12 +69,12 @@ def train(
     )
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
-        gradients = Gradients(parameters)
+        gradients = Gradients()
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-            last = LastStage(call, objective, gradients, keep_outputs=return_outputs)
-            watch = gradients.watch if objective.open else None
-            task = Cells(call, source, last, splits=plan.splits, watch=watch)
+            leaves = Leaves(call, gradients)
+            last = LastStage(call, objective, leaves, keep_outputs=return_outputs)
+            task = Cells(call, source, last, splits=plan.splits, leaves=leaves)
             call.run(training_program(plan, call.rematerialized), task, source.entering())
             results = _results(call, last, objective)
             _complete(task, last, objective, gradients)
@@ -88,10 +94,11 @@ def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gra
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    for leaf, grad in last.beside:  # whose hooks have seen it
-        if leaf.grad is None:  # memory of its own: two gradients may be one tensor, or expanded
-            leaf.grad = torch.zeros_like(leaf)
-        leaf.grad += grad
+    for leaf, grad in last.beside.items():  # whose hooks have seen it
+        if leaf.grad is None:
+            leaf.grad = grad
+        else:
+            leaf.grad += grad
     factor = objective.factor()
     if factor is not None:
         gradients.scale(factor)
@@ -109,7 +116,8 @@ def evaluate(
     pipeline: Pipeline,
     source: Source,
     *,
-    modules: Iterable[nn.Module],
+    module: nn.Module,
+    modules: Sequence[nn.Module],
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
     checkpoint: Sequence[str],
@@ -124,14 +132,19 @@ def evaluate(
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-        last = LastStage(call, objective, Gradients([]), keep_outputs=objective is None)
+        last = LastStage(call, objective, keep_outputs=objective is None)
         program = forward_program(source.m, pipeline.worker_of)
         call.run(program, Cells(call, source, last), source.entering())
         return _results(call, last, objective)
 
-    # The modes of a module are everybody's: training waits, and another evaluation.
+    # The modes of a module are everybody's: training waits, and another evaluation. If it is the
+    # training that asks for this (loss_fn does), its other workers wait.
+    running = pipeline.engine.running()
+    if running is not None:
+        with torch.no_grad():
+            return running.alone(lambda: _in_eval_mode(module, list(modules), run))
     with pipeline.training, torch.no_grad():
-        return _in_eval_mode(list(modules), run)
+        return _in_eval_mode(module, list(modules), run)
 
 
 def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
@@ -145,24 +158,44 @@ def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
     return outputs if loss is None else (loss, outputs)
 
 
-def _in_eval_mode(modules: list[nn.Module], run: Callable[[], Any]) -> Any:
-    """Runs something with modules in ``eval()`` mode; each then gets back its own mode."""
-    plain = [module for module in modules if "training" in module.__dict__]
-    script = [module for module in modules if "training" not in module.__dict__]  # TorchScript's
-    owners, modes = [module.__dict__ for module in plain], [module.training for module in plain]
+def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:
+    """Runs something with a module in ``eval()`` mode; each part of it then gets back its own mode.
+
+    By the modules' own ``eval`` and ``train``, which may do more than to set a flag: merge weights,
+    or pass the mode on to what is in plain lists.
+    """
+    modes = [each.training for each in modules]
+    if not any(modes):
+        return run()
+    plain = [each for each in modules if "training" in each.__dict__]
+    script = [each for each in modules if "training" not in each.__dict__]  # TorchScript's
     undo = chain(  # not by `setattr`, where Ctrl-C could come in between
-        map(setitem, owners, repeat("training"), modes),
-        map(setattr, script, repeat("training"), [module.training for module in script]),
+        map(setitem, [m.__dict__ for m in plain], repeat("training"), [m.training for m in plain]),
+        map(setattr, script, repeat("training"), [m.training for m in script]),
     )
     try:
-        for module in modules:
-            module.training = False
+        module.eval()
         return run()
     finally:
         try:
-            deque(undo, maxlen=0)
-        finally:  # has nothing left to do, unless Ctrl-C came right before it
-            deque(undo, maxlen=0)
+            try:
+                _back_in(modules, modes)
+            except BaseException:  # Ctrl-C in a `train` of the user's
+                _back_in(modules, modes)
+                raise
+        finally:
+            try:
+                deque(undo, maxlen=0)
+            finally:  # has nothing left to do, unless Ctrl-C came right before it
+                deque(undo, maxlen=0)
+
+
+def _back_in(modules: list[nn.Module], modes: list[bool]) -> None:
+    """Has each module go back to its own mode, parents first, who take their children along."""
+    for _ in range(2):  # a child of two parents may have followed the other one
+        for module, mode in zip(modules, modes, strict=True):
+            if module.training != mode:
+                module.train(mode)
 
 
 def _check_loss_fn(loss_fn: Any, reduction: str) -> None:

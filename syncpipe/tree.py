@@ -2,37 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from syncpipe.objects import Container, opened
+
 __all__ = [
-    "aliased",
     "clones",
+    "compact",
     "described",
+    "distinct",
     "flatten",
     "leaf_names",
     "map_tensors",
     "objects_in",
+    "overlap",
+    "place_of",
+    "storage_of",
     "tensors_in",
     "unflatten",
 ]
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
+class Structure(NamedTuple):
+    """A tree without its leaves.
+
+    Attributes:
+        spec: pytree's.
+        inner: for each leaf of that what is in it; nothing where all are leaves indeed.
+    """
+
+    spec: pytree.TreeSpec
+    inner: list[tuple[Container, Structure] | None]
+
+    def like(self, other: Structure) -> bool:
+        """Whether both have the same types and keys everywhere."""
+        return (
+            self.spec == other.spec
+            and len(self.inner) == len(other.inner)
+            and all(
+                a is b is None or (a and b and a[0].kind == b[0].kind and a[1].like(b[1]))
+                for a, b in zip(self.inner, other.inner, strict=True)
+            )
+        )
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
     """Returns the leaves of a tree and its structure (None for a lone tensor)."""
     if isinstance(tree, Tensor):
         return [tree], None
-    leaves, spec = pytree.tree_flatten(tree)
-    return leaves, spec
+    found, spec = pytree.tree_flatten(tree)
+    containers = [None if isinstance(leaf, Tensor) else opened(leaf) for leaf in found]
+    if not any(containers):
+        return found, Structure(spec, [])
+    leaves: list[Any] = []
+    inner: list[tuple[Container, Structure] | None] = []
+    for leaf, container in zip(found, containers, strict=True):
+        if container is None:
+            leaves.append(leaf)
+            inner.append(None)
+        else:
+            below, structure = flatten(container.values)
+            assert structure is not None
+            leaves += below
+            inner.append((container, structure))
+    return leaves, Structure(spec, inner)
 
 
-def unflatten(leaves: list[Any], spec: pytree.TreeSpec | None) -> Any:
+def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
     """The inverse of :func:`flatten`."""
-    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+    return next(iter(leaves)) if structure is None else _filled(iter(leaves), structure)
+
+
+def _filled(leaves: Iterator[Any], structure: Structure) -> Any:
+    if not structure.inner:
+        found = list(islice(leaves, structure.spec.num_leaves))
+    else:
+        found = [
+            next(leaves) if part is None else part[0].filled(_filled(leaves, part[1]))
+            for part in structure.inner
+        ]
+    return pytree.tree_unflatten(found, structure.spec)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -44,6 +99,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+def distinct(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, each once."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
+
+
 def _collect(tree: Any, found: list[Tensor]) -> None:
     # Tuples and lists by hand: they are most of what travels, and pytree takes its time.
     if isinstance(tree, Tensor):
@@ -52,7 +114,7 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
         for child in tree:
             _collect(child, found)
     elif tree is not None:
-        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        found += [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def objects_in(tree: Any) -> list[Any]:
@@ -61,7 +123,7 @@ def objects_in(tree: Any) -> list[Any]:
         return []
     if type(tree) is tuple or type(tree) is list:
         return [found for child in tree for found in objects_in(child)]
-    leaves = pytree.tree_leaves(tree)
+    leaves, _ = flatten(tree)
     return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
 
 
@@ -82,49 +144,138 @@ def _replace(tree: Any, tensors: Iterator[Tensor]) -> Any:
         return [_replace(child, tensors) for child in tree]
     if tree is None:
         return None
-    leaves, spec = pytree.tree_flatten(tree)
-    leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(leaves, spec)
-
-
-def aliased(tree: Any) -> list[bool]:
-    """For each tensor of a tree whether another one of them shares its memory."""
-    storages = [_storage(tensor) for tensor in tensors_in(tree)]
-    return [storages.count(storage) > 1 for storage in storages]
+    leaves, structure = flatten(tree)
+    return unflatten([next(tensors) if isinstance(t, Tensor) else t for t in leaves], structure)
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors; those that are one (``(x, x)``) stay one."""
+    """Copies of tensors; those that are one (``(x, x)``) stay one.
+
+    Kernels go by strides and by the alignment of memory, and the last bit by the kernel. So the
+    copies have both from the originals.
+    """
     if len(tensors) == 1:
-        return [tensors[0].clone()]
+        return [_clone(tensors[0])]
     made: dict[Any, Tensor] = {}
     return [
-        made[key] if (key := _place(tensor)) in made else made.setdefault(key, tensor.clone())
+        made[key] if (key := place_of(tensor)) in made else made.setdefault(key, _clone(tensor))
         for tensor in tensors
     ]
 
 
-def _place(tensor: Tensor) -> Any:
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if (
+        type(tensor) not in (Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or storage_of(tensor) == id(tensor)
+        or (copy.stride() == tensor.stride() and _alignment(copy) == _alignment(tensor))
+    ):
+        return copy
+    exact: Tensor = _Exact.apply(tensor)  # type: ignore[no-untyped-call]
+    return exact
+
+
+def _alignment(tensor: Tensor) -> int:
+    return tensor.data_ptr() % _ALIGNED
+
+
+class _Exact(torch.autograd.Function):
+    """A copy in memory of the same layout, also of tensors that are expanded or have gaps."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        start, stop = _extent(tensor)
+        size = (stop - start) // tensor.itemsize
+        memory = tensor.new_empty(size + _ALIGNED // tensor.itemsize)
+        begin = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNED // tensor.itemsize
+        memory[begin : begin + size].copy_(tensor.as_strided((size,), (1,)))
+        return memory.as_strided(tensor.shape, tensor.stride(), begin).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+_ALIGNED = 64
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after the last."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    return start, start + (1 + int(last)) * tensor.itemsize
+
+
+def place_of(tensor: Tensor) -> Any:
     """What two tensors have in common that are the same part of the same memory."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     region = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (_storage(tensor), *region, tensor.requires_grad)
+    return (storage_of(tensor), *region, tensor.requires_grad)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """A number that tells the memory of tensors apart."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
         return id(tensor)
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of one tensor lies in the same memory as one of the other."""
+    if storage_of(a) != storage_of(b):
+        return False
+    if a.layout is not torch.strided or a.itemsize != b.itemsize:
+        return True
+    (first, end), (start, stop) = _extent(a), _extent(b)
+    if min(end, stop) <= max(first, start):
+        return False
+    begin = min(first, start)
+    numbers = torch.arange((max(end, stop) - begin) // a.itemsize)  # of all elements in between
+    at = [
+        numbers.as_strided(t.shape, t.stride(), (at - begin) // a.itemsize).flatten()
+        for t, at in ((a, first), (b, start))
+    ]
+    used = torch.zeros(len(numbers), dtype=torch.bool)
+    used[at[0]] = True
+    return bool(used[at[1]].any())
+
+
 def leaf_names(root: str, tree: Any) -> list[str]:
     """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
     try:
-        return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+        found = pytree.tree_flatten_with_path(tree)[0]
     except ValueError:  # a node type that was registered without names
-        return [f"leaf {k} of {root}" for k in range(len(pytree.tree_leaves(tree)))]
+        return [f"leaf {k} of {root}" for k in range(len(flatten(tree)[0]))]
+    names: list[str] = []
+    for path, leaf in found:
+        name = root + pytree.keystr(path)
+        container = None if isinstance(leaf, Tensor) else opened(leaf)
+        if container is None:
+            names.append(name)
+        else:
+            for k, value in enumerate(container.values):
+                names += leaf_names(name + container.name(k), value)
+    return names
 
 
 def described(tensor: Tensor) -> str:

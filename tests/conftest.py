@@ -1,8 +1,9 @@
-"""What holds for every test: one intra-op thread, a fixed seed, and no thread left behind."""
+"""What holds for every test: CPU workers, one thread each, a fixed seed, no thread left behind."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests import accelerator, simulated
 
 settings.register_profile(
     "ci",
@@ -20,13 +23,34 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_report_header() -> str:
+    """Which PyTorch is tested."""
+    return f"torch {torch.__version__}"
+
+
+if os.environ.get("SYNCPIPE_SIMULATED") == "1":  # before any module of tests asks for devices
+    simulated.load()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` skip where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Tests skip where there are no devices for them."""
+    reasons = {}
+    if not torch.accelerator.is_available():
+        reasons["gpu"] = "needs an accelerator"
+    if simulated.loaded() or not torch.cuda.is_available():
+        reasons["cuda"] = "needs a CUDA device, and no simulated one"
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def four_devices() -> list[torch.device]:
+    """Four accelerators, real or simulated."""
+    if accelerator.count() < 4:
+        pytest.skip("needs four accelerators")
+    return [accelerator.device(k) for k in range(4)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +63,22 @@ def one_intra_op_thread() -> None:
 def seeded() -> None:
     """The same parameters and inputs in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test meets accelerators, here or in a process that it starts, unless it says so itself.
+
+    Tests that do are marked ``gpu``, ``cuda`` or ``accelerators``. All others get CPU workers where
+    they do not name devices, on every machine.
+    """
+    if any(request.node.get_closest_marker(name) for name in ("gpu", "cuda", "accelerators")):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
 
 
 def our_threads() -> list[threading.Thread]:

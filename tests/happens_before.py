@@ -246,7 +246,7 @@ class _Mode(TorchDispatchMode):
 TRAINING = {
     "_backward": "", "_brought": "", "_return": "returned", "_loss": "loss",
     "for_caller": "leaf", "_go_back_alone": "beside", "_results": "results",
-    "_expecting": "gradients", "_got": "gradients", "_watch": "gradients",
+    "_without_grad": "gradients", "got": "gradients",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncpipe.runtime.border import _ANCHOR
+from syncpipe.runtime.border import ANCHOR as _ANCHOR
 from tests.happens_before import Clock, Stream, World, address
 
 

@@ -76,7 +76,7 @@ class Fork(nn.Module):
     """From a tensor to a tree: several tensors, one of them an integer one, None and a string."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        rows = torch.arange(len(x))
+        rows = torch.arange(len(x), device=x.device)
         return {"x": x + 0, "side": (x * 2, [rows, None]), "label": "fork", "mask": x.detach() > 0}
 
 
@@ -98,7 +98,8 @@ class Send(nn.Module):
 
     def forward(self, value: Any) -> Any:
         x = value["x"] if isinstance(value, dict) else value
-        yield stash("skip", {"x": x, "int": torch.arange(len(x)), "none": None}[self.what])
+        numbers = torch.arange(len(x), device=x.device)
+        yield stash("skip", {"x": x, "int": numbers, "none": None}[self.what])
         return value
 
 

@@ -244,7 +244,6 @@ def test_another_string_is_refused_with_those_that_there_are(how: str) -> None:
         Pipe(linear_model(), how, devices=FOUR)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there are devices to find")
 def test_without_devices_nobody_knows_how_many_stages() -> None:
     with pytest.raises(ValueError, match=r"balance='uniform'.*no devices.*devices=\["):
         Pipe(linear_model(), "uniform")

@@ -8,6 +8,7 @@ import torch
 from syncpipe import demo, demo_options
 from syncpipe.__main__ import main
 from syncpipe.demo_model import BLOCKS, crossing_skips, even_balance, layer_times, resnext
+from tests import accelerator as acc
 
 LAYERS = 3 + 5 * len(BLOCKS)
 
@@ -89,10 +90,15 @@ def test_short_run(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_short_run_on_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_run_on_accelerators(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "TIMED_ROUNDS", 1)
     assert main(["demo", "--epochs", "1"]) == 0
-    assert "Test accuracy: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    devices = [str(acc.device(k)) for k in range(min(acc.count(), len(BLOCKS)))]
+    assert f"Devices:    {', '.join(devices)}\n" in shown
+    assert "Test accuracy: " in shown
 
 
 def test_wrong_gradients_are_noticed(

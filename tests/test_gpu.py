@@ -1,12 +1,8 @@
-"""What only an accelerator shows. Two workers made by hand put a pipeline on one GPU."""
+"""What only an accelerator shows. Two workers made by hand put a pipeline on one device."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch import nn
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
+from tests import accelerator as acc
 
 pytestmark = pytest.mark.gpu
 
@@ -47,11 +44,11 @@ class Residual(nn.Module):
 
 
 DEVICES = {
-    "two workers": lambda: [Worker("cuda:0"), Worker("cuda:0")],
-    "one worker": lambda: ["cuda:0", "cuda:0"],
-    "cpu first": lambda: ["cpu", "cuda:0"],
-    "cpu last": lambda: ["cuda:0", "cpu"],
-    "cpu and a private worker": lambda: ["cpu", Worker("cuda:0")],
+    "two workers": lambda: [Worker(acc.device()), Worker(acc.device())],
+    "one worker": lambda: [acc.device(), acc.device()],
+    "cpu first": lambda: ["cpu", acc.device()],
+    "cpu last": lambda: [acc.device(), "cpu"],
+    "cpu and a private worker": lambda: ["cpu", Worker(acc.device())],
 }
 
 
@@ -79,10 +76,10 @@ def step(run, x):
 
 
 def check(module, pipe, x, **tolerance) -> None:
-    """Compares a pipe, on whatever devices, with the plain model on the first GPU."""
-    module = copy.deepcopy(module).to("cuda:0")
+    """Compares a pipe, on whatever devices, with the plain model on the first accelerator."""
+    module = copy.deepcopy(module).to(acc.device())
     chunks = pipe.chunks
-    y, gx = step(lambda x: torch.cat([module(c) for c in x.chunk(chunks)]), x.to("cuda:0"))
+    y, gx = step(lambda x: torch.cat([module(c) for c in x.chunk(chunks)]), x.to(acc.device()))
     pipe.zero_grad()
     z, gz = step(pipe, x.to(pipe.devices[0]))
     torch.testing.assert_close(z.cpu(), y.cpu(), **tolerance)
@@ -109,50 +106,49 @@ def test_same_result(devices, chunks, checkpoint):
 def test_stream_of_the_caller(checkpoint, private):
     """All on a stream of the caller's own, behind work that takes a while."""
     plain = model()
-    devices = [Worker("cuda:0"), Worker("cuda:0")] if private else ["cuda:0", "cuda:0"]
+    devices = DEVICES["two workers" if private else "one worker"]()
     pipe = Pipe(copy.deepcopy(plain), [3, 3], devices=devices, chunks=4, checkpoint=checkpoint)
-    plain.to("cuda:0")
-    source = torch.randn(512, WIDTH, device="cuda:0")
+    plain.to(acc.device())
+    source = torch.randn(acc.sized(512, 16), WIDTH, device=acc.device())
     expected = torch.cat([plain(c) for c in source.chunk(4)]).detach()
-    torch.cuda.synchronize()
+    acc.synchronize()
     for _ in range(5):
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.Stream(device=acc.device()):
             x = torch.zeros_like(source)
-            torch.cuda._sleep(20_000_000)
+            acc.sleep()
             x.copy_(source)
             y = pipe(x)
             with torch.no_grad():
                 x.fill_(float("nan"))  # must wait until the pipe has read it
             result = y.detach().clone()
             del y
-        torch.cuda.synchronize()
+        acc.synchronize()
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_stress_of_two_workers():
     """Wide layers and many micro-batches: a missing wait would show in some of the runs."""
-    plain = nn.Sequential(*(Residual(1024) for _ in range(4)))
-    devices = [Worker("cuda:0") for _ in range(4)]
+    width = acc.sized(1024, 64)
+    plain = nn.Sequential(*(Residual(width) for _ in range(4)))
+    devices = [Worker(acc.device()) for _ in range(4)]
     pipe = Pipe(copy.deepcopy(plain), [1] * 4, devices=devices, chunks=8)
     for _ in range(10):
-        check(plain, pipe, torch.randn(256, 1024), rtol=1e-3, atol=1e-3)
+        check(plain, pipe, torch.randn(acc.sized(256, 64), width), rtol=1e-3, atol=1e-3)
 
 
 def peak(checkpoint: str) -> int:
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())]
     pipe = Pipe(
-        nn.Sequential(*layers), [8, 8], devices=["cuda:0", "cuda:0"], chunks=4,
+        nn.Sequential(*layers), [8, 8], devices=[acc.device(), acc.device()], chunks=4,
         checkpoint=checkpoint,
     )  # fmt: skip
-    x = torch.randn(32768, 256, device="cuda:0")
+    x = torch.randn(acc.sized(32768, 512), 256, device=acc.device())
     pipe(x).sum().backward()
     pipe.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    pipe(x).sum().backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    found: list[int] = []
+    with acc.peak_above(acc.device(), found):
+        pipe(x).sum().backward()
+    return found[0]
 
 
 def test_rematerialization_saves_memory():
@@ -165,15 +161,12 @@ def test_rematerialization_saves_memory():
 @pytest.mark.parametrize("devices", ["two workers", "one worker"])
 def test_memory_goes_back(devices, checkpoint):
     pipe = Pipe(model(), [3, 3], devices=DEVICES[devices](), chunks=4, checkpoint=checkpoint)
-    x = torch.randn(64, WIDTH, device="cuda:0")
+    x = torch.randn(64, WIDTH, device=acc.device())
 
     def memory() -> int:
         pipe(x).sum().backward()
         pipe.zero_grad()
-        torch.cuda.synchronize()
-        # What was recorded on other streams is freed for good at the next allocation.
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated()
+        return acc.allocated()
 
     for _ in range(3):
         start = memory()
@@ -183,14 +176,14 @@ def test_memory_goes_back(devices, checkpoint):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_autocast(dtype, checkpoint):
-    if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    if dtype is torch.bfloat16 and acc.kind() == "cuda" and not torch.cuda.is_bf16_supported():
         pytest.skip("this GPU has no bfloat16")
     plain = model()
-    devices = [Worker("cuda:0"), Worker("cuda:0")]
+    devices = [Worker(acc.device()), Worker(acc.device())]
     pipe = Pipe(copy.deepcopy(plain), [3, 3], devices=devices, chunks=4, checkpoint=checkpoint)
-    plain.to("cuda:0")
-    x = torch.randn(16, WIDTH, device="cuda:0")
-    with torch.autocast("cuda", dtype=dtype):
+    plain.to(acc.device())
+    x = torch.randn(16, WIDTH, device=acc.device())
+    with torch.autocast(acc.kind(), dtype=dtype):
         y, z = plain(x), pipe(x)
     assert z.dtype == y.dtype == dtype
     y.float().sum().backward()
@@ -226,8 +219,8 @@ def test_dropout_draws_the_same(devices):
 def test_deferred_batch_norm(devices):
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8))
     with torch.no_grad():  # whole mini-batches for the first layers' statistics
-        expected = copy.deepcopy(plain[:2]).to("cuda:0")
-        x = torch.randn(32, 8, device="cuda:0")
+        expected = copy.deepcopy(plain[:2]).to(acc.device())
+        x = torch.randn(32, 8, device=acc.device())
         expected(x)
     pipe = Pipe(
         copy.deepcopy(plain), [2, 2], devices=DEVICES[devices](), chunks=4, checkpoint="always",
@@ -244,73 +237,21 @@ def test_deferred_batch_norm(devices):
 def test_host_never_waits(devices, checkpoint):
     """Neither forward nor backward may wait for the device."""
     pipe = Pipe(model(), [3, 3], devices=DEVICES[devices](), chunks=4, checkpoint=checkpoint)
-    x = torch.randn(16, WIDTH, device="cuda:0")
+    x = torch.randn(16, WIDTH, device=acc.device())
     pipe(x).sum().backward()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with acc.no_waits():
         pipe(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("private", [False, True])
-def test_several_gpus(checkpoint, private):
-    names = [f"cuda:{k}" for k in range(min(3, torch.cuda.device_count()))]
+def test_several_devices(checkpoint, private):
+    if acc.count() < 2:
+        pytest.skip("needs two accelerators")
+    names = [acc.device(k) for k in range(min(3, acc.count()))]
     devices = [Worker(name) for name in names] if private else names
     plain = model()
     balance = [3, 3] if len(names) == 2 else [2, 2, 2]
     pipe = Pipe(copy.deepcopy(plain), balance, devices=devices, chunks=4, checkpoint=checkpoint)
     for _ in range(5):
         check(plain, pipe, torch.randn(64, WIDTH), rtol=1e-4, atol=1e-5)
-
-
-SANITIZED = """
-    import sys
-    import torch
-    from torch import nn
-    from torch.cuda import _sanitizer
-    from syncpipe import Pipe
-    from syncpipe.runtime.worker import Worker
-
-    assert _sanitizer.cuda_sanitizer.enabled
-    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
-    pipe = Pipe(
-        nn.Sequential(*layers), [4, 4], devices=[Worker("cuda:0"), Worker("cuda:0")], chunks=4,
-        checkpoint=sys.argv[1],
-    )
-    if sys.argv[2] == "broken":
-        from syncpipe.runtime.streams import Lane
-        Lane.receive = lambda self, event, tensors: None
-    for _ in range(3):
-        x = torch.randn(16, 32, device="cuda:0", requires_grad=True)
-        pipe(x).sum().backward()
-    print("finished")
-"""
-
-
-def sanitized(checkpoint: str, how: str) -> subprocess.CompletedProcess[str]:
-    """A step under the sanitizer, whose mode is active here, so that the pipe runs inline."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SANITIZED), checkpoint, how],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_sanitizer(checkpoint):
-    done = sanitized(checkpoint, "whole")
-    assert done.returncode == 0, done.stderr
-    assert "finished" in done.stdout
-    assert "data race" not in done.stderr
-
-
-def test_sanitizer_sees_a_missing_wait():
-    done = sanitized("never", "broken")
-    assert done.returncode != 0
-    assert "data race" in done.stderr or "CUDASanitizerErrors" in done.stderr, done.stderr

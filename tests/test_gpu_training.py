@@ -1,4 +1,4 @@
-"""``train_batch`` on an accelerator. Two workers made by hand put a pipeline on one GPU."""
+"""``train_batch`` on an accelerator. Two workers made by hand put a pipeline on one device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
+from tests import accelerator as acc
 from tests.test_gpu import WIDTH, Residual, model, precise
 
 __all__ = ["precise"]  # a fixture
@@ -25,24 +26,29 @@ BALANCE = [2, 1, 1, 2]
 
 
 def two_workers() -> list[Worker]:
-    a, b = Worker("cuda:0"), Worker("cuda:0")
+    a, b = Worker(acc.device()), Worker(acc.device())
     return [a, b, a, b]
 
 
 DEVICES = {
-    "one worker": lambda: ["cuda:0"] * 4,
+    "one worker": lambda: [acc.device()] * 4,
     "two workers": two_workers,
-    "four workers": lambda: [Worker("cuda:0") for _ in range(4)],
-    "cpu first": lambda: ["cpu", "cuda:0", "cpu", "cuda:0"],
+    "four workers": lambda: [Worker(acc.device()) for _ in range(4)],
+    "cpu first": lambda: ["cpu", acc.device(), "cpu", acc.device()],
 }
-SEVERAL = [f"cuda:{k % max(1, torch.cuda.device_count())}" for k in range(4)]
+
+
+def batch(rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input and a target on the first accelerator."""
+    x, target = (torch.randn(rows, WIDTH, device=acc.device()) for _ in range(2))
+    return x, target
 
 
 def reference(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    """The loss and all gradients of the plain model, on the first GPU."""
-    module = copy.deepcopy(module).to("cuda:0")
-    x = x.detach().to("cuda:0").requires_grad_()
-    pairs = zip(x.chunk(CHUNKS), target.to("cuda:0").chunk(CHUNKS), strict=True)
+    """The loss and all gradients of the plain model, on the first accelerator."""
+    module = copy.deepcopy(module).to(acc.device())
+    x = x.detach().to(acc.device()).requires_grad_()
+    pairs = zip(x.chunk(CHUNKS), target.to(acc.device()).chunk(CHUNKS), strict=True)
     losses = []
     for piece, goal in pairs:
         losses.append(F.mse_loss(module(piece), goal) / CHUNKS)
@@ -51,7 +57,7 @@ def reference(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[
     return [torch.stack(losses).sum().detach(), *grads]
 
 
-def check(module: nn.Module, pipe: Pipe, schedule: str, target_on: str) -> None:
+def check(module: nn.Module, pipe: Pipe, schedule: str, target_on: torch.device | str) -> None:
     x, target = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
     pipe.zero_grad()
     there = x.to(pipe.devices[0]).requires_grad_()
@@ -70,22 +76,24 @@ def test_same_result(devices, schedule, checkpoint):
         copy.deepcopy(plain), BALANCE, devices=DEVICES[devices](), chunks=CHUNKS,
         checkpoint=checkpoint,
     )  # fmt: skip
-    for target_on in ("cuda:0", "cpu", "cuda:0"):
+    for target_on in (acc.device(), "cpu", acc.device()):
         check(plain, pipe, schedule, target_on)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_several_gpus(schedule, private, checkpoint):
-    workers = {name: Worker(name) if private else name for name in SEVERAL}
+def test_several_devices(schedule, private, checkpoint):
+    if acc.count() < 2:
+        pytest.skip("needs two accelerators")
+    several = [acc.device(k % acc.count()) for k in range(4)]
+    workers = {device: Worker(device) if private else device for device in several}
     plain = model()
     pipe = Pipe(
-        copy.deepcopy(plain), BALANCE, devices=[workers[name] for name in SEVERAL], chunks=CHUNKS,
+        copy.deepcopy(plain), BALANCE, devices=[workers[name] for name in several], chunks=CHUNKS,
         checkpoint=checkpoint,
     )  # fmt: skip
-    for target_on in ("cuda:0", SEVERAL[-1], "cpu"):
+    for target_on in (acc.device(), several[-1], "cpu"):
         check(plain, pipe, schedule, target_on)
 
 
@@ -93,7 +101,7 @@ def test_several_gpus(schedule, private, checkpoint):
 def test_data_iter(schedule):
     plain = model()
     pipe = Pipe(copy.deepcopy(plain), BALANCE, devices=two_workers(), chunks=CHUNKS)
-    x, target = torch.randn(16, WIDTH, device="cuda:0"), torch.randn(16, WIDTH, device="cuda:0")
+    x, target = batch()
     expected = reference(plain, x, target)
     for _ in range(3):
         pipe.zero_grad()
@@ -108,16 +116,17 @@ def test_data_iter(schedule):
 @pytest.mark.parametrize("private", [False, True])
 def test_stream_of_the_caller(private, schedule):
     """On streams of the caller's own, behind work that takes a while, and overwritten at once."""
-    plain = nn.Sequential(*(Residual(512) for _ in range(4)))
-    devices = two_workers() if private else ["cuda:0"] * 4
+    rows, width = acc.sized((256, 512), (16, 32))
+    plain = nn.Sequential(*(Residual(width) for _ in range(4)))
+    devices = two_workers() if private else [acc.device()] * 4
     pipe = Pipe(copy.deepcopy(plain), [1] * 4, devices=devices, chunks=CHUNKS)
-    source, goal = (torch.randn(256, 512, device="cuda:0") for _ in range(2))
+    source, goal = (torch.randn(rows, width, device=acc.device()) for _ in range(2))
     expected = reference(plain, source, goal)
-    torch.cuda.synchronize()
+    acc.synchronize()
     for _ in range(5):
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.Stream(device=acc.device()):
             x, target = torch.zeros_like(source), torch.zeros_like(goal)
-            torch.cuda._sleep(20_000_000)
+            acc.sleep()
             x.copy_(source)
             target.copy_(goal)
             x.requires_grad_()
@@ -129,7 +138,7 @@ def test_stream_of_the_caller(private, schedule):
             found = [tensor.clone() for tensor in found]
             pipe.zero_grad()
             del loss
-        torch.cuda.synchronize()
+        acc.synchronize()
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
@@ -137,8 +146,9 @@ def test_stream_of_the_caller(private, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stress(schedule):
     """Wide layers, many micro-batches and a step: a missing wait would show in some of the runs."""
-    layers = nn.Sequential(*(Residual(1024) for _ in range(4))).to("cuda:0")
-    data = [torch.randn(2, 256, 1024, device="cuda:0") for _ in range(6)]
+    rows, width = acc.sized((256, 1024), (64, 64))
+    layers = nn.Sequential(*(Residual(width) for _ in range(4))).to(acc.device())
+    data = [torch.randn(2, rows, width, device=acc.device()) for _ in range(6)]
 
     def losses(devices) -> list[torch.Tensor]:
         pipe = Pipe(copy.deepcopy(layers), [1] * 4, devices=devices, chunks=8)
@@ -150,8 +160,8 @@ def test_stress(schedule):
             optimizer.step()
         return found
 
-    expected = losses(["cuda:0"] * 4)
-    for devices in (two_workers(), [Worker("cuda:0") for _ in range(4)]):
+    expected = losses([acc.device()] * 4)
+    for devices in (two_workers(), [Worker(acc.device()) for _ in range(4)]):
         torch.testing.assert_close(losses(devices), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -164,19 +174,15 @@ def test_host_never_waits(devices, schedule):
         return F.mse_loss(output, target), (target > 0).sum()
 
     pipe = Pipe(model(), BALANCE, devices=DEVICES[devices](), chunks=CHUNKS)
-    x, target = torch.randn(16, WIDTH, device="cuda:0"), torch.randn(16, WIDTH, device="cuda:0")
+    x, target = batch()
 
     def step() -> None:
         pipe.train_batch(x, target, loss_fn=loss_fn, schedule=schedule)
         pipe.eval_batch(x, target, loss_fn=loss_fn)
 
     step()  # streams are made, and autograd's threads
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with acc.no_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -186,16 +192,16 @@ def test_trace_has_times_of_the_device(devices, schedule):
 
     class Slow(nn.Module):
         def forward(self, x):
-            torch.cuda._sleep(10_000_000)
+            acc.sleep(5.0)
             return x
 
     layers = nn.Sequential(*(nn.Sequential(Slow(), Residual()) for _ in range(4)))
     pipe = Pipe(layers, [1] * 4, devices=DEVICES[devices](), chunks=CHUNKS, checkpoint="always")
-    x, target = torch.randn(16, WIDTH, device="cuda:0"), torch.randn(16, WIDTH, device="cuda:0")
+    x, target = batch()
     pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.Event(acc.device(), enable_timing=True) for _ in range(2))
     begin.record()
-    torch.cuda._sleep(10_000_000)
+    acc.sleep(5.0)
     end.record()
     end.synchronize()
     sleep = begin.elapsed_time(end) / 1e3
@@ -213,26 +219,24 @@ def test_trace_has_times_of_the_device(devices, schedule):
 
 
 def peak(schedule: str, devices: list[Worker], chunks: int) -> int:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh())]
+    width = acc.sized(512, 64)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
     pipe = Pipe(
         nn.Sequential(*layers), [4] * 4, devices=devices, chunks=chunks, checkpoint="never"
     )  # fmt: skip
-    x = torch.randn(chunks * 2048, 512, device="cuda:0")
-    target = torch.randn(chunks * 2048, 512, device="cuda:0")
+    rows = chunks * acc.sized(2048, 64)
+    x, target = (torch.randn(rows, width, device=acc.device()) for _ in range(2))
     for _ in range(2):
         pipe.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+        found: list[int] = []
+        with acc.peak_above(acc.device(), found):
+            pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
+    return found[0]
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches():
     """On one worker nothing but the order decides what is alive; micro-batches are of one size."""
-    one = Worker("cuda:0")
+    one = Worker(acc.device())
     few, many = (peak("1f1b", [one] * 4, chunks) for chunks in (8, 32))
     assert many < 1.5 * few
     assert peak("gpipe", [one] * 4, 32) > 2 * many
@@ -242,14 +246,12 @@ def test_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches():
 @pytest.mark.parametrize("devices", ["two workers", "one worker"])
 def test_memory_goes_back(devices, schedule):
     pipe = Pipe(model(), BALANCE, devices=DEVICES[devices](), chunks=CHUNKS)
-    x, target = torch.randn(64, WIDTH, device="cuda:0"), torch.randn(64, WIDTH, device="cuda:0")
+    x, target = batch(64)
 
     def memory() -> int:
         pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
         pipe.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what was recorded on other streams is freed for good
-        return torch.cuda.memory_allocated()
+        return acc.allocated()
 
     for _ in range(3):
         start = memory()
@@ -260,17 +262,17 @@ def test_memory_goes_back(devices, schedule):
 @pytest.mark.parametrize("devices", ["two workers", "one worker"])
 def test_autocast_with_a_scaler(devices, schedule):
     """Some steps of mixed precision: losses fall with those of the plain model."""
-    plain = model().to("cuda:0")
+    plain = model().to(acc.device())
     pipe = Pipe(copy.deepcopy(plain), BALANCE, devices=DEVICES[devices](), chunks=CHUNKS)
-    x, target = torch.randn(16, WIDTH, device="cuda:0"), torch.randn(16, WIDTH, device="cuda:0")
+    x, target = batch()
 
     def train(module, step) -> list[float]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(acc.kind(), init_scale=2.0**10)
         losses = []
         for _ in range(5):
             optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
+            with torch.autocast(acc.kind(), dtype=torch.float16):
                 losses.append(step(scaler).item())
             scaler.step(optimizer)
             scaler.update()
@@ -278,7 +280,7 @@ def test_autocast_with_a_scaler(devices, schedule):
         return losses
 
     def plainly(scaler):
-        loss = torch.zeros((), device="cuda:0")
+        loss = torch.zeros((), device=acc.device())
         for piece, goal in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
             part = F.mse_loss(plain(piece), goal) / CHUNKS
             scaler.scale(part).backward()
@@ -298,7 +300,7 @@ def test_autocast_with_a_scaler(devices, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_failure_puts_gradients_back(schedule):
     pipe = Pipe(model(), BALANCE, devices=two_workers(), chunks=CHUNKS)
-    x, target = torch.randn(16, WIDTH, device="cuda:0"), torch.randn(16, WIDTH, device="cuda:0")
+    x, target = batch()
     pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
     before = [p.grad.clone() for p in pipe.parameters()]
     calls = itertools.count()

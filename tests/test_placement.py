@@ -179,7 +179,6 @@ def test_an_empty_module_needs_no_balance() -> None:
 # --- devices ---------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the default is the accelerators")
 def test_without_an_accelerator_each_partition_gets_a_cpu_worker() -> None:
     pipe = Pipe(linear_model(3), [1, 1, 1])
     assert pipe.devices == [torch.device("cpu", j) for j in range(3)]

@@ -26,6 +26,7 @@ from syncpipe.planner.devices import (
     measure_memory,
 )
 from syncpipe.planner.machine import Machine
+from tests import accelerator as acc
 
 # --- numbers with units -------------------------------------------------------------------------
 
@@ -285,7 +286,6 @@ def test_a_number_of_devices(
         machine_of(3)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without accelerator")
 def test_cpu_workers_where_there_is_nothing_else(measured: list[tuple[str, ...]]) -> None:
     assert machine_of(3).names == ("cpu:0", "cpu:1", "cpu:2")
 
@@ -382,7 +382,7 @@ def test_a_link_that_cannot_be_measured() -> None:
 
 @pytest.mark.gpu
 def test_a_real_accelerator() -> None:
-    machine = machine_of(["cuda:0", "cpu"])
-    assert 0 < machine.memory[0] <= torch.cuda.get_device_properties(0).total_memory
+    machine = machine_of([acc.device(), "cpu"])
+    assert 0 < machine.memory[0] <= torch.get_device_module().mem_get_info(acc.device())[1]
     assert 1e8 < machine.bandwidth[0][1] < 1e12
     assert 1e8 < machine.bandwidth[1][0] < 1e12

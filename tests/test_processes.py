@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import syncpipe.pipe
 from tests.support_running import Do, assert_same, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -37,7 +38,7 @@ def in_child(function):
     if pid == 0:
         status = 1
         try:
-            signal.alarm(60)
+            signal.alarm(20)
             function()
             status = 0
         finally:
@@ -182,6 +183,67 @@ def test_a_fork_while_another_thread_is_inside_a_layer():
         go_on.set()
         thread.join()
     assert status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_while_another_thread_builds_a_pipe():
+    ours, theirs = pipe_of(model()), pipe_of(model())
+    building, go_on = threading.Event(), threading.Event()
+    built = syncpipe.pipe.Pipeline
+
+    def build(*args):
+        building.set()
+        go_on.wait()
+        return built(*args)
+
+    x = torch.randn(8, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(syncpipe.pipe, "Pipeline", build)
+        thread = threading.Thread(target=theirs, args=(x,))
+        thread.start()
+        building.wait()
+    try:
+        status = in_child(lambda: (ours(x), theirs(x)))
+    finally:
+        go_on.set()
+        thread.join()
+    assert status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_graph_goes_back_in_a_child_that_was_forked_while_a_layer_ran():
+    inside, go_on = threading.Event(), threading.Event()
+    waits = []
+
+    def wait(x):
+        if waits and os.getpid() == waits[0]:
+            inside.set()
+            go_on.wait()
+
+    layers = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4), Do(wait)), nn.Linear(4, 4))
+    pipe = pipe_of(layers, checkpoint="always")
+    x = torch.randn(8, 4)
+    loss = weigh(pipe(x))
+    waits.append(os.getpid())
+    thread = threading.Thread(target=pipe, args=(x,))
+    thread.start()
+    inside.wait()
+    try:
+        status = in_child(loss.backward)
+    finally:
+        go_on.set()
+        thread.join()
+    assert status == 0
+
+
+@pytest.mark.parametrize("name", ["is_available", "device_count", "current_accelerator"])
+def test_a_pipe_on_cpu_workers_does_not_ask_for_accelerators(name, monkeypatch):
+    """Whoever counts GPUs cannot fork a child that uses them."""
+    pipe = pipe_of(model(), checkpoint="always")
+    syncpipe.pipeline._accelerators.cache_clear()
+    monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("asked"))
+    trained(pipe, pipe, torch.randn(8, 4))
+    pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Border"]
+__all__ = ["ANCHOR", "Border"]
 
 
 class Border:
@@ -42,7 +42,7 @@ class Border:
             return inputs
         crossing = [t for t, flag in zip(tensors_in(inputs), self._flags, strict=True) if flag]
         # The anchor is what makes autograd record the node.
-        crossed = iter(_Cross.apply(self, _ANCHOR, *crossing))  # type: ignore[no-untyped-call]
+        crossed = iter(_Cross.apply(self, ANCHOR, *crossing))  # type: ignore[no-untyped-call]
         return map_tensors(
             lambda tensors: [
                 next(crossed) if flag else t for t, flag in zip(tensors, self._flags, strict=True)
@@ -66,4 +66,5 @@ class _Cross(torch.autograd.Function):
         return (None,) * (2 + len(grads))
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+#: Never gets a gradient.
+ANCHOR = torch.empty(0, requires_grad=True)

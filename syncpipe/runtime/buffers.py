@@ -18,8 +18,7 @@ lock of the outermost stage, which makes one order of locks: stage before random
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from operator import setitem
 from typing import Any
@@ -28,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.snapshot import Snapshot, Swap, swapped, version_of, versions
 
 __all__ = ["OUTERMOST", "Buffers", "Watch"]
@@ -51,13 +52,13 @@ class Buffers:
     Attributes:
         lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
         renorming: the embeddings that keep their rows short.
-        renormed: how often they modified their parameters.
+        renormed: how often they modified their parameters, for those that are still alive.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.lock: _Lock = threading.RLock()
+        self.lock: _Lock = forkable()
         self.renorming: list[nn.Module] = []
-        self.renormed: dict[Tensor, int] = {}
+        self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._restores = False  # whether recomputations were seen to change the modules
         self._owners: list[nn.Module] = []
         self._modes: list[bool] = []

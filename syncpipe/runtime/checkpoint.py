@@ -90,9 +90,8 @@ class Frame:
 
     Args:
         cell: computes the cell from its inputs (a tree), the same every time.
-        inputs: the tree of inputs.
-        mutates_inputs: whether the cell may write into its inputs, so that it has to be given
-            copies of them, here as in the forward.
+        inputs: the tree of inputs, detached: a frame does not keep the graph before it alive.
+        requires_grad: for each of its tensors whether the cell's own requires grad.
         sandboxed: runs what it is given from what the forward started from, but for the inputs.
         lock: to be held meanwhile, if there are buffers.
         state: the state of the thread that called the pipe.
@@ -105,7 +104,7 @@ class Frame:
         cell: Cell,
         inputs: Any,
         *,
-        mutates_inputs: bool,
+        requires_grad: list[bool],
         sandboxed: Callable[[Callable[[], None]], None],
         lock: Any,
         state: CallerState,
@@ -122,12 +121,20 @@ class Frame:
         self._slots: list[weakref.ref[_Slot]] = []
         self._complete = False  # backward inside of a layer's forward comes before
         self._shapes: list[str] = []
-        self._requires_grad = [t.requires_grad for t in tensors_in(inputs)]
+        self._requires_grad = requires_grad
+        self.keep(inputs, mutates_inputs=True)  # for all that is known
+
+    def keep(self, inputs: Any, *, mutates_inputs: bool) -> None:
+        """Starts from these inputs from now on.
+
+        Args:
+            inputs: a tree.
+            mutates_inputs: whether the cell writes into its inputs, so that it has to be given
+                copies of them.
+        """
+        self._inputs = inputs
         self._mutates_inputs = mutates_inputs
-        # Detached, so that a frame does not keep the graph before it alive; the version counter is
-        # still the tensor's own.
-        self._inputs = map_tensors(lambda ts: [t.detach() for t in ts], inputs)
-        self._untouched = Untouched(self._inputs, where)
+        self._untouched = Untouched(inputs, self._where)
 
     def forward(self, cell: Cell, inputs: Any) -> Any:
         """Runs the cell for the first time, storing nothing."""
@@ -171,16 +178,18 @@ class Frame:
         self._untouched.check()
         RECOMPUTING.set(True)
         count, expected = 0, len(self._slots)
+        fault: RuntimeError | None = None
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal count
+            nonlocal count, fault
             # Not the tensor itself: stored by the node that made it, the two would never die.
             if isinstance(tensor, nn.Parameter):
                 return tensor.detach()
             if count >= expected and not self._complete:
                 return tensor.detach()
             if count >= expected or described(tensor) != self._shapes[count]:
-                raise RuntimeError(self._not_the_same(count, described(tensor)))
+                fault = RuntimeError(self._not_the_same(count, described(tensor)))
+                raise fault
             slot = self._slots[count]()
             if slot is not None and slot.value is None:
                 slot.value = tensor.detach()
@@ -209,6 +218,8 @@ class Frame:
                 self._sandboxed(run)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
+            if fault is not None and error is not fault:  # TorchScript raises one without a message
+                raise fault from error
             raise
         if count < expected:
             raise RuntimeError(self._not_the_same(count, "nothing more"))

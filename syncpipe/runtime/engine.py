@@ -16,23 +16,29 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
-from queue import SimpleQueue
-from typing import Any, Protocol
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from syncpipe.runtime.random import outside_of_turn
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedule import Action, Program
 
-__all__ = ["RUNNING", "Engine", "Message", "Task"]
+__all__ = ["RUNNING", "Engine", "Message", "Running", "Task"]
+
+_T = TypeVar("_T")
 
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
+_LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
 
 
 #: Something that one action sends to another one: for which worker, under which key, what.
@@ -52,9 +58,51 @@ class Task(Protocol):
         """
 
 
-#: Set wherever an action runs. A pipe inside a layer runs inline there: all nodes of the layer are
-#: then made by one thread, which is what autograd orders them by.
-RUNNING: ContextVar[bool] = ContextVar("syncpipe_running", default=False)
+class Running:
+    """A call, for what runs inside of its actions on one thread.
+
+    Args:
+        engine: whose call it is, weakly: what a layer makes may keep this alive.
+        w: the worker.
+        busy: for each worker the lock that it holds during an action; none where one thread runs
+            all of them.
+    """
+
+    __slots__ = ("_alone", "_busy", "_w", "engine")
+
+    def __init__(self, engine: weakref.ref[Engine], w: int, busy: Sequence[threading.Lock]) -> None:
+        self.engine = engine
+        self._w = w
+        self._busy = busy
+        self._alone = not busy
+
+    def alone(self, run: Callable[[], _T]) -> _T:
+        """Runs something while no other worker is in the middle of an action.
+
+        Two may want that: each is then at a place where the other one may run.
+        """
+
+        def stop_others() -> None:
+            self._busy[self._w].release()
+            for lock in self._busy:
+                lock.acquire()
+
+        if self._alone:
+            return run()
+        outside_of_turn(stop_others)  # which may need generators to get to the end of an action
+        self._alone = True
+        try:
+            return run()
+        finally:
+            self._alone = False
+            for w, lock in enumerate(self._busy):
+                if w != self._w:
+                    lock.release()
+
+
+#: The calls inside of which this runs, outermost first. A pipe inside a layer runs inline:
+#: all nodes of the layer are then made by one thread, which is what autograd orders them by.
+RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("syncpipe_running", default=())
 
 
 class _Cancelled(BaseException):
@@ -93,31 +141,49 @@ class _Inbox:
 
 
 class _Finished:
-    """Counts the workers that are done with a call and hold nothing of it any more."""
+    """The workers that are done with a call and hold nothing of it any more."""
 
     def __init__(self) -> None:
-        self._workers: list[None] = []
+        self._workers: list[int] = []
         self._news: SimpleQueue[None] = SimpleQueue()
 
-    def report(self) -> None:
-        self._workers.append(None)
+    def report(self, w: int) -> None:
+        self._workers.append(w)
         self._news.put(None)
 
-    def wait(self, count: int) -> None:
-        """Waits for ``count`` reports; may be interrupted and called again."""
-        while len(self._workers) < count:
-            self._news.get()
+    def wait(self, threads: Sequence[WorkerThread], died: Callable[[int], None]) -> None:
+        """Waits for the reports of all ``threads``; may be interrupted and called again.
+
+        Args:
+            threads: of workers 0, 1, ...
+            died: is told of those that will never report.
+        """
+        while len(self._workers) < len(threads):
+            try:
+                self._news.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                for w, thread in enumerate(threads):
+                    if not thread.alive and w not in self._workers:
+                        died(w)
+                        self.report(w)
 
 
 class _Call:
     """One run of a program."""
 
-    def __init__(self, program: Program, task: Task) -> None:
+    def __init__(self, engine: Engine, program: Program, task: Task) -> None:
+        self.engine = weakref.ref(engine)
         self.program = program
         self.task = task
         self.inboxes = [_Inbox() for _ in program]
+        self.busy = [threading.Lock() for _ in program]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = False
+
+    def fail(self, rank: tuple[bool, int, int], error: BaseException) -> None:
+        """Notes why the call is over."""
+        self.failures.append((rank, error))
+        self.cancel()
 
     def cancel(self) -> None:
         """Lets every worker stop before its next action."""
@@ -129,15 +195,18 @@ class _Call:
         """One action of worker ``w``."""
         if self.cancelled:
             raise _Cancelled
-        # The task gets the only reference to what it receives.
-        messages = self.task.perform(action, self.inboxes[w].take(self.task.needs(action)))
+        received = [self.inboxes[w].take(self.task.needs(action))]
+        with self.busy[w]:
+            # The task gets the only reference to what it receives.
+            messages = self.task.perform(action, received.pop())
         for worker, key, value in messages:
             self.inboxes[worker].put(key, value)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
         action = None
-        RUNNING.set(True)  # each job has a context of its own
+        running = Running(self.engine, w, self.busy)
+        RUNNING.set((*RUNNING.get(), running))  # each job has a context of its own
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
@@ -147,13 +216,11 @@ class _Call:
         except _Cancelled:
             pass
         except BaseException as error:
-            rank = (False, -1, w) if action is None else action.rank
-            self.failures.append((rank, error))
-            self.cancel()
+            self.fail((False, -1, w) if action is None else action.rank, error)
 
     def run_here(self) -> None:
         """All lists, on the calling thread."""
-        RUNNING.set(True)
+        RUNNING.set((*RUNNING.get(), Running(self.engine, 0, ())))
         if len(self.program) == 1:
             self.run_alone()
         else:
@@ -200,6 +267,7 @@ class Engine:
         self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
+        weakref.finalize(self, _stop, self._threads, os.getpid())
 
     def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
@@ -213,12 +281,22 @@ class Engine:
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Call(program, task)
-        if inline or len(program) == 1:
+        call = _Call(self, program, task)
+        if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)
             return
-        submitted, finished = 0, _Finished()
+        submitted: list[WorkerThread] = []
+        finished = _Finished()
+
+        def died(w: int) -> None:
+            name = str(self._workers[w].device)
+            error = RuntimeError(
+                f"the thread of worker {name!r} has died, killed from outside of the pipe: this "
+                "call is lost, and the next one starts a new thread"
+            )
+            call.fail((True, 0, w), error)
+
         try:
             # All workers see concurrent calls in the same order, or two calls could deadlock.
             with self._lock:
@@ -227,13 +305,13 @@ class Engine:
                     context = state.context.copy()
                     device = self._workers[w].device
                     job = _job(context.run, call.work, w, device, state)
-                    thread.submit(job, finished.report)
+                    thread.submit(job, partial(finished.report, w))
                     del job, context
-                    submitted += 1
-            finished.wait(submitted)
+                    submitted.append(thread)
+            finished.wait(submitted, died)
         except BaseException:  # Ctrl-C, above all
             call.cancel()
-            finished.wait(submitted)
+            finished.wait(submitted, died)
             raise
         if call.failures:
             error = min(call.failures, key=lambda failure: failure[0])[1]
@@ -245,19 +323,27 @@ class Engine:
 
     def _start(self) -> None:
         """Starts the threads if need be and shares out the cores."""
-        if not self._threads:
-            self._threads = [WorkerThread(str(worker.device)) for worker in self._workers]
-            weakref.finalize(self, _stop, self._threads, os.getpid())
+        for w, worker in enumerate(self._workers):
+            if w == len(self._threads) or not self._threads[w].alive:
+                self._threads[w : w + 1] = [WorkerThread(str(worker.device))]
+                self._share = 0
         share = self.share()
         if share != self._share:
             mine = torch.get_num_threads()
             done = _Finished()
-            for thread in self._threads:
-                thread.submit(_job(_set_threads, share), done.report)
-            done.wait(len(self._threads))
+            for w, thread in enumerate(self._threads):
+                thread.submit(_job(_set_threads, share), partial(done.report, w))
+            done.wait(self._threads, lambda w: None)
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)
             self._share = share
+
+    def running(self) -> Running | None:
+        """The call of this engine inside of which the caller of this is, if any."""
+        for running in RUNNING.get():
+            if running.engine() is self:
+                return running
+        return None
 
     def share(self) -> int:
         """The number of intra-op threads for each CPU worker."""

@@ -18,23 +18,19 @@ class Gradients:
 
     Where there were none (``zero_grad`` as it is by default) this costs nothing. Where there were,
     it holds a copy: adding in place and taking away again would not give the same bits.
-
-    Args:
-        tensors: leaves that will get gradients.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
-        for tensor in tensors:
-            self.watch(tensor)
 
-    def watch(self, tensor: Tensor) -> None:
-        """Adds a leaf, before it gets any gradient from this call."""
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Adds leaves, before they get any gradient from this call."""
         with self._lock:
-            if tensor.requires_grad and tensor not in self._before:
-                grad = tensor.grad
-                self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
+            for tensor in tensors:
+                if tensor.requires_grad and tensor not in self._before:
+                    grad = tensor.grad
+                    self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
 
     @torch.no_grad()
     def restore(self) -> None:

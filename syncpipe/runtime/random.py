@@ -11,33 +11,46 @@ was drawn before. Which layers draw is learned anew in each call from the first 
 which all layers run that way; the others then run freely. Layers of PyTorch that are known not
 to draw skip even that.
 
-A layer that draws may itself hold a pipe. That one runs on the layer's own thread, which has the
-locks already (they are reentrant).
+A layer that saves or sets a state (``fork_rng``, ``torch.utils.checkpoint``) leaves the state as it
+was, so that one does not see it. But a profile function sees its calls. It slows the layer down, so
+there is one only when a layer runs for the first time in a mode. It also sees what puts Python code
+into the graph. Where there is some, backward may draw as well, and is run and learned likewise.
+
+A layer or a loss function may itself use a pipe. While that one runs, the generators are given
+up: it takes locks of stages, and these come before the locks of generators.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "LOCKS",
     "Generators",
-    "Undisturbed",
+    "Seen",
+    "draw_again",
     "draw_seed",
     "never_draws",
+    "others_may_draw",
+    "outside_of_turn",
     "run_seeded",
+    "run_watched",
     "undisturbed_draws",
 ]
+
+_T = TypeVar("_T")
 
 _Key = tuple[str, int]
 _RLock = Any  # threading.RLock is a function
@@ -107,6 +120,9 @@ _NoFunctions: Any = torch._C.DisableTorchFunction
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
+    turn: _Turn | None = getattr(_here, "turn", None)
+    if turn is not None and turn.seen is not None:
+        turn.seen.share()
     with LOCKS[_CPU], LOCKS.states, _NoDispatch(), _NoFunctions():
         _turns.inside.discard(_turns.begin())  # nobody sees the state before this turn is over
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
@@ -119,11 +135,12 @@ def undisturbed_draws() -> Iterator[None]:
     Layers that draw at the same time wait, and do not take back what was drawn in here.
     """
     with LOCKS[_CPU]:
-        turn = _turns.begin()
+        turn = _Turn([], [LOCKS[_CPU]])
         try:
+            turn.begin()
             yield
         finally:
-            _turns.inside.discard(turn)
+            turn.end()
 
 
 def _mix(seed: int, layer: int, i: int) -> int:
@@ -178,6 +195,153 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
+class Seen:
+    """What was seen of a layer that ran by :func:`run_seeded`.
+
+    Attributes:
+        draws: bit mask of the generators that it draws from, or whose states it uses.
+        touches: whether it saves or sets the state of a generator.
+        behind: whether it puts Python code into the graph.
+        nests: whether it uses a pipe.
+        compiled: whether it is compiled, at least in part.
+    """
+
+    __slots__ = ("behind", "compiled", "draws", "nests", "private", "touches")
+
+    def __init__(self) -> None:
+        self.draws = 0
+        self.touches = self.behind = self.nests = self.compiled = False
+        self.private: _Private | None = None
+
+    def look(self, frame: Any, event: str, arg: Any) -> None:
+        """The profile function."""
+        if event == "c_call":
+            if isinstance(getattr(arg, "__self__", None), torch.Generator):
+                self.share()  # comes before the call itself
+                self.touches = True
+            elif arg.__name__ in _BEHIND:
+                self.behind = True
+            elif arg.__name__ == "set_eval_frame":
+                self.compiled = True
+
+    def share(self) -> None:
+        """From here on a layer that drew privately draws from the generator of the process."""
+        private, self.private = self.private, None
+        if private is not None:
+            private.end()
+
+    def run(self, layer: Callable[[Any], Any], value: Any) -> Any:
+        """Runs a layer and looks at the calls that it makes on this thread."""
+        if sys.getprofile() is not None:  # somebody else looks, and there can be only one
+            self.touches = self.behind = True
+            return layer(value)
+        look = self.look
+        try:
+            sys.setprofile(look)
+            return layer(value)
+        finally:
+            if sys.getprofile() == look:
+                sys.setprofile(None)
+
+
+#: The C functions by which Python code comes to run in backward.
+_BEHIND = frozenset(
+    {
+        "apply", "register_hook", "register_prehook", "_register_hook_dict",
+        "_push_saved_tensors_default_hooks",
+    }
+)  # fmt: skip
+
+
+class _Turn:
+    """Generators that the calling thread has to itself, by locks that it holds.
+
+    Args:
+        generators: those whose state is put back at the end.
+        locks: the locks.
+    """
+
+    __slots__ = ("_generators", "_locks", "_number", "_outer", "before", "seen")
+
+    def __init__(self, generators: list[torch.Generator], locks: list[_RLock]) -> None:
+        self._generators = generators
+        self._locks = locks
+        self._outer = getattr(_here, "turn", None)
+        self._number = 0
+        self.before: list[Tensor] = []
+        self.seen: Seen | None = None
+
+    def begin(self) -> None:
+        """The locks are held."""
+        self._number = _turns.begin()
+        with LOCKS.states:
+            self.before[:] = [generator.get_state() for generator in self._generators]
+        _here.turn = self
+
+    def end(self) -> None:
+        """The states are what they were."""
+        _here.turn = self._outer
+        _turns.inside.discard(self._number)
+
+    def outside(self, run: Callable[[], _T]) -> _T:
+        """Runs something meanwhile, for others as if the turn had not begun yet."""
+        look = None if self.seen is None else self.seen.look
+        looking = look is not None and sys.getprofile() == look
+        if looking:
+            sys.setprofile(None)
+        try:
+            return self._outside(run)
+        finally:
+            if looking:
+                sys.setprofile(look)
+
+    def _outside(self, run: Callable[[], _T]) -> _T:
+        if self.seen is not None:
+            self.seen.nests = True
+        with LOCKS.states, _NoDispatch(), _NoFunctions():
+            now = [generator.get_state() for generator in self._generators]
+            self.set(self.before)
+        self.end()
+        try:
+            for lock in self._locks:
+                lock.release()
+            return run()
+        finally:
+            try:
+                self._hold()
+            finally:  # has nothing left to do, unless Ctrl-C came right before it
+                self._hold()
+            with _NoDispatch(), _NoFunctions():
+                self.begin()
+                with LOCKS.states:
+                    self.set(now)
+
+    def _hold(self) -> None:
+        interrupt: BaseException | None = None
+        for lock in self._locks:
+            while not lock._is_owned():
+                try:
+                    lock.acquire()
+                except BaseException as error:  # Ctrl-C; whoever took the lock will release it
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def set(self, states: list[Tensor]) -> None:
+        """Sets the states of the generators."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+_here = threading.local()  # its attribute `turn` is the one that the thread has
+
+
+def outside_of_turn(run: Callable[[], _T]) -> _T:
+    """Runs something that takes other locks: gives up the generators that the thread has."""
+    turn: _Turn | None = getattr(_here, "turn", None)
+    return run() if turn is None else turn.outside(run)
+
+
 def run_seeded(
     generators: Generators,
     which: int,
@@ -186,7 +350,9 @@ def run_seeded(
     value: Any,
     *,
     observe: bool,
-) -> tuple[Any, int]:
+    look: bool = False,
+    private: bool = False,
+) -> tuple[Any, Seen]:
     """Runs a layer that draws its own random numbers for one micro-batch.
 
     Ctrl-C may come between any two lines. So locks are held by ``with`` itself, and the states are
@@ -199,27 +365,38 @@ def run_seeded(
         layer: the layer.
         value: its input.
         observe: find out from which generators it draws.
+        look: find out whether it uses their states, and puts Python code into the graph.
+        private: other threads may draw at any time, so it gets a generator of its own.
 
     Returns:
-        The layer's output, and with ``observe`` the bit mask of the generators it drew from.
+        The layer's output, and what was seen.
     """
     picked = generators.pick(which)
-    seed, drew = _mix(*cell), 0
+    mine = [generator for _, generator in picked]
+    seed, seen = _mix(*cell), Seen()
+    if private and which == 1 and not torch._C._len_torch_dispatch_stack():
+        seen.private = own = _Private(torch.Generator().manual_seed(seed))
+        if not look:
+            return own.run(layer, value), own.seen(seen)
+        if "torch._dynamo" not in sys.modules:  # what is compiled runs in another way in a mode
+            layer = partial(own.run, layer)
     locks = [LOCKS[key] for key, _ in picked]
-    with locks[0], locks[-1]:  # reentrant: twice the same one where there is only one
-        turn = _turns.begin()
+    with locks[0], locks[1] if len(locks) > 1 else nullcontext():
+        turn = _Turn(mine, locks)
+        turn.seen = seen
         try:
-            with LOCKS.states:
-                before = [generator.get_state() for _, generator in picked]
-            undo = map(torch.Generator.set_state, [generator for _, generator in picked], before)
+            turn.begin()
+            undo = map(torch.Generator.set_state, mine, turn.before)
             try:
                 with LOCKS.states:
-                    for _, generator in picked:
+                    for generator in mine:
                         generator.manual_seed(seed)
-                    start = [generator.get_state() for _, generator in picked] if observe else []
-                output = layer(value)
+                    start = [generator.get_state() for generator in mine] if observe else []
+                output = seen.run(layer, value) if look else layer(value)
                 if observe:
-                    drew = _changed([generator for _, generator in picked], start)
+                    seen.draws = generators.all if seen.touches else _changed(mine, start)
+                    if seen.private is not None:
+                        seen.private.seen(seen)
             finally:
                 try:
                     with LOCKS.states:
@@ -227,61 +404,179 @@ def run_seeded(
                 finally:  # has nothing left to do, unless Ctrl-C came right before it
                     deque(undo, maxlen=0)
         finally:
-            _turns.inside.discard(turn)
-    return output, drew
+            turn.end()
+    return output, seen
 
 
 def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
     """A bit mask of the generators whose state is another one now."""
+    pairs = zip(before, _states(generators), strict=True)
+    return sum((not _same([a], [b])) << k for k, (a, b) in enumerate(pairs))
+
+
+def _states(generators: list[torch.Generator]) -> list[Tensor]:
     with LOCKS.states, _NoDispatch(), _NoFunctions():
-        now = [generator.get_state() for generator in generators]
-        pairs = zip(before, now, strict=True)
-        return sum((not torch.equal(a, b)) << k for k, (a, b) in enumerate(pairs))
+        return [generator.get_state() for generator in generators]
 
 
-class Undisturbed:
-    """A context for the recomputation of a layer that was not seen to draw: it must not.
+def _same(states: list[Any], others: list[Any]) -> bool:
+    with _NoDispatch(), _NoFunctions():
+        return all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
 
-    What it drew in the forward came from nobody knows where, so it cannot be drawn again. Only a
-    change that nobody else can have made counts: none is seen while another layer draws.
 
-    Args:
-        generators: those of the layer's device.
-        where: the layer in words.
+class _Private(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which random operations on the CPU draw from a given generator.
 
-    Raises:
-        RuntimeError: at the exit, when the layer drew.
+    They draw what they would draw from the generator of the process in the same state.
     """
 
-    __slots__ = ("_before", "_generators", "_turns", "_where", "drew")
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator: torch.Generator | None = generator
+        self._start = generator.get_state()
 
-    def __init__(self, generators: Generators, where: str) -> None:
-        self._generators = [generator for _, generator in generators.pick(generators.all)]
-        self._where = where
-        self.drew = 0
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._generator is not None and _is_random(func) and not kwargs.get("generator"):
+            own = _with_generator(func)
+            if own is None:
+                return self._borrowed(lambda: func(*args, **kwargs))
+            return own(*args, **{**kwargs, "generator": self._generator})
+        return func(*args, **kwargs)
 
-    def __enter__(self) -> Undisturbed:
-        self._turns = _turns.quiet()
-        with LOCKS.states, _NoDispatch(), _NoFunctions():
-            self._before = [generator.get_state() for generator in self._generators]
-        return self
+    def run(self, layer: Callable[[Any], Any], value: Any) -> Any:
+        """Runs a layer in this mode."""
+        with self:
+            return layer(value)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.drew = _changed(self._generators, self._before)
-        if self._turns is None or self._turns != _turns.quiet():
-            self.drew = 0  # others drew meanwhile, nothing can be said
-        if self.drew and kind is None:
-            raise RuntimeError(
-                f"{self._where} draws random numbers, but did not for the first micro-batch of any "
-                "call so far: what it drew in the forward cannot be drawn again. It is known from "
-                "the next call on; to have it known from the start, let it draw for every "
-                "micro-batch"
-            )
+    def seen(self, seen: Seen) -> Seen:
+        """Notes whether anything was drawn."""
+        if self.state is not None:
+            seen.draws |= not torch.equal(self.state, self._start)
+        return seen
+
+    @property
+    def state(self) -> Tensor | None:
+        """That of the generator; None after the end."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def end(self) -> None:
+        """Goes on with the generator of the process."""
+        state, self._generator = self.state, None
+        if state is not None:
+            with LOCKS.states, _NoDispatch(), _NoFunctions():
+                torch.default_generator.set_state(state)
+
+    def _borrowed(self, draw: Callable[[], _T]) -> _T:
+        """Draws by an operation that takes no generator."""
+        generator = self._generator
+        assert generator is not None
+        with LOCKS[_CPU]:
+            with LOCKS.states, _NoDispatch(), _NoFunctions():
+                before = torch.default_generator.get_state()
+                torch.default_generator.set_state(generator.get_state())
+            try:
+                return draw()
+            finally:
+                with LOCKS.states, _NoDispatch(), _NoFunctions():
+                    generator.set_state(torch.default_generator.get_state())
+                    torch.default_generator.set_state(before)
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _with_generator(func: Any) -> Any:
+    """The overload of a random operation that takes a generator, if there is one."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        return func
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        arguments = other._schema.arguments
+        without = [argument.name for argument in arguments if argument.name != "generator"]
+        named = [argument.kwarg_only for argument in arguments if argument.name == "generator"]
+        if without == names and named == [True]:
+            return other
+    return None
+
+
+def others_may_draw() -> bool:
+    """Whether there are threads besides those of pipes, and the caller."""
+    if threading.active_count() == 1:
+        return False
+    return sum(not thread.name.startswith("syncpipe ") for thread in threading.enumerate()) > 1
+
+
+#: The state of each generator before and after a layer.
+_States = tuple[list[Tensor], list[Tensor]]
+
+
+def run_watched(
+    generators: Generators, layer: Callable[[Any], Any], value: Any
+) -> tuple[Any, _States | None]:
+    """Runs a layer that was not seen to draw, and will be computed again.
+
+    Returns:
+        Its output; and states, if they changed, by the layer or by another thread. While another
+        layer has the generators to itself nothing can be said.
+    """
+    turns = _turns.quiet()
+    mine = [generator for _, generator in generators.pick(generators.all)]
+    before = _states(mine)
+    output = layer(value)
+    after = _states(mine)
+    if _same(before, after) or turns is None or turns != _turns.quiet():
+        return output, None
+    return output, (before, after)
+
+
+def draw_again(
+    generators: Generators, states: _States, layer: Callable[[Any], Any], value: Any, where: str
+) -> Any:
+    """Recomputes a layer from the states that were noted in its forward.
+
+    Raises:
+        RuntimeError: it draws, but something else than in the forward.
+    """
+    before, after = states
+    mine = [generator for _, generator in generators.pick(generators.all)]
+    locks = [LOCKS[key] for key in generators.keys]
+    with locks[0], locks[1] if len(locks) > 1 else nullcontext():
+        turn = _Turn(mine, locks)
+        try:
+            turn.begin()
+            undo = map(torch.Generator.set_state, mine, turn.before)
+            try:
+                turn.set(before)
+                now: list[Any]
+                if len(mine) == 1 and not torch._C._len_torch_dispatch_stack():
+                    own = _Private(torch.Generator().set_state(before[0]))
+                    output, now = own.run(layer, value), [own.state]
+                else:
+                    output, now = layer(value), _states(mine)
+            finally:
+                try:
+                    with LOCKS.states:
+                        deque(undo, maxlen=0)
+                finally:
+                    deque(undo, maxlen=0)
+        finally:
+            turn.end()
+    if not _same(now, before) and not _same(now, after):
+        raise RuntimeError(
+            f"{where} draws random numbers, but did not for the first micro-batch of any call so "
+            "far, and another thread drew at the same time: what it drew in the forward cannot be "
+            "drawn again. It is known from the next call on; to have it known from the start, let "
+            "it draw for every micro-batch, and give threads of your own a torch.Generator each"
+        )
+    return output
 
 
 _QUIET: frozenset[type] = frozenset(
@@ -308,6 +603,8 @@ def never_draws(module: nn.Module) -> bool:
         type(module) in _QUIET
         and not module._forward_hooks
         and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
         and "forward" not in module.__dict__
         and all(never_draws(child) for child in module.children())
     )

@@ -15,7 +15,7 @@ Walking all modules takes time. So it is done once per call, and once in each ba
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import setitem
 from typing import Any
 
@@ -128,7 +128,7 @@ class Snapshot:
         "_versions", "lazy", "modules",
     )  # fmt: skip
 
-    def __init__(self, root: nn.Module, renormed: dict[Tensor, int]) -> None:
+    def __init__(self, root: nn.Module, renormed: Mapping[Tensor, int]) -> None:
         self._root = root
         self.modules, self._marks = _walk(root)
         self._states = [(m, m.training, dict(m._parameters.items())) for m in self.modules]
@@ -138,7 +138,7 @@ class Snapshot:
         self._parameters: list[tuple[nn.Parameter, bool]] = [(p, p.requires_grad) for p in known]
         self._versions = [version_of(p) for p in known]
         self._renormed = renormed
-        self._renormed_then = dict(renormed)
+        self._renormed_then = {p: renormed[p] for p in known if p in renormed}
         self._checked: tuple[object, list[Swap]] | None = None
 
     def like(self, other: Snapshot) -> bool:

@@ -124,13 +124,17 @@ class AcceleratorStreams:
 
 @dataclass(slots=True)
 class Lane:
-    """A worker as one call sees it: its device, and its streams where it has any."""
+    """A worker as one call sees it: its device, and its streams where it has any.
+
+    ``caller`` is the stream on which the caller worked on this device when the call began.
+    """
 
     device: torch.device
     streams: Streams | None = None
     compute: Any = None
     outbound: Any = None
     inbound: Any = None
+    caller: Any = None
     held: deque[tuple[Any, list[Tensor]]] = field(default_factory=deque)
 
     def active(self) -> AbstractContextManager[Any]:
@@ -147,6 +151,11 @@ class Lane:
         for stream in (other.compute, other.outbound):
             if stream is not None and self.compute != stream:
                 self.streams.wait(self.compute, other.streams.record(stream))
+
+    def follow_caller(self) -> None:
+        """Lets this lane's work wait for what the caller has been doing on its device."""
+        if self.streams is not None and self.compute != self.caller:
+            self.streams.wait(self.compute, self.streams.record(self.caller))
 
     def adopt(self, tensors: Sequence[Tensor], other: Lane) -> None:
         """Keeps the memory of tensors that ``other`` made until this lane is done with it."""

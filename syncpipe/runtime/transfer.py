@@ -137,6 +137,7 @@ class Send(torch.autograd.Function):
             return None, None, None, None, *grads
         with nullcontext() if ctx.note is None else ctx.note(backward=True):
             back, event = send(ctx.target, ctx.source, there)
+        ctx.source.follow_caller()  # who may still read what is added to: .grad
         ctx.source.receive(event, back)
         ctx.target.hold(there)
         arrived = iter(back)

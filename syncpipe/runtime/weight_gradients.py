@@ -67,12 +67,14 @@ class WeightGradients:
 
     Args:
         casts: copies of weights in autocast's dtype, shared by the cells of one stage in one call.
+        watched: by identity of a parameter whether its node in the graph has hooks; shared as well.
     """
 
-    __slots__ = ("_casts", "_halves", "_splitting")
+    __slots__ = ("_casts", "_halves", "_splitting", "_watched")
 
-    def __init__(self, casts: Casts | None = None) -> None:
+    def __init__(self, casts: Casts | None = None, watched: dict[int, bool] | None = None) -> None:
         self._casts: Casts = {} if casts is None else casts
+        self._watched: dict[int, bool] = {} if watched is None else watched
         self._halves: deque[_Half] = deque()
         self._splitting = False  # of the object: autograd has device threads of its own
 
@@ -208,7 +210,12 @@ class _Split(torch.autograd.Function):
         _, needs_x, needs_b, *_ = ctx.needs_input_grad
         along = bias if needs_b and rule.defers_bias else None
         graph = torch.is_grad_enabled()
-        off = cell._splitting and not graph and _adds(ctx, 0, weight) and _adds(ctx, 2, along)
+        off = (
+            cell._splitting
+            and not graph
+            and _adds(ctx, 0, weight, cell)
+            and _adds(ctx, 2, along, cell)
+        )
         if off:
             factor = weight if ctx.version is None else used  # not what hooks made of it
             half = _Half(rule, gy, x.detach(), x._version, factor, weight, along)
@@ -222,7 +229,7 @@ class _Split(torch.autograd.Function):
         return gw, gx, gb, None, None, None
 
 
-def _adds(ctx: Any, k: int, parameter: Tensor | None) -> bool:
+def _adds(ctx: Any, k: int, parameter: Tensor | None, cell: WeightGradients) -> bool:
     """Whether all that this very backward does with input ``k`` is to add to its ``.grad``.
 
     A node can also be in a backward that asks for the gradient (a layer that calls
@@ -236,10 +243,31 @@ def _adds(ctx: Any, k: int, parameter: Tensor | None) -> bool:
         return False
     if getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
         return False
+    node = ctx.next_functions[k][0]
+    watched = cell._watched.get(id(parameter))
+    if watched is None:
+        watched = cell._watched[id(parameter)] = _has_hooks(node)
+    if watched:
+        return False
     try:
-        return bool(_C._will_engine_execute_node(ctx.next_functions[k][0]))
+        return bool(_C._will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf that autograd.grad was asked for
         return False
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether somebody has put hooks on a node, as Megatron and Apex do to start collectives."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)  # the only way to see the others
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _differentiable(copy: Tensor, weight: Tensor, version: int) -> Tensor:

@@ -54,9 +54,9 @@ class Worker:
                 compute = streams.new() if self._private else None
                 self._made = (streams, compute, streams.new(), streams.new())
         streams, compute, outbound, inbound = self._made
-        if streams is not None and compute is None:
-            compute = streams.current()
-        return Lane(self.device, streams, compute, outbound, inbound)
+        caller = None if streams is None else streams.current()
+        compute = caller if compute is None else compute
+        return Lane(self.device, streams, compute, outbound, inbound, caller)
 
     def caller_lane(self) -> Lane:
         """The stream on which the caller of the pipe works on this worker's device."""
@@ -86,6 +86,11 @@ class WorkerThread:
     def submit(self, job: Callable[[], None], report: Callable[[], None]) -> None:
         """Queues a job, which must not raise, and whom to tell when nothing is held of it."""
         self._jobs.put((job, report))
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has stopped or killed it."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Ends the thread after the jobs it has; idempotent, callable from any thread."""

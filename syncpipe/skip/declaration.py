@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -59,7 +60,8 @@ def check_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 def declaration_of(cls: type) -> Declaration:
     """What instances of ``cls`` stash and pop when their forward runs.
 
-    An overriding forward replaces the skips of the one it overrides, unless it calls it.
+    An overriding forward replaces the skips of the one it overrides, unless it calls it. Whether
+    it does is for the class to say, by ``@skippable``; where it says nothing, its code is asked.
     """
     found = Declaration()
     for base in cls.__mro__:
@@ -67,9 +69,28 @@ def declaration_of(cls: type) -> Declaration:
         if forward is None:
             continue
         found = getattr(forward, "_syncpipe_skips", Declaration()).merged_with(found)
-        if not _hands_on(forward, base):
+        if hasattr(forward, "_syncpipe_says_all") or not _hands_on(forward, base):
             break
     return found
+
+
+def says_all(forward: Callable[..., Any], declaration: Declaration) -> Callable[..., Any]:
+    """A forward that is no generator, with the skips of all forwards that it hands on to."""
+
+    @functools.wraps(forward)
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    declared._syncpipe_skips = declaration  # type: ignore[attr-defined]
+    declared._syncpipe_says_all = True  # type: ignore[attr-defined]
+    return declared
+
+
+def overrides(cls: type, name: str) -> bool:
+    """Whether a forward of ``cls`` is taken not to call one with this skip that it overrides."""
+    bases = [getattr(base.__dict__.get("forward"), "_syncpipe_skips", None) for base in cls.__mro__]
+    known = [found for found in bases if found is not None]
+    return any(name in found.names for found in known) and name not in declaration_of(cls).names
 
 
 def key_of(module: nn.Module, name: str) -> SkipKey:

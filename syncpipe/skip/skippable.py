@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .declaration import Declaration, check_names, declaration_of, key_of
+from .declaration import Declaration, check_names, declaration_of, key_of, says_all
 from .driver import driven
 from .namespace import Namespace, SkipKey
 from .old_keys import accept_old_keys
@@ -27,7 +27,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     The class is changed in place and returned: its ``forward`` can be called like that of any
     other layer, and it gets a method ``isolate(namespace, *, only=None)``. A subclass inherits
     the skips along with the forward. If it overrides forward with another generator, decorate it
-    again; the skips of a base class count only where the new forward calls ``super().forward``.
+    again; the skips of a base class count only where the new forward calls ``super().forward``. If
+    it overrides forward with one that is no generator, and calls the base's in a way that cannot
+    be seen in its code (or names it and does not call it), decorate it with the names of all skips
+    that then happen.
 
     Args:
         stash: names of the skips that the layer sends.
@@ -47,6 +50,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             forward = vars(forward)["__wrapped__"]  # the base's generator, under new names
         if inspect.isgeneratorfunction(forward):
             _set(cls, "forward", driven(forward, declaration))
+        elif "forward" in cls.__dict__ and is_skippable(cls):
+            _set(cls, "forward", says_all(forward, declaration))
         if not is_skippable(cls):
             _set(cls, "isolate", _isolate)
         accept_old_keys(cls)
@@ -87,7 +92,9 @@ def _refuse_unfit(cls: object, declaration: Declaration) -> None:
             f"{cls.__name__} has its own attribute 'isolate', which @skippable adds: rename it"
         )
     if declaration.names and not (
-        inspect.isgeneratorfunction(forward) or hasattr(forward, "_syncpipe_skips")
+        inspect.isgeneratorfunction(forward)
+        or hasattr(forward, "_syncpipe_skips")
+        or is_skippable(cls)
     ):
         raise TypeError(
             f"{cls.__name__} declares the skips {list(declaration.names)}, but its forward is "

@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "DEVICES",
+    "Slow",
+    "capacity",
     "delays",
     "devices",
     "held",
@@ -88,18 +92,13 @@ def _build() -> Path:
     with FileLock(str(directory / "build.lock")):
         if not (directory / "done").exists():
             (directory / "lock").unlink(missing_ok=True)  # of a build that was killed
-            cpp_extension._write_ninja_file_and_build_library(
+            cpp_extension.load(
                 name=name,
                 sources=[str(path) for path in sources],
                 extra_cflags=_FLAGS,
-                extra_cuda_cflags=[],
-                extra_sycl_cflags=[],
-                extra_ldflags=[],
-                extra_include_paths=[],
                 build_directory=str(directory),
-                verbose=False,
                 with_cuda=False,
-                with_sycl=False,
+                is_python_module=False,
             )
             (directory / "done").touch()
     return library
@@ -156,20 +155,57 @@ def live_blocks(device: torch.device | str | int) -> int:
     return int(torch.ops.sim.live_blocks(_index(device)))
 
 
-def sleep(ms: float, stream: torch.Stream | None = None) -> None:
-    """A kernel that takes ``ms`` milliseconds, on the current stream or on ``stream``."""
-    if stream is None:
-        torch.ops.sim.sleep(ms)
-        return
-    before = torch.accelerator.current_device_index()
-    current = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    torch.accelerator.set_device_index(stream.device.index)
+@contextmanager
+def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
+    """Inside, a device has ``size`` bytes of memory (4 GiB otherwise)."""
+    torch.accelerator.empty_cache()
+    torch.ops.sim.set_capacity(_index(device), size)
     try:
-        torch.ops.sim.sleep(ms)
+        yield
     finally:
-        torch.accelerator.set_stream(current)
-        torch.accelerator.set_device_index(before)
+        torch.ops.sim.set_capacity(_index(device), 4 << 30)
+
+
+def sleep(ms: float, device: torch.device | None = None) -> None:
+    """A kernel that takes ``ms`` milliseconds, on the current stream of (the current) device.
+
+    On the CPU the calling thread sleeps.
+    """
+    if device is not None and device.type == "cpu":
+        time.sleep(ms / 1e3)
+        return
+    torch.ops.sim.sleep(ms, -1 if device is None else device.index)
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ms: float, backward_ms: float) -> Tensor:
+        ctx.backward_ms = backward_ms
+        sleep(ms, x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        sleep(ctx.backward_ms, grad.device)
+        return grad, None, None
+
+
+class Slow(torch.nn.Module):
+    """A layer that does nothing, and takes its time on the device of its input.
+
+    Args:
+        ms: milliseconds of the forward.
+        backward_ms: milliseconds of the backward (twice those of the forward by default).
+    """
+
+    def __init__(self, ms: float, backward_ms: float | None = None) -> None:
+        super().__init__()
+        self.ms = ms
+        self.backward_ms = 2 * ms if backward_ms is None else backward_ms
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Slow.apply(x, self.ms, self.backward_ms)  # type: ignore[no-untyped-call]
+        return result
 
 
 @contextmanager

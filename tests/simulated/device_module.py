@@ -9,6 +9,10 @@ from torch import Tensor
 
 _Device = torch.device | str | int | None
 
+Stream = torch.Stream
+Event = torch.Event
+_initialized = True
+
 default_generators: tuple[torch.Generator, ...] = tuple(
     torch.ops.sim.generator(k) for k in range(4)
 )
@@ -21,6 +25,22 @@ def _index(device: _Device) -> int:
         return device
     index = torch.device(device).index
     return current_device() if index is None else index
+
+
+class device:
+    """A context in which another device is the current one."""
+
+    def __init__(self, device: _Device) -> None:
+        self._index = -1 if device is None else _index(device)
+        self._before = -1
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        if self._index >= 0:
+            set_device(self._index)
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_device(self._before)
 
 
 def is_available() -> bool:
@@ -93,8 +113,17 @@ def memory_allocated(device: _Device = None) -> int:
     return torch.accelerator.memory_allocated(_index(device))
 
 
+def memory_reserved(device: _Device = None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
 def max_memory_allocated(device: _Device = None) -> int:
     return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def mem_get_info(device: _Device = None) -> tuple[int, int]:
+    free = int(torch.ops.sim.free_memory(_index(device)))
+    return free, free + torch.accelerator.memory_reserved(_index(device))
 
 
 def memory_stats(device: _Device = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -94,6 +95,24 @@ bool writes(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
+// An `out=`: what it holds before does not count, so kernels get an empty tensor in its place.
+// Some of them use it as scratch memory on the way.
+bool is_returned_out(const c10::OperatorHandle& op, const c10::Argument& argument) {
+  return argument.is_out() && !op.schema().returns().empty();
+}
+
+IValue fresh(const IValue& outs, c10::Device device) {
+  return map_tensors(outs, [device](const at::Tensor& out) {
+    return at::empty({0}, out.options().device(device));
+  });
+}
+
+// Operators whose meta kernel promises other shapes than their CPU kernel computes.
+bool meta_is_wrong(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name == "aten::_embedding_bag" || name == "aten::_embedding_bag_forward_only";
+}
+
 // Everything on which the shapes can depend; empty if something else is among the arguments.
 std::string key_of(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
   std::string key;
@@ -156,17 +175,22 @@ Plan ask_meta(const c10::OperatorHandle& op, const std::vector<IValue>& argument
     return meta;
   };
   Stack stack;
-  for (const IValue& value : arguments) {
+  const auto& formal = op.schema().arguments();
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    const IValue& value = arguments[k];
     if (value.isDevice()) {
       stack.emplace_back(c10::Device(at::kMeta));
     } else if (value.isGenerator()) {
       stack.emplace_back();
+    } else if (is_returned_out(op, formal[k])) {
+      stack.push_back(fresh(value, at::kMeta));
     } else {
       stack.push_back(map_tensors(value, to_meta));
     }
   }
   const std::vector<IValue> given = stack;
   Plan plan;
+  if (meta_is_wrong(op)) return plan;
   try {
     op.callBoxed(&stack);
   } catch (const std::exception&) {
@@ -187,7 +211,7 @@ Plan ask_meta(const c10::OperatorHandle& op, const std::vector<IValue>& argument
     plan.is_list.push_back(value.isTensorList());
   }
   for (size_t k = 0; k < given.size(); ++k) {
-    if (writes(op.schema().arguments()[k])) plan.mutated.push_back(list_of(given[k]));
+    if (writes(formal[k])) plan.mutated.push_back(list_of(given[k]));
   }
   return plan;
 }
@@ -271,6 +295,8 @@ Stack cpu_arguments(
       stack.emplace_back(at::detail::createCPUGenerator(draw(given, device)));
     } else if (value.isDevice()) {
       stack.emplace_back(c10::Device(at::kCPU));
+    } else if (is_returned_out(op, formal[k])) {
+      stack.push_back(fresh(value, at::kCPU));
     } else {
       stack.push_back(map_tensors(value, on_cpu));
     }
@@ -317,11 +343,14 @@ std::vector<at::Tensor> tensors_of(const IValue& value) {
   return tensors;
 }
 
-void check_same_shape(
-    const c10::OperatorHandle& op, const at::Tensor& computed, const at::Tensor& promised) {
+// What a kernel computed, to where the host expects it.
+void deliver(const c10::OperatorHandle& op, const at::Tensor& computed, const at::Tensor& promised) {
+  if (!computed.defined() || !promised.defined()) return;
+  if (computed.numel() == 0) return;  // nothing to save here, as in batch_norm for evaluation
   TORCH_CHECK(
       computed.sizes() == promised.sizes(), op.operator_name(), " computed a tensor of shape ",
       computed.sizes(), " where meta promised ", promised.sizes());
+  promised.copy_(computed);
 }
 
 // Enqueues the operator; the returns are new tensors, or arguments.
@@ -338,32 +367,30 @@ std::vector<IValue> run_later(
   }
   Stack stack = cpu_arguments(op, arguments, stream.device_index());
   std::vector<IValue> returns;
-  std::vector<std::vector<at::Tensor>> outputs;  // the CPU's views of what is new
+  std::vector<std::vector<at::Tensor>> outputs;  // the CPU's views of what is to be delivered
   for (size_t k = 0; k < plan.returns.size(); ++k) {
-    outputs.emplace_back();
     const int64_t argument = returned_argument(op, k);
     if (argument >= 0) {
       returns.push_back(arguments[argument]);
-      continue;
+    } else {
+      std::vector<at::Tensor> made;
+      for (const Geometry& geometry : plan.returns[k]) made.push_back(empty_like(geometry));
+      returns.push_back(plan.is_list[k] ? IValue(made) : IValue(made[0]));
     }
-    std::vector<at::Tensor> made;
-    for (const Geometry& geometry : plan.returns[k]) {
-      made.push_back(empty_like(geometry));
-      outputs.back().push_back(made.back().defined() ? on_cpu(made.back()) : at::Tensor());
+    outputs.emplace_back();
+    if (argument >= 0 && !is_returned_out(op, formal[argument])) continue;
+    for (const at::Tensor& tensor : tensors_of(returns.back())) {
+      outputs.back().push_back(tensor.defined() ? on_cpu(tensor) : tensor);
     }
-    returns.push_back(plan.is_list[k] ? IValue(made) : IValue(made[0]));
   }
   enqueue(stream, Kind::kKernel, [op, stack, outputs]() mutable {
     call_on_cpu(op, stack);
     c10::AutoGradMode no_grad(false);
     BelowAutograd guard;
     for (size_t k = 0; k < outputs.size(); ++k) {
-      const auto computed = outputs[k].empty() ? outputs[k] : tensors_of(stack[k]);
-      for (size_t t = 0; t < outputs[k].size(); ++t) {
-        if (!outputs[k][t].defined() || !computed.at(t).defined()) continue;
-        check_same_shape(op, computed[t], outputs[k][t]);
-        outputs[k][t].copy_(computed[t]);
-      }
+      if (outputs[k].empty()) continue;
+      const auto computed = tensors_of(stack[k]);
+      for (size_t t = 0; t < outputs[k].size(); ++t) deliver(op, computed.at(t), outputs[k][t]);
     }
   });
   return returns;
@@ -376,12 +403,12 @@ std::vector<IValue> run_now(
   Stack stack = cpu_arguments(op, arguments, stream.device_index());
   const Stack given = stack;
   call_on_cpu(op, stack);
+  const auto& formal = op.schema().arguments();
   for (size_t k = 0; k < arguments.size(); ++k) {
-    if (!writes(op.schema().arguments()[k])) continue;
+    if (!is_returned_out(op, formal[k])) continue;
     const auto ours = tensors_of(arguments[k]), theirs = tensors_of(given[k]);
     for (size_t t = 0; t < ours.size(); ++t) {
-      if (!ours[t].defined() || ours[t].sizes() == theirs[t].sizes()) continue;
-      reshape(ours[t], geometry_of(theirs[t].contiguous()));  // the kernel gave it memory of its own
+      reshape(ours[t], geometry_of(theirs[t]));
       on_cpu(ours[t]).copy_(theirs[t]);
     }
   }

@@ -48,8 +48,9 @@ const bool registered = [] {
   return true;
 }();
 
-void sleep(double ms) {
-  enqueue(current_stream(current_device()), Kind::kHousekeeping, [ms] {
+void sleep(double ms, int64_t device) {
+  const auto index = c10::DeviceIndex(device < 0 ? current_device() : device);
+  enqueue(current_stream(index), Kind::kHousekeeping, [ms] {
     std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
   });
 }
@@ -67,6 +68,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("forget_waits", &forget_implicit_waits);
   m.def("generator", [](int64_t device) { return default_generator(device); });
   m.def("set_capacity", [](int64_t device, int64_t bytes) { set_capacity(device, bytes); });
+  m.def("free_memory", [](int64_t device) { return free_memory(device); });
   m.def("live_blocks", [](int64_t device) { return live_blocks(device); });
 }
 

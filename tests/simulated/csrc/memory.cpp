@@ -194,7 +194,8 @@ struct Devices final : c10::DeviceAllocator {
     enqueue(
         stream_of(block->device, block->stream), Kind::kHousekeeping,
         [data = block->data, size = block->size] { std::memset(data, kNaN, size); });
-    memory.free[block->stream].emplace(block->size, block);
+    auto& blocks = memory.free[block->stream];
+    blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);  // the first to go
   }
 
   void collect(DeviceMemory& memory) {
@@ -327,6 +328,10 @@ void set_capacity(c10::DeviceIndex device, int64_t bytes) {
   DeviceMemory& memory = devices().memories.at(device);
   std::lock_guard<std::mutex> lock(memory.mutex);
   memory.capacity = bytes;
+}
+
+int64_t free_memory(c10::DeviceIndex device) {
+  return int64_t(devices().getMemoryInfo(device).first);
 }
 
 int64_t live_blocks(c10::DeviceIndex device) {

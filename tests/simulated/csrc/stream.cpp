@@ -116,6 +116,8 @@ class Queue {
       if (ms > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
       try {
         job.run();
+      } catch (const c10::Error& error) {
+        failures().keep(device_, error.what_without_backtrace());
       } catch (const std::exception& error) {
         failures().keep(device_, error.what());
       } catch (...) {

@@ -1,0 +1,105 @@
+"""The accelerators that tests run on: real ones, or those of the simulated machine.
+
+Tests marked ``gpu`` are written against these few functions and ``torch.accelerator``, so that
+they run on either. The simulated machine is loaded in a process that is started with
+``SYNCPIPE_SIMULATED=1`` (see ``conftest.py``); it computes on the host, so tests are smaller there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from tests import simulated
+
+_T = TypeVar("_T")
+
+
+def kind() -> str:
+    """The type of the accelerators: ``"cuda"``, ``"sim"``; ``"none"`` where there are none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "none" if accelerator is None else accelerator.type
+
+
+def device(k: int = 0) -> torch.device:
+    """One of the accelerators."""
+    return torch.device(kind(), k)
+
+
+def count() -> int:
+    """How many there are."""
+    return torch.accelerator.device_count()
+
+
+def sized(real: _T, on_simulated: _T) -> _T:
+    """A size for real devices, and a smaller one for simulated ones."""
+    return on_simulated if simulated.loaded() else real
+
+
+def synchronize() -> None:
+    """The host waits for all of them."""
+    for k in range(count()):
+        torch.accelerator.synchronize(k)
+
+
+def sleep(ms: float = 10.0) -> None:
+    """A kernel on the current stream that takes about so long."""
+    if simulated.loaded():
+        simulated.sleep(ms)
+    else:
+        torch.cuda._sleep(int(ms * 1.5e6))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Inside, it is an error when an operator makes the host wait for a device."""
+    if simulated.loaded():
+        with simulated.no_waits():
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def allocated(*devices: torch.device) -> int:
+    """Bytes that are in use on the devices (all of them if none is named), all work being done."""
+    synchronize()
+    torch.accelerator.empty_cache()  # what was recorded on other streams is freed for good
+    indices = [d.index for d in devices] or range(count())
+    return sum(torch.accelerator.memory_allocated(k) for k in indices)
+
+
+def blocks() -> int:
+    """Blocks of memory that are in use on all devices, all work being done."""
+    synchronize()
+    torch.accelerator.empty_cache()
+    if simulated.loaded():
+        return sum(simulated.live_blocks(k) for k in range(count()))
+    return sum(torch.accelerator.memory_stats(k)["active.all.current"] for k in range(count()))
+
+
+@contextmanager
+def peak_above(device: torch.device, found: list[int]) -> Iterator[None]:
+    """Adds to ``found`` by how many bytes the memory in use rises at most inside."""
+    before = allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    yield
+    synchronize()
+    found.append(torch.accelerator.max_memory_allocated(device) - before)
+
+
+@contextmanager
+def late(seed: int = 0) -> Iterator[None]:
+    """Inside, kernels of simulated devices start late: what does not wait for them is wrong."""
+    if not simulated.loaded():
+        yield
+        return
+    with simulated.delays(0.3, 0.5, seed=seed):
+        yield

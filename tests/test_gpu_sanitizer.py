@@ -1,0 +1,62 @@
+"""PyTorch's own search for races between streams, which knows CUDA only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.cuda
+
+MODES = ["always", "except_last", "never"]
+
+SANITIZED = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.cuda import _sanitizer
+    from syncpipe import Pipe
+    from syncpipe.runtime.worker import Worker
+
+    assert _sanitizer.cuda_sanitizer.enabled
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    pipe = Pipe(
+        nn.Sequential(*layers), [4, 4], devices=[Worker("cuda:0"), Worker("cuda:0")], chunks=4,
+        checkpoint=sys.argv[1],
+    )
+    if sys.argv[2] == "broken":
+        from syncpipe.runtime.streams import Lane
+        Lane.receive = lambda self, event, tensors: None
+    for _ in range(3):
+        x = torch.randn(16, 32, device="cuda:0", requires_grad=True)
+        pipe(x).sum().backward()
+    print("finished")
+"""
+
+
+def sanitized(checkpoint: str, how: str) -> subprocess.CompletedProcess[str]:
+    """A step under the sanitizer, whose mode is active here, so that the pipe runs inline."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SANITIZED), checkpoint, how],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_sanitizer(checkpoint):
+    done = sanitized(checkpoint, "whole")
+    assert done.returncode == 0, done.stderr
+    assert "finished" in done.stdout
+    assert "data race" not in done.stderr
+
+
+def test_sanitizer_sees_a_missing_wait():
+    done = sanitized("never", "broken")
+    assert done.returncode != 0
+    assert "data race" in done.stderr or "CUDASanitizerErrors" in done.stderr, done.stderr

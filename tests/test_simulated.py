@@ -1,0 +1,45 @@
+"""Runs the tests marked ``gpu`` on simulated accelerators, each file in a process of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import simulated
+
+TESTS = Path(__file__).parent
+FILES = [
+    *sorted(path for path in TESTS.glob("test_*.py") if "pytest.mark.gpu" in path.read_text()),
+    *sorted(TESTS.glob("simulated/test_*.py")),
+]
+FILES.remove(Path(__file__))
+
+
+@pytest.mark.timeout(900)  # the first one builds the devices
+@pytest.mark.parametrize("file", [str(path.relative_to(TESTS.parent)) for path in FILES])
+def test_on_simulated_devices(file):
+    reason = simulated.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    faulthandler.cancel_dump_traceback_later()  # the process has limits of its own
+    command = [sys.executable, "-m", "pytest", file, "-m", "gpu", "-n0", "-q", "--durations=5"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=TESTS.parent, env={**os.environ, "SYNCPIPE_SIMULATED": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, f"it failed; by hand: SYNCPIPE_SIMULATED=1 pytest -n0 {file}"
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(simulated.loaded(), reason="this is such a process")
+def test_this_process_has_none():
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is None or accelerator.type != "sim"

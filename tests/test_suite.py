@@ -1,0 +1,29 @@
+"""The suite itself: what it promises to every test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Each makes pipes without naming devices.
+WITHOUT_DEVICES = [
+    "test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
+    "test_microbatch.py::test_a_lone_no_chunk_tensor_is_one_micro_batch",
+    "test_balance.py::test_without_devices_nobody_knows_how_many_stages",
+]
+
+
+@pytest.mark.parametrize("options", [[], ["-p", "tests.pretend"]])
+def test_tests_that_name_no_devices_get_cpu_workers(options):
+    tests = [str(TESTS / name) for name in WITHOUT_DEVICES]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *options, *tests],
+        capture_output=True, text=True, timeout=200, check=False, cwd=TESTS.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert f"{len(tests)} passed" in done.stdout
