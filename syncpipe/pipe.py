@@ -199,7 +199,7 @@ class Pipe(Partitioned):
             optimizer.step()
 
         With 1F1B few micro-batches are in flight at a time, so ``checkpoint="never"`` often costs
-        no memory that matters; see the README.
+        no memory that matters; see docs/guide.md.
 
         Args:
             input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the

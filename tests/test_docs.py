@@ -1,0 +1,96 @@
+"""The README and the pages of docs/: their Python runs, and their links lead somewhere.
+
+The Python blocks of a page follow each other in one session. A block that is not to be run says so
+by its language.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = {"bash", "diff", "text"}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    """What stands between two fences, and on which line it begins (from 0)."""
+
+    language: str
+    line: int
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found: list[Block] = []
+    language, start, inside = "", 0, False
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if inside:
+            assert line == "```", f"{page.name}:{number + 1}: a block begins inside of another one"
+            found.append(Block(language, start, "\n".join(lines[start:number])))
+        else:
+            language, start = line[3:], number + 1
+        inside = not inside
+    assert not inside, f"{page.name}: the block of line {start} has no end"
+    return found
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Files that a page writes are gone afterwards, and so is a process group."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    session: dict[str, Any] = {"__name__": f"page_{page.stem}"}
+    try:
+        for language, line, text in blocks_of(page):
+            assert language in {"python", *NOT_RUN}, f"{name_of(page)}:{line}: of which language?"
+            if language == "python":
+                # As many lines before it as in the page, so that tracebacks show where it stands.
+                exec(compile("\n" * line + text, str(page), "exec"), session)
+    finally:
+        # torch.compile keeps these globals for longer, with names of its own ("__...") in them.
+        for name in [name for name in session if not name.startswith("__")]:
+            del session[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_to_a_file_and_a_heading(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name_of(page)} links to {link}"
+        if heading:
+            assert heading in headings_of(target), f"{name_of(page)} links to {link}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """As anchors: lower case, spaces as hyphens, without punctuation."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+def test_the_readme_is_for_someone_with_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
