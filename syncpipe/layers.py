@@ -20,14 +20,8 @@ from torch import nn
 from syncpipe.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.runtime.buffers import Buffers
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.random import (
-    Generators,
-    Seen,
-    draw_again,
-    never_draws,
-    run_seeded,
-    run_watched,
-)
+from syncpipe.runtime.generators import Generators
+from syncpipe.runtime.random import Seen, draw_again, never_draws, run_seeded, run_watched
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.snapshot import Snapshot
 from syncpipe.runtime.state import CallerState

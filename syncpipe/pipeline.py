@@ -20,7 +20,8 @@ from syncpipe.batchnorm import MiniBatchStatistics
 from syncpipe.layers import MiniBatch, Partition
 from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.engine import RUNNING, Engine, Task
-from syncpipe.runtime.random import draw_seed, others_may_draw, outside_of_turn
+from syncpipe.runtime.private_generator import others_may_draw
+from syncpipe.runtime.random import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.state import CallerState
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory

@@ -81,6 +81,20 @@ def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def threads_of_the_test_runner_draw_nothing() -> Iterator[None]:
+    """Layers draw in another way while threads of the user's are alive: those of a test only."""
+    runner = threading.enumerate()
+
+    def others() -> bool:
+        found = [thread for thread in threading.enumerate() if thread not in runner]
+        return any(not thread.name.startswith("syncpipe ") for thread in found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("syncpipe.pipeline.others_may_draw", others)
+        yield
+
+
 def our_threads() -> list[threading.Thread]:
     """The threads of all pipes that are alive."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("syncpipe")]

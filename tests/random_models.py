@@ -63,15 +63,15 @@ class Hidden(nn.Module):
     def forward(self, value: Any) -> Any:
         def add(x: Tensor) -> Tensor:
             bias, scale = (near(weight, x) for weight in self.weights)
-            return (x + bias.view(CHANNELS, LENGTH)) * scale
+            return x * scale + bias.view(1, CHANNELS, LENGTH)
 
         return on_x(add, value)
 
 
 def closure() -> nn.Module:
-    """A leaf that only a function knows; its first gradient is the very gradient of the input."""
+    """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
     leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
-    layer = Do(lambda x: x + near(leaf, x).expand_as(x))
+    layer = Do(lambda x: x + near(leaf, x).view(1, CHANNELS, LENGTH))
     layer.leaf = lambda: leaf
     return layer
 
@@ -382,9 +382,9 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
 
     def fits(name: str) -> bool:
         kind = KINDS[name]
-        if name == "receive" and not waiting or name == "meet" and tree != "twice":
+        if (name == "receive" and not waiting) or (name == "meet" and tree != "twice"):
             return False
-        if name == "join" and tree != "fork" or name in _ENDS and tree:
+        if (name == "join" and tree != "fork") or (name in _ENDS and tree):
             return False
         return (writable or not kind.inplace) and (kind.once or not shared)
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.microbatch import NoChunk
-from syncpipe.runtime.random import LOCKS, Generators
+from syncpipe.runtime.generators import LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.tree import flatten, tensors_in
 
 __all__ = [
@@ -38,10 +38,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-# Keep dispatch modes that are meant for the layers (FakeTensorMode) away from real states.
-_NoDispatch: Any = torch._C._DisableTorchDispatch
-_NoFunctions: Any = torch._C.DisableTorchFunction
 
 
 class Place(NamedTuple):
@@ -127,7 +123,7 @@ def sandboxed(
             return contextvars.copy_context().run(run)  # the store of skips is not left behind
     finally:
         try:
-            with LOCKS.states, _NoDispatch(), _NoFunctions():
+            with LOCKS.states, NoDispatch(), NoFunctions():
                 deque(undo, maxlen=0)
         finally:  # has nothing left to do, unless Ctrl-C came right before it
             deque(undo, maxlen=0)
@@ -152,7 +148,7 @@ def _undo(devices: Iterable[torch.device], threads: int | None) -> list[partial[
     for device in [torch.device("cpu"), *devices]:
         found = Generators(device)
         generators.update(found.pick(found.all))
-    with LOCKS.states, _NoDispatch(), _NoFunctions():
+    with LOCKS.states, NoDispatch(), NoFunctions():
         for generator in generators.values():
             undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
     return undo

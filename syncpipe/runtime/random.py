@@ -29,21 +29,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from syncpipe.runtime.generators import CPU, LOCKS, Generators, NoDispatch, NoFunctions
+from syncpipe.runtime.private_generator import PrivateGenerator
 
 __all__ = [
-    "LOCKS",
-    "Generators",
     "Seen",
     "draw_again",
     "draw_seed",
     "never_draws",
-    "others_may_draw",
     "outside_of_turn",
     "run_seeded",
     "run_watched",
@@ -51,34 +50,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-_Key = tuple[str, int]
-_RLock = Any  # threading.RLock is a function
-_CPU: _Key = ("cpu", 0)
-
-
-class _Locks:
-    """One lock for each generator of the process, and one for reading and setting any state.
-
-    A generator has a mutex of its own, and ``get_state`` makes its result while it holds it. If
-    the garbage collector comes then and lets go of tensors, it lets go of the GIL, too; another
-    thread that calls a method of the generator would hold the GIL and wait for the mutex for ever
-    (seen with torch 2.13). Whoever has ``states`` makes such a call, all others wait without the
-    GIL. Layers that draw do not hold the GIL meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self.states: _RLock = threading.RLock()
-        self._guard = threading.Lock()
-        self._made: dict[_Key, _RLock] = {}
-
-    def __getitem__(self, key: _Key) -> _RLock:
-        with self._guard:
-            return self._made.setdefault(key, threading.RLock())
-
-    def renew(self) -> None:
-        """In a forked child: the threads that held locks do not exist here."""
-        self.__init__()  # type: ignore[misc]
 
 
 class _Turns:
@@ -105,17 +76,9 @@ class _Turns:
         self.__init__()  # type: ignore[misc]
 
 
-LOCKS = _Locks()
 _turns = _Turns()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=LOCKS.renew)
     os.register_at_fork(after_in_child=_turns.renew)
-
-
-# Entered together they shield our own bookkeeping from the modes that are meant for the layers.
-# Both are PyTorch's own and used by ``with`` itself: Ctrl-C cannot come in between.
-_NoDispatch: Any = torch._C._DisableTorchDispatch
-_NoFunctions: Any = torch._C.DisableTorchFunction
 
 
 def draw_seed() -> int:
@@ -123,7 +86,7 @@ def draw_seed() -> int:
     turn: _Turn | None = getattr(_here, "turn", None)
     if turn is not None and turn.seen is not None:
         turn.seen.share()
-    with LOCKS[_CPU], LOCKS.states, _NoDispatch(), _NoFunctions():
+    with LOCKS[CPU], LOCKS.states, NoDispatch(), NoFunctions():
         _turns.inside.discard(_turns.begin())  # nobody sees the state before this turn is over
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
@@ -134,8 +97,8 @@ def undisturbed_draws() -> Iterator[None]:
 
     Layers that draw at the same time wait, and do not take back what was drawn in here.
     """
-    with LOCKS[_CPU]:
-        turn = _Turn([], [LOCKS[_CPU]])
+    with LOCKS[CPU]:
+        turn = _Turn([], [LOCKS[CPU]])
         try:
             turn.begin()
             yield
@@ -158,43 +121,6 @@ def _mix(seed: int, layer: int, i: int) -> int:
     return (seed >> 32 << 32 | low) & 0x7FFFFFFFFFFFFFFF
 
 
-class Generators:
-    """The generators from which the layers on one device can draw: the CPU's and the device's.
-
-    Args:
-        device: where the layers are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.keys: list[_Key] = [_CPU]
-        self._generators: list[torch.Generator] = [torch.default_generator]
-        if device.type not in ("cpu", "meta"):
-            generator = _device_generator(device)
-            if generator is not None:
-                self.keys.append((device.type, device.index))
-                self._generators.append(generator)
-        self.all = (1 << len(self.keys)) - 1
-
-    def pick(self, which: int) -> list[tuple[_Key, torch.Generator]]:
-        """The generators in a bit mask; in the one order in which their locks are taken."""
-        pairs = list(zip(self.keys, self._generators, strict=True))
-        return [pair for k, pair in enumerate(pairs) if which >> k & 1]
-
-
-def _device_generator(device: torch.device) -> torch.Generator | None:
-    module: Any = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", None)
-    if generators is not None:
-        if not len(generators) and hasattr(module, "init"):
-            module.init()
-            generators = module.default_generators
-        generator: torch.Generator = generators[device.index]
-        return generator
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    return None
-
-
 class Seen:
     """What was seen of a layer that ran by :func:`run_seeded`.
 
@@ -211,7 +137,7 @@ class Seen:
     def __init__(self) -> None:
         self.draws = 0
         self.touches = self.behind = self.nests = self.compiled = False
-        self.private: _Private | None = None
+        self.private: PrivateGenerator | None = None
 
     def look(self, frame: Any, event: str, arg: Any) -> None:
         """The profile function."""
@@ -263,7 +189,7 @@ class _Turn:
 
     __slots__ = ("_generators", "_locks", "_number", "_outer", "before", "seen")
 
-    def __init__(self, generators: list[torch.Generator], locks: list[_RLock]) -> None:
+    def __init__(self, generators: list[torch.Generator], locks: list[Any]) -> None:
         self._generators = generators
         self._locks = locks
         self._outer = getattr(_here, "turn", None)
@@ -298,7 +224,7 @@ class _Turn:
     def _outside(self, run: Callable[[], _T]) -> _T:
         if self.seen is not None:
             self.seen.nests = True
-        with LOCKS.states, _NoDispatch(), _NoFunctions():
+        with LOCKS.states, NoDispatch(), NoFunctions():
             now = [generator.get_state() for generator in self._generators]
             self.set(self.before)
         self.end()
@@ -311,7 +237,7 @@ class _Turn:
                 self._hold()
             finally:  # has nothing left to do, unless Ctrl-C came right before it
                 self._hold()
-            with _NoDispatch(), _NoFunctions():
+            with NoDispatch(), NoFunctions():
                 self.begin()
                 with LOCKS.states:
                     self.set(now)
@@ -375,28 +301,43 @@ def run_seeded(
     mine = [generator for _, generator in picked]
     seed, seen = _mix(*cell), Seen()
     if private and which == 1 and not torch._C._len_torch_dispatch_stack():
-        seen.private = own = _Private(torch.Generator().manual_seed(seed))
+        seen.private = own = PrivateGenerator(torch.Generator().manual_seed(seed))
         if not look:
-            return own.run(layer, value), own.seen(seen)
+            output, seen.draws = own.run(layer, value), int(own.drew)
+            return output, seen
         if "torch._dynamo" not in sys.modules:  # what is compiled runs in another way in a mode
             layer = partial(own.run, layer)
-    locks = [LOCKS[key] for key, _ in picked]
+
+    def seeded() -> Any:
+        with LOCKS.states:
+            for generator in mine:
+                generator.manual_seed(seed)
+            start = [generator.get_state() for generator in mine] if observe else []
+        output = seen.run(layer, value) if look else layer(value)
+        if observe:
+            seen.draws = generators.all if seen.touches else _changed(mine, start)
+            if seen.private is not None:
+                seen.draws |= seen.private.drew
+        return output
+
+    return _in_turn(mine, [LOCKS[key] for key, _ in picked], seeded, seen), seen
+
+
+def _in_turn(
+    generators: list[torch.Generator],
+    locks: list[Any],
+    run: Callable[[], _T],
+    seen: Seen | None = None,
+) -> _T:
+    """Runs something that has generators to itself; then their states are what they were."""
     with locks[0], locks[1] if len(locks) > 1 else nullcontext():
-        turn = _Turn(mine, locks)
+        turn = _Turn(generators, locks)
         turn.seen = seen
         try:
             turn.begin()
-            undo = map(torch.Generator.set_state, mine, turn.before)
+            undo = map(torch.Generator.set_state, generators, turn.before)
             try:
-                with LOCKS.states:
-                    for generator in mine:
-                        generator.manual_seed(seed)
-                    start = [generator.get_state() for generator in mine] if observe else []
-                output = seen.run(layer, value) if look else layer(value)
-                if observe:
-                    seen.draws = generators.all if seen.touches else _changed(mine, start)
-                    if seen.private is not None:
-                        seen.private.seen(seen)
+                return run()
             finally:
                 try:
                     with LOCKS.states:
@@ -405,7 +346,6 @@ def run_seeded(
                     deque(undo, maxlen=0)
         finally:
             turn.end()
-    return output, seen
 
 
 def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
@@ -415,103 +355,13 @@ def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
 
 
 def _states(generators: list[torch.Generator]) -> list[Tensor]:
-    with LOCKS.states, _NoDispatch(), _NoFunctions():
+    with LOCKS.states, NoDispatch(), NoFunctions():
         return [generator.get_state() for generator in generators]
 
 
 def _same(states: list[Any], others: list[Any]) -> bool:
-    with _NoDispatch(), _NoFunctions():
+    with NoDispatch(), NoFunctions():
         return all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
-
-
-class _Private(TorchDispatchMode):
-    """A mode in which random operations on the CPU draw from a given generator.
-
-    They draw what they would draw from the generator of the process in the same state.
-    """
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._generator: torch.Generator | None = generator
-        self._start = generator.get_state()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._generator is not None and _is_random(func) and not kwargs.get("generator"):
-            own = _with_generator(func)
-            if own is None:
-                return self._borrowed(lambda: func(*args, **kwargs))
-            return own(*args, **{**kwargs, "generator": self._generator})
-        return func(*args, **kwargs)
-
-    def run(self, layer: Callable[[Any], Any], value: Any) -> Any:
-        """Runs a layer in this mode."""
-        with self:
-            return layer(value)
-
-    def seen(self, seen: Seen) -> Seen:
-        """Notes whether anything was drawn."""
-        if self.state is not None:
-            seen.draws |= not torch.equal(self.state, self._start)
-        return seen
-
-    @property
-    def state(self) -> Tensor | None:
-        """That of the generator; None after the end."""
-        return None if self._generator is None else self._generator.get_state()
-
-    def end(self) -> None:
-        """Goes on with the generator of the process."""
-        state, self._generator = self.state, None
-        if state is not None:
-            with LOCKS.states, _NoDispatch(), _NoFunctions():
-                torch.default_generator.set_state(state)
-
-    def _borrowed(self, draw: Callable[[], _T]) -> _T:
-        """Draws by an operation that takes no generator."""
-        generator = self._generator
-        assert generator is not None
-        with LOCKS[_CPU]:
-            with LOCKS.states, _NoDispatch(), _NoFunctions():
-                before = torch.default_generator.get_state()
-                torch.default_generator.set_state(generator.get_state())
-            try:
-                return draw()
-            finally:
-                with LOCKS.states, _NoDispatch(), _NoFunctions():
-                    generator.set_state(torch.default_generator.get_state())
-                    torch.default_generator.set_state(before)
-
-
-@lru_cache(maxsize=None)
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@lru_cache(maxsize=None)
-def _with_generator(func: Any) -> Any:
-    """The overload of a random operation that takes a generator, if there is one."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "generator" in names:
-        return func
-    packet = func.overloadpacket
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        arguments = other._schema.arguments
-        others = [argument.name for argument in arguments]
-        if "generator" in others and [n for n in others if n != "generator"] == names:
-            if next(a for a in arguments if a.name == "generator").kwarg_only:
-                return other
-    return None
-
-
-def others_may_draw() -> bool:
-    """Whether there are threads besides those of pipes, and the caller."""
-    if threading.active_count() == 1:
-        return False
-    return sum(not thread.name.startswith("syncpipe ") for thread in threading.enumerate()) > 1
 
 
 #: The state of each generator before and after a layer.
@@ -547,27 +397,17 @@ def draw_again(
     """
     before, after = states
     mine = [generator for _, generator in generators.pick(generators.all)]
-    locks = [LOCKS[key] for key in generators.keys]
-    with locks[0], locks[1] if len(locks) > 1 else nullcontext():
-        turn = _Turn(mine, locks)
-        try:
-            turn.begin()
-            undo = map(torch.Generator.set_state, mine, turn.before)
-            try:
-                turn.set(before)
-                if len(mine) == 1 and not torch._C._len_torch_dispatch_stack():
-                    own = _Private(torch.Generator().set_state(before[0]))
-                    output, now = own.run(layer, value), [own.state]
-                else:
-                    output, now = layer(value), _states(mine)
-            finally:
-                try:
-                    with LOCKS.states:
-                        deque(undo, maxlen=0)
-                finally:
-                    deque(undo, maxlen=0)
-        finally:
-            turn.end()
+
+    def again() -> tuple[Any, list[Any]]:
+        with LOCKS.states:
+            for generator, state in zip(mine, before, strict=True):
+                generator.set_state(state)
+        if len(mine) == 1 and not torch._C._len_torch_dispatch_stack():
+            own = PrivateGenerator(torch.Generator().set_state(before[0]))
+            return own.run(layer, value), [own.state]
+        return layer(value), _states(mine)
+
+    output, now = _in_turn(mine, [LOCKS[key] for key in generators.keys], again)
     if not _same(now, before) and not _same(now, after):
         raise RuntimeError(
             f"{where} draws random numbers, but did not for the first micro-batch of any call so "

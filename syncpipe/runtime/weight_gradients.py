@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from syncpipe.runtime.private_generator import nobody_looks
 from syncpipe.runtime.state import _saved_tensor_hooks
 from syncpipe.runtime.weight_gradients_rules import (
     BINDERS,
@@ -327,7 +328,7 @@ class _Recording(TorchFunctionMode):
             all(kind in PLAIN for kind in types)
             and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
-            and _C._len_torch_dispatch_stack() == 0
+            and nobody_looks()
             and _C._functorch.peek_interpreter_stack() is None
             and torch.autograd.forward_ad._current_level < 0
             and _saved_tensor_hooks() == self._hooks
