@@ -61,8 +61,7 @@ class MiniBatchStatistics:
     Micro-batches of one mini-batch may add from several threads. A module that runs several times
     per micro-batch pools all its inputs, and still counts one mini-batch.
 
-    On an accelerator, `commit` works on the current streams; these must already wait for the
-    streams on which the micro-batches were added.
+    On an accelerator, all is done on one stream, that of the stage.
     """
 
     def __init__(self) -> None:
@@ -114,10 +113,6 @@ def _pool(parts: list[_Moments]) -> tuple[Tensor, Tensor]:
             "the running variance needs more than 1 value per channel in a mini-batch, but got "
             f"{total}; use a larger mini-batch or put the layer in eval mode"
         )
-    for part in parts:
-        _keep_for_current_stream(part.mean)
-        _keep_for_current_stream(part.var)
-
     means, variances = torch.stack([p.mean for p in parts]), torch.stack([p.var for p in parts])
     shares = torch.tensor([[p.values / total] for p in parts], dtype=means.dtype)
     shares = moved(shares, means.device)
@@ -126,12 +121,6 @@ def _pool(parts: list[_Moments]) -> tuple[Tensor, Tensor]:
     offset = (shares * offsets).sum(0)
     biased = (shares * (variances + (offsets - offset).square())).sum(0)
     return means[0] + offset, biased * (total / (total - 1))
-
-
-def _keep_for_current_stream(tensor: Tensor) -> None:
-    """Keep the memory of `tensor`, made on a worker's stream, until this stream is done too."""
-    if tensor.device.type not in ("cpu", "meta"):
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 # -- who collects ---------------------------------------------------------------------------------
