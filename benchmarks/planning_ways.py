@@ -76,7 +76,7 @@ def steps(problem: Problem, ways: Mapping[str, Plan]) -> dict[str, Callable[[], 
     counts = dict.fromkeys(plan.chunks for plan in ways.values())
     jobs: dict[str, Callable[[], float]] = {loop_of(m): warmed(problem.loop(m)) for m in counts}
     for label, plan in ways.items():
-        pipe = Pipe(copy.deepcopy(problem.model), **plan.options())
+        pipe = Pipe(copy.deepcopy(problem.model), **plan.options(), devices=plan.devices)
         step = PipeStep(pipe, problem.x, problem.target, plan.schedule, plan.slots)
         jobs[label] = warmed(step.checked(label, problem.expected(plan.chunks)))
     return jobs

@@ -129,10 +129,12 @@ class Cells:
             beside = None
         kept = Kept(Border(flags), counts)
         outputs = self._computed(i, j, inputs, kept, marks, beside)
-        stage, rematerialize = self._pipeline.stages[j], i < self._call.rematerialized[j]
-        lent = stage.handed_on(
-            inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
-        )
+        lent: Sequence[int] = ()
+        rematerialize = i < self._call.rematerialized[j]
+        if j == 0 or rematerialize or any(marks):
+            lent = self._pipeline.stages[j].handed_on(
+                inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
+            )
         del inputs, beside
         if self._call.batch.state.grad:
             self._kept[j][i] = kept
@@ -209,7 +211,9 @@ class Cells:
         kept.halves = WeightGradients(self._casts[j], self._watched[j])
         return kept.halves.recording()
 
-    def _packed(self, i: int, j: int, outputs: Any, kept: Kept, lent: list[int]) -> list[Message]:
+    def _packed(
+        self, i: int, j: int, outputs: Any, kept: Kept, lent: Sequence[int]
+    ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs
         marks: list[Sequence[int]] = [_OWN]

@@ -108,9 +108,11 @@ class _Forward:
                 outputs, frame = stage.forward(
                     i, inputs, self._batch, rematerialize=rematerialize, marks=marks
                 )
-                lent = stage.handed_on(
-                    inputs, marks, outputs, self._batch, rematerialize=rematerialize
-                )
+                lent: Sequence[int] = ()
+                if j == 0 or rematerialize or any(marks):
+                    lent = stage.handed_on(
+                        inputs, marks, outputs, self._batch, rematerialize=rematerialize
+                    )
                 if self._recorder is not None and self._batch.state.grad:
                     self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
                 del inputs
@@ -166,7 +168,7 @@ class _Forward:
         return outputs, tokens
 
     def _packed(
-        self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...], lent: list[int]
+        self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...], lent: Sequence[int]
     ) -> list[Message]:
         """The outputs as messages to the stages that need them."""
         output, skips = outputs

@@ -90,6 +90,9 @@ def ends_of(value: Any) -> list[GradientEdge]:
 def cut(value: Any) -> tuple[Border, Any]:
     """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
     tensors = distinct(value)
+    if len(tensors) == 1 and tensors[0] is value:
+        border = Border([value.requires_grad])
+        return border, border.cross(value.detach())
     border = Border([tensor.requires_grad for tensor in tensors])
     crossed = border.cross([tensor.detach() for tensor in tensors])
     begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}

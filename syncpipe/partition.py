@@ -110,7 +110,9 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
         ValueError: a partition without layers, or a sum that is not the number of layers.
     """
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
-        raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}")
+        number = isinstance(balance, int) and not isinstance(balance, bool)
+        meant = f": did you mean chunks={balance!r}?" if number else ""
+        raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{meant}")
     try:
         checked = [operator.index(size) for size in balance]
     except TypeError as error:
@@ -134,8 +136,10 @@ def missing_balance(layers: int, devices: int) -> ValueError:
     return ValueError(
         f"balance is missing: how many of the {layers} layers go to each device? To start from an "
         f"even cut, paste\n\n    pipe = Pipe(module, balance={even})\n\nand move layers between "
-        "the numbers until the stages take about the same time. (Without balance, the layers "
-        "must already be on several devices, consecutive ones on one device forming a partition.)"
+        "the numbers until the stages take about the same time; or let it be found: by "
+        'balance="parameters", or measured by syncpipe.balance.balance_by_time. (Without balance, '
+        "the layers must already be on several devices, consecutive ones on one device forming a "
+        "partition.)"
     )
 
 
@@ -227,21 +231,19 @@ def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
 def _check_device(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"devices: {device!r} is not a device (a torch.device, a str or an int)")
+    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
+    kind = accelerator.type if accelerator else "cuda"  # of a number; refused below all the same
     try:
-        if isinstance(device, int):
-            accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
-            found = torch.device(accelerator.type if accelerator else "cpu", device)
-        else:
-            found = torch.device(device)
+        found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"devices: {device!r} is not a device: {error}") from error
     if found.type in ("cpu", "meta"):
         return found
-    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
     if accelerator is None or accelerator.type != found.type:
+        here = f"those here are {accelerator.type}" if accelerator else "this machine has none"
         raise ValueError(
-            f"devices: {device!r} does not exist here "
-            f"(this machine has {accelerator.type if accelerator else 'no accelerator'})"
+            f"devices: {device!r} is an accelerator, but {here}: give those that are here, or CPU "
+            "workers, such as ['cpu:0', 'cpu:1']"
         )
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     if index >= torch.accelerator.device_count():

@@ -239,7 +239,7 @@ class Pipe(Partitioned):
                 function gave; the message says which.
             RuntimeError: gradients are switched off, or the loss needs none.
 
-        Whatever the call raises, ``.grad`` of all parameters is then what it was before the call,
+        Whatever the call raises, ``.grad`` of all leaves is then what it was before the call,
         and the pipe goes on working. That takes a copy of gradients that are there already when
         the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
         random generators, stay as the failed call left them.
@@ -276,7 +276,8 @@ class Pipe(Partitioned):
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
 
-        The ``training`` flags of all modules are as before when it returns.
+        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
+        its own ``train()``.
 
         Args:
             input: as for :meth:`train_batch`.

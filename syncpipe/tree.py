@@ -101,6 +101,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def distinct(tree: Any) -> list[Tensor]:
     """The tensors of a tree, each once."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
@@ -194,13 +196,11 @@ class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         start, stop = _extent(tensor)
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        memory = source.new_empty(stop - start + _ALIGNED)
-        begin = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNED
-        source.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
-        memory[begin : begin + stop - start].copy_(source)
-        place = (begin // tensor.itemsize, tensor.shape, tensor.stride())
-        return tensor.new_empty(0).set_(memory.untyped_storage(), *place)
+        size = (stop - start) // tensor.itemsize
+        memory = tensor.new_empty(size + _ALIGNED // tensor.itemsize)
+        begin = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNED // tensor.itemsize
+        memory[begin : begin + size].copy_(tensor.as_strided((size,), (1,)))
+        return memory.as_strided(tensor.shape, tensor.stride(), begin).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def test_weights_of_another_device(layout):
 
     def elsewhere(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         other = acc.device(2) if output.device.type == "cpu" else torch.device("cpu")
-        return F.mse_loss(output, target), (target.to(other) > 0).sum()
+        return F.mse_loss(output, target), (target.to(other) > 0).double().sum()
 
     pipe = pipe_of(plain, layout)
     x, target = data()

@@ -21,8 +21,8 @@ from tests import accelerator as acc
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 WIDTH, CHUNKS = 4, 4
-SLEEP = 4.0  # milliseconds
-ALMOST = SLEEP / 2e3  # seconds by which clocks of two devices, and a sleep, may be wrong
+SLEEP = 8.0  # milliseconds
+ALMOST = SLEEP / 2e3  # seconds by which the clocks of two devices may differ
 
 
 class Sleep(torch.autograd.Function):
@@ -68,10 +68,9 @@ def traced(devices: list[torch.device], how: str, checkpoint: str) -> tuple[list
     return [span for span in trace.spans if span.kind != "transfer"], trace.bubble
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_naive_is_one_after_another(four_devices, checkpoint):
+def test_naive_is_one_after_another(four_devices):
     """So at most one of three devices is busy at a time."""
-    spans, bubble = traced(four_devices[:3], "naive", checkpoint)
+    spans, bubble = traced(four_devices[:3], "naive", "never")
     spans.sort(key=lambda span: span.start)
     for earlier, later in itertools.pairwise(spans):
         assert later.start > earlier.end - ALMOST
@@ -90,9 +89,12 @@ def test_no_span_begins_before_its_input_is_there(four_devices, checkpoint, how)
         before = {"forward": j - 1, "backward": j + 1, "backward_input": j + 1}.get(kind)
         earlier = cells.get((kind, i, before))
         if earlier is not None:
-            assert span.start > earlier.end - ALMOST
+            end = earlier.end
+            if how == "pipe(x)" and kind == "backward":  # weights come after what is sent on
+                end = earlier.start + SLEEP / 1e3
+            assert span.start > end - ALMOST
             seen += 1
-        if kind in ("forward", "backward", "backward_input"):
+        if kind in ("forward", "recompute"):
             assert span.end - span.start > ALMOST
     assert seen == 2 * 3 * CHUNKS
     assert bubble > 0.15  # 0.43 by the schedule; that of zero bubble is smaller
@@ -104,7 +106,7 @@ class Here(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         index = torch.accelerator.current_device_index()
         assert x.device.index == index
-        acc.sleep(5 * SLEEP)
+        acc.sleep(2 * SLEEP)
         return x * torch.full((), 2.0, device=acc.device(index))
 
 
@@ -120,7 +122,7 @@ def test_profile(k):
         progress=False,
     )  # fmt: skip
     assert found.device.startswith(str(acc.device(k)))
-    assert min(found.layers[0].forward.values()) > 2 * SLEEP / 1e3
+    assert min(found.layers[0].forward.values()) > SLEEP / 1e3
     assert found.layers[1].output_bytes[8] == 8 * WIDTH * 4
     assert torch.accelerator.current_device_index() == 0
 
@@ -129,7 +131,7 @@ def test_profile_where_the_layers_are():
     module = layers().to(acc.device(3))
     sample = torch.randn(8, WIDTH, device=acc.device(3))
     found = profile(module, sample, sizes=[8], timeout=0.1, progress=False)
-    assert found.layers[0].forward[8] > 2 * SLEEP / 1e3
+    assert found.layers[0].forward[8] > SLEEP / 1e3
 
 
 def test_balance_by_time():

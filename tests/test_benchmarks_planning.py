@@ -73,7 +73,7 @@ def test_each_way_to_run_is_another_and_can_be_built():
     told = [json.dumps({**way.options(), "slots": way.slots}) for way in ways.values()]
     assert len(set(told)) == len(told)
     for way in ways.values():
-        assert Pipe(problem.model, **way.options()).balance == way.balance
+        assert Pipe(problem.model, **way.options(), devices=way.devices).balance == way.balance
 
 
 def test_busy_at_once():

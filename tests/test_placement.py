@@ -184,13 +184,6 @@ def test_without_an_accelerator_each_partition_gets_a_cpu_worker() -> None:
     assert pipe.devices == [torch.device("cpu", j) for j in range(3)]
 
 
-def test_integers_are_devices() -> None:
-    assert Pipe(linear_model(2), [1, 1], devices=[1, 0]).devices == [
-        torch.device("cpu", 1),
-        torch.device("cpu", 0),
-    ]
-
-
 def test_devices_come_from_any_iterable() -> None:
     pipe = Pipe(linear_model(2), [1, 1], devices=(f"cpu:{k}" for k in range(9)))
     assert pipe.devices == [torch.device("cpu", 0), torch.device("cpu", 1)]

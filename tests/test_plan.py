@@ -69,7 +69,7 @@ def test_the_step_time_is_that_of_the_schedule_that_a_pipe_will_run() -> None:
 def test_a_pipe_takes_its_options_and_train_batch_its_schedule(schedule: str) -> None:
     model = linear_model(8)
     plan = planned(devices=["cpu:0", "cpu:1", "cpu:2"], schedule=schedule)
-    pipe = Pipe(model, **plan.options())
+    pipe = Pipe(model, **plan.options(), devices=plan.devices)
     assert pipe.balance == plan.balance
     assert pipe.chunks == plan.chunks
     assert pipe.checkpoint == tuple(plan.checkpoint)
@@ -83,14 +83,16 @@ def test_a_pipe_takes_its_options_and_train_batch_its_schedule(schedule: str) ->
         assert ran == [action for action in wanted if action[0] in ("forward", "backward")]
 
 
-def test_a_plan_for_described_devices_leaves_the_devices_to_the_pipe() -> None:
-    assert "devices" not in planned().options()
+@pytest.mark.parametrize("devices", ["4 x 1GB, 10GB/s", ["cpu:0", "cpu:1"]])
+def test_the_devices_are_left_to_the_pipe(devices: Any) -> None:
+    assert "devices" not in planned(devices=devices).options()
 
 
-def test_workers_and_numbers_of_devices_go_on_to_the_pipe() -> None:
-    workers = [Worker("cpu"), Worker("cpu")]
-    assert planned(devices=workers, stages=2).options()["devices"] == workers
-    assert [torch.device(device).index for device in planned(devices=1).options()["devices"]] == [0]
+def test_a_plan_knows_the_real_devices_that_it_is_for() -> None:
+    workers = (Worker("cpu"), Worker("cpu"))
+    assert planned(devices=workers, stages=2).devices == workers
+    assert [torch.device(device).index for device in planned(devices=1).devices or ()] == [0]
+    assert planned().devices is None
 
 
 def test_stages_say_what_the_layers_say() -> None:
@@ -338,7 +340,7 @@ def test_more_devices_than_layers(layers: int) -> None:
 
 def test_devices_may_come_one_by_one() -> None:
     plan = planned(devices=(name for name in ("cpu:0", "cpu:1")), stages=2)
-    assert plan.options()["devices"] == ["cpu:0", "cpu:1"]
+    assert plan.devices == ("cpu:0", "cpu:1")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def test_on_simulated_devices(file):
     reason = simulated.unavailable()
     if reason is not None:
         pytest.skip(reason)
+    faulthandler.cancel_dump_traceback_later()  # the process has limits of its own
     command = [sys.executable, "-m", "pytest", file, "-m", "gpu", "-n0", "-q", "--durations=5"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],

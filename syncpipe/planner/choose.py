@@ -92,7 +92,7 @@ def plan(
 
         plan = syncpipe.plan(model, sample, devices="4 x 16GB, 12GB/s", batch_size=512)
         print(plan)
-        pipe = Pipe(model, **plan.options())
+        pipe = Pipe(model, **plan.options(), devices=[...])
 
     For GPipe's schedule the cut with the shortest step is found exactly, for 1F1B the cut with the
     lowest bound; what is found is played through by the simulator, and ``plan.certificate`` says

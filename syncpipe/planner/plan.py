@@ -155,18 +155,17 @@ class Plan:
     def options(self) -> dict[str, Any]:
         """The arguments of a pipe that runs this plan::
 
-        pipe = Pipe(model, **plan.options())
+        pipe = Pipe(model, **plan.options(), devices=plan.devices)
+
+        The devices are not among them: a plan may be run on others than it was made for.
         """
-        options: dict[str, Any] = {
+        return {
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
             "slots": self.slots,
         }
-        if self.devices is not None:
-            options["devices"] = list(self.devices[: len(self.balance)])
-        return options
 
     def timeline(self) -> Timeline:
         """The simulated step, to be shown or saved as a picture or for Perfetto."""

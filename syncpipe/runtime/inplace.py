@@ -65,7 +65,7 @@ def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
     return found if LENT in found else []
 
 
-def sent(outputs: tuple[Any, Sequence[Any]], lent: list[int]) -> list[Sequence[int]]:
+def sent(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
     """The marks of a cell's outputs on their way to other stages.
 
     Args:
@@ -76,12 +76,16 @@ def sent(outputs: tuple[Any, Sequence[Any]], lent: list[int]) -> list[Sequence[i
         For the activation and for each skip those of its tensors.
     """
     parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
-    storages = [storage_of(tensor) for part in parts for tensor in part]
-    alone = iter(lent or [0] * len(storages))
-    return [
-        [next(alone) | ALIASED * (storages.count(storage_of(t)) > 1) for t in part]
-        for part in parts
-    ]
+    all_parts = [tensor for part in parts for tensor in part]
+    storages = [storage_of(tensor) for tensor in all_parts]
+    marks = list(lent) or [0] * len(storages)
+    for k, storage in enumerate(storages):
+        if storages.count(storage) > 1 and any(
+            overlap(all_parts[k], other) for n, other in enumerate(all_parts) if n != k
+        ):
+            marks[k] |= ALIASED
+    following = iter(marks)
+    return [[next(following) for _ in part] for part in parts]
 
 
 class Given:
@@ -106,9 +110,10 @@ class Given:
         self.tree, self.kept, self._kept = inputs, kept, kept
         self._marks, self._copy = marks, copy
         tensors = tensors_in(inputs)
-        # PyTorch refuses to write into a leaf; and autocast knows it from a copy.
+        # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
+        # it from a copy.
         self._copied = [
-            bool(copy and mark & LENT) and not (tensor.is_leaf and tensor.requires_grad)
+            bool(copy and mark == LENT) and not (tensor.is_leaf and tensor.requires_grad)
             for mark, tensor in zip(marks, tensors, strict=True)
         ]
         if True in self._copied:

@@ -29,7 +29,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -424,14 +424,14 @@ def _same(states: list[Any], others: list[Any]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
 
 
-class _Private(TorchDispatchMode):
+class _Private(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which random operations on the CPU draw from a given generator.
 
     They draw what they would draw from the generator of the process in the same state.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator: torch.Generator | None = generator
         self._start = generator.get_state()
 
@@ -485,12 +485,12 @@ class _Private(TorchDispatchMode):
                     torch.default_generator.set_state(before)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_generator(func: Any) -> Any:
     """The overload of a random operation that takes a generator, if there is one."""
     names = [argument.name for argument in func._schema.arguments]
@@ -500,10 +500,10 @@ def _with_generator(func: Any) -> Any:
     for name in packet.overloads():
         other = getattr(packet, name)
         arguments = other._schema.arguments
-        others = [argument.name for argument in arguments]
-        if "generator" in others and [n for n in others if n != "generator"] == names:
-            if next(a for a in arguments if a.name == "generator").kwarg_only:
-                return other
+        without = [argument.name for argument in arguments if argument.name != "generator"]
+        named = [argument.kwarg_only for argument in arguments if argument.name == "generator"]
+        if without == names and named == [True]:
+            return other
     return None
 
 
@@ -555,6 +555,7 @@ def draw_again(
             undo = map(torch.Generator.set_state, mine, turn.before)
             try:
                 turn.set(before)
+                now: list[Any]
                 if len(mine) == 1 and not torch._C._len_torch_dispatch_stack():
                     own = _Private(torch.Generator().set_state(before[0]))
                     output, now = own.run(layer, value), [own.state]

@@ -92,18 +92,13 @@ def _build() -> Path:
     with FileLock(str(directory / "build.lock")):
         if not (directory / "done").exists():
             (directory / "lock").unlink(missing_ok=True)  # of a build that was killed
-            cpp_extension._write_ninja_file_and_build_library(
+            cpp_extension.load(
                 name=name,
                 sources=[str(path) for path in sources],
                 extra_cflags=_FLAGS,
-                extra_cuda_cflags=[],
-                extra_sycl_cflags=[],
-                extra_ldflags=[],
-                extra_include_paths=[],
                 build_directory=str(directory),
-                verbose=False,
                 with_cuda=False,
-                with_sycl=False,
+                is_python_module=False,
             )
             (directory / "done").touch()
     return library

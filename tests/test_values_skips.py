@@ -1,0 +1,126 @@
+"""Subclasses that say which skips they hand on; TorchScript; weights that come and go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe import Pipe
+from syncpipe.skip import pop, skippable, stash, verify_skippables
+
+
+@skippable(stash=["a"])
+class Send(nn.Module):
+    """Stashes its input."""
+
+    def forward(self, x: Any) -> Any:
+        yield stash("a", x)
+        return x
+
+
+@skippable(pop=["a"])
+class Receive(nn.Module):
+    """Adds it."""
+
+    def forward(self, x: Any) -> Any:
+        return x + (yield pop("a"))
+
+
+class Silent(Send):
+    """Names the forward that it overrides, and does not call it."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) if x is None else 2 * x
+
+
+def hand_on(layer: Send, x: Any) -> Any:
+    """Calls the base from outside of the class."""
+    return Send.forward(layer, x)
+
+
+class Helped(Send):
+    """Hands on where its code does not show it."""
+
+    def forward(self, x: Any) -> Any:
+        return hand_on(self, 2 * x)
+
+
+class ByName(Send):
+    """The same."""
+
+    def forward(self, x: Any) -> Any:
+        return getattr(super(), "for" + "ward")(2 * x)
+
+
+def test_a_skip_that_a_subclass_does_not_stash_is_a_clear_error():
+    layers = nn.Sequential(Silent(), nn.Linear(3, 3), Receive())
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 \('0': Silent\).*did not stash 'a'.*@skippable"
+    ):
+        pipe(torch.ones(2, 3))
+
+
+def test_a_subclass_may_say_that_it_hands_nothing_on():
+    says = skippable()(type("Says", (Silent,), {"forward": Silent.forward}))
+    layers = nn.Sequential(says(), nn.Linear(3, 3))
+    verify_skippables(layers)
+    x = torch.ones(2, 3)
+    assert torch.equal(Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"])(x), layers[1](2 * x))
+
+
+@pytest.mark.parametrize("base", [Helped, ByName])
+def test_a_subclass_that_hands_on_in_secret_is_told_to_say_so(base):
+    layers = nn.Sequential(base(), nn.Linear(3, 3), Receive())
+    with pytest.raises(
+        TypeError, match=rf"decorate {base.__name__} with @skippable\(stash=\['a'\]"
+    ):
+        verify_skippables(layers)
+
+
+@pytest.mark.parametrize("base", [Helped, ByName])
+def test_a_subclass_may_say_what_it_hands_on(base):
+    says = skippable(stash=["a"])(type("Says", (base,), {"forward": base.forward}))
+    layers = nn.Sequential(says(), nn.Linear(3, 3), Receive())
+    x = torch.ones(2, 3)
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
+    assert torch.equal(pipe(x), layers[1](2 * x) + 2 * x)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_torch_script_may_be_recomputed_from_its_first_run_on(chunks):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    layers = nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 4))
+    pipe = Pipe(layers, [1, 2], devices=["cpu:0", "cpu:1"], chunks=chunks, checkpoint="always")
+    for size in (6, 6, 6, 4):
+        x = torch.randn(size, 4)
+        pipe.zero_grad()
+        pipe(x).sum().backward()
+        ours = [p.grad for p in pipe.parameters()]
+        pipe.zero_grad()
+        torch.cat([layers(c) for c in x.chunk(chunks)]).sum().backward()
+        # Not to the last bit: TorchScript compiles itself meanwhile.
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], ours)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_weights_of_an_embedding_that_renorms_are_let_go(checkpoint):
+    layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 2))
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2, checkpoint=checkpoint)
+    alive = []
+    for step in range(4):
+        if step % 2:
+            weights = {k: p.detach().clone().requires_grad_() for k, p in pipe.named_parameters()}
+            torch.func.functional_call(pipe, weights, (torch.arange(4),)).sum().backward()
+            alive.append(weakref.ref(weights.pop("0.weight")))
+        else:
+            alive.append(weakref.ref(pipe[0].weight))
+            pipe(torch.arange(4)).sum().backward()
+            pipe.load_state_dict({k: v.clone() for k, v in pipe.state_dict().items()}, assign=True)
+    gc.collect()
+    assert [reference() is None for reference in alive] == [True] * 4
