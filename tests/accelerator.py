@@ -46,11 +46,11 @@ def synchronize() -> None:
 
 
 def sleep(ms: float = 10.0) -> None:
-    """A kernel on the current stream that takes about so long."""
+    """A kernel on the current stream that takes about so long, at 2 GHz."""
     if simulated.loaded():
         simulated.sleep(ms)
     else:
-        torch.cuda._sleep(int(ms * 1.5e6))
+        torch.cuda._sleep(int(ms * 2e6))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tests.test_accelerators import LAYOUTS, WIDTH, model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
-STEPS = int(os.environ.get("SYNCPIPE_STEPS", "30"))
+STEPS = int(os.environ.get("SYNCPIPE_STEPS", "12"))
 MODES = ["always", "except_last", "never"]
 
 
@@ -97,7 +97,7 @@ def test_all_else(layout):
 
 def test_a_pipe_that_is_gone():
     def step() -> None:
-        pipe = Pipe(model(), [2, 2, 2, 1], devices=LAYOUTS["workers"](), chunks=2)
+        pipe = Pipe(model(), [2, 2, 2, 1], devices=LAYOUTS["four"](), chunks=2)
         x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0])
         pipe.train_batch(x, loss_fn=torch.sum)
 
