@@ -144,6 +144,7 @@ class Caller:
                 if call.zero:
                     _forget(self.pipe)
                 compare(self.call(call, k), self.expected[k], f"call {k}")
+                _record_gradients(self.pipe)
                 own_gradients(self.pipe)
                 step(self.pipe)
 
@@ -213,10 +214,15 @@ def _on(stream: torch.Stream) -> Any:
 
 
 def _forget(module: nn.Module) -> None:
-    """Drops gradients as one has to that side streams have made: they may be being read."""
+    _record_gradients(module)
+    for leaf in leaves(module).values():
+        leaf.grad = None
+
+
+def _record_gradients(module: nn.Module) -> None:
+    """To be done before one drops what side streams have made: it may be being read."""
     for leaf in leaves(module).values():
         _record(leaf.grad)
-        leaf.grad = None
 
 
 def _record(tensor: Tensor | None) -> None:
