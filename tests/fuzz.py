@@ -33,7 +33,7 @@ from syncpipe.schedule import Schedule
 from syncpipe.schedules import build
 from tests.random_models import Model, drawn_model, leaves
 from tests.support import CHANNELS, CHECKPOINT_MODES, LENGTH, concatenate, loss_of
-from tests.support_training import device_of, orders_of, weigh
+from tests.support_training import orders_of, weigh
 
 __all__ = ["Case", "check", "drawn_case"]
 
@@ -158,7 +158,7 @@ def seen(loss: Any, output: Any, inputs: list[Tensor], module: nn.Module) -> See
     """What a call left behind, as it is now."""
 
     def copied(tensor: Any) -> Any:
-        return tensor.detach().clone() if isinstance(tensor, Tensor) else tensor
+        return tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor
 
     return Seen(
         copied(loss),
@@ -238,10 +238,15 @@ class NothingToTrain(Exception):
 
 
 def run_plain(
-    case: Case, model: nn.Sequential, call: Call, k: int, schedule: Schedule | None
+    case: Case,
+    model: nn.Sequential,
+    call: Call,
+    k: int,
+    schedule: Schedule | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Seen:
     """The same call of the plain model, micro-batch by micro-batch."""
-    xs = [batch(size, k + i, case.input_grad) for i, size in enumerate(call.sizes)]
+    xs = [batch(size, k + i, case.input_grad, dtype) for i, size in enumerate(call.sizes)]
     whole = [piece for x in xs for piece in x.chunk(case.chunks if len(xs) == 1 else 1)]
     if call.driver == "train":
         # Each micro-batch has a graph of its own, which begins at the same memory.
@@ -274,6 +279,7 @@ def run_plain(
         raise NothingToTrain
     for i in orders_of(schedule)[0]:
         shares[i].backward()
+        own_gradients(model)
     if call.driver == "train" and case.input_grad and any(p.grad is not None for p in whole):
         xs[0].grad = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
     loss = sum([share.detach() for share in shares[1:]], shares[0].detach())
@@ -309,12 +315,7 @@ def check(case: Case) -> None:
             for module in (pipe, other):
                 for leaf in leaves(module).values():
                     leaf.grad = None
-        m = len(call.sizes) if call.driver == "iterator" else -1
-        if m < 0:
-            m = len(torch.empty(call.sizes[0]).chunk(case.chunks))
-        schedule = None
-        if call.driver in ("train", "iterator"):
-            schedule = build(call.schedule, m, device_of(pipe))
+        schedule = schedule_of(pipe, call)
         try:
             torch.manual_seed(k)
             with inline() if case.by_hand and not case.model.draws else nullcontext():
@@ -335,9 +336,21 @@ def check(case: Case) -> None:
             rounded = to_rounding(call, schedule)
         compare(actual, expected, rounded, f"call {k}", 0.1 if call.autocast else 1e-4)
         exact = not rounded
-        if exact:
-            for module in (pipe, other):
+        for module in (pipe, other):
+            own_gradients(module)
+            if exact:
                 step(module)
+
+
+def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
+    """What a call runs, if it trains."""
+    if call.driver not in ("train", "iterator"):
+        return None
+    m = len(call.sizes)
+    if call.driver == "train":
+        m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
+    workers = list(dict.fromkeys(pipe._workers))
+    return build(call.schedule, m, [workers.index(worker) for worker in pipe._workers])
 
 
 def to_rounding(call: Call, schedule: Schedule | None) -> set[str]:
@@ -350,6 +363,16 @@ def to_rounding(call: Call, schedule: Schedule | None) -> set[str]:
     if schedule.splits:
         rounded |= {"grads"}
     return rounded
+
+
+def own_gradients(module: nn.Module) -> None:
+    """Gives each leaf memory of its own for its gradient.
+
+    By themselves two leaves can have one memory there, and the next micro-batch is added twice: a
+    bug of PyTorch's, which the pipe does not have.
+    """
+    for leaf in leaves(module).values():
+        leaf.grad = None if leaf.grad is None else leaf.grad.clone()
 
 
 @torch.no_grad()

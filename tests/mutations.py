@@ -2,6 +2,7 @@
 
     python -m tests.mutations              # all lines, with every detector that can run here
     python -m tests.mutations adopt hold   # lines with one of these words
+    python -m tests.mutations simulated    # one of the detectors only
 
 A line that can go without a test that notices is either not needed or not tested. Each is taken
 out of a copy of the package, one at a time, and the tests of a detector run on that copy until
@@ -29,15 +30,19 @@ CALLS = {
     "wait_event",
 }  # fmt: skip
 
-#: What may notice: for each detector the arguments of pytest. Tests that take a line out themselves
+_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "--timeout=120")
+
+#: What may notice: for each detector the arguments of Python. Tests that take a line out themselves
 #: are left out: they find it missing, whatever it was good for.
 DETECTORS: dict[str, Sequence[str]] = {
     "happens-before": (
+        *_PYTEST,
         "tests/test_streams_lanes.py",
         "tests/test_streams.py",
         "tests/test_streams_training.py",
         "-k=not race_without and not all_sites and not race_if and not mutations",
     ),
+    "simulated": ("-m", "tests.simulated.fuzz", "--models=300", "--seed=1", "--stop"),
 }
 
 
@@ -88,9 +93,8 @@ def red_by(mutation: Mutation | None, arguments: Sequence[str]) -> str:
         shutil.copy(ROOT / "pyproject.toml", root)
         if mutation is not None:
             mutation.apply(root)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, "--tb=no", "--timeout=120", *arguments],
+            [sys.executable, *arguments],
             cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -99,17 +103,21 @@ def red_by(mutation: Mutation | None, arguments: Sequence[str]) -> str:
     for line in done.stdout.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
             return line.split(" ")[1].removeprefix("tests/")
+        if line.startswith("--seed "):
+            return line
     return f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the table; returns the number of statements that nobody missed."""
+    chosen = {name: DETECTORS[name] for name in DETECTORS if name in words} or DETECTORS
+    words = [word for word in words if word not in DETECTORS]
     missed = 0
     for mutation in mutations():
         place = f"{mutation.file}:{mutation.first}"
         if words and not any(word in mutation.text for word in words):
             continue
-        reds = {name: red_by(mutation, arguments) for name, arguments in DETECTORS.items()}
+        reds = {name: red_by(mutation, arguments) for name, arguments in chosen.items()}
         missed += not any(reds.values())
         for name, red in reds.items():
             print(f"{place:24} {mutation.text[:56]:56}  {name}: {red or '-'}", flush=True)

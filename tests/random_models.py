@@ -289,10 +289,12 @@ KINDS: dict[str, Kind] = {
         _hooked("register_full_backward_pre_hook", lambda m, gy: _doubled(gy)), stores=True
     ),
     # random
-    "dropout": Kind(lambda: Inner(nn.Dropout(0.4)), draws=True),
-    "dropout_": Kind(lambda: Inner(nn.Dropout(0.4, inplace=True)), inplace=True, draws=True),
+    "dropout": Kind(lambda: Inner(nn.Dropout(0.4)), passes=True, draws=True),
+    "dropout_": Kind(
+        lambda: Inner(nn.Dropout(0.4, inplace=True)), inplace=True, passes=True, draws=True
+    ),
     "rrelu": Kind(lambda: Inner(nn.RReLU()), draws=True),
-    "noise": Kind(Noise, draws=True),
+    "noise": Kind(Noise, passes=True, draws=True),
     "fork_rng": Kind(ForkRng, draws=True, cpu=True),
     "checkpoint_dropout": Kind(
         lambda: Checkpointed(reentrant=False, dropout=True), stores=True, draws=True
@@ -341,8 +343,16 @@ class Model:
                 break
         return False
 
-    def build(self) -> nn.Sequential:
-        """The same model every time; a layer ``k`` has the attribute ``kind``."""
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+        """The same model every time."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return self._built()
+        finally:
+            torch.set_default_dtype(before)
+
+    def _built(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
         waiting: list[Namespace] = []
         model = nn.Sequential()

@@ -244,7 +244,7 @@ class Result:
 def loss_of(output: Any) -> Tensor | None:
     """A scalar with another weight for each element; None if nothing is differentiable."""
     terms = [
-        (leaf * torch.linspace(-1, 1, leaf.numel()).view_as(leaf)).sum()
+        (leaf * torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view_as(leaf)).sum()
         for leaf in pytree.tree_leaves(output)
         if isinstance(leaf, Tensor) and leaf.requires_grad
     ]

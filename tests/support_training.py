@@ -277,7 +277,7 @@ def weigh(output: Any, target: Any = None) -> Tensor:
     """A loss of any tree, with another weight for each element; the target scales it."""
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
     terms = [
-        (leaf * torch.linspace(-1, 1, leaf.numel()).view_as(leaf)).sum()
+        (leaf * torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view_as(leaf)).sum()
         for leaf in leaves
         if leaf.is_floating_point()
     ]

@@ -1,0 +1,339 @@
+"""Random models in random pipes on the simulated machine, beside the plain model on the CPU.
+
+    python -m tests.simulated.fuzz --models 2000 --seed 1
+
+Streams and kernels are late at random, memory that is handed out is full of NaNs, and a caller
+writes into what it gave and got as soon as the call is over. So where a wait or a
+``record_stream`` is missing, numbers are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import random
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncpipe import Pipe
+from syncpipe.runtime.worker import Worker
+from syncpipe.tree import tensors_in
+from tests import simulated
+from tests.fuzz import (
+    Call,
+    Case,
+    NothingToTrain,
+    Seen,
+    batch,
+    drawn_case,
+    loss_function,
+    own_gradients,
+    run_plain,
+    schedule_of,
+    seen,
+    step,
+    target_of,
+)
+from tests.random_models import KINDS, leaves
+from tests.support import loss_of
+
+__all__ = ["Placed", "check", "drawn"]
+
+WIDE = torch.float64
+#: The reference is the CPU's, so nothing that draws. And moved to a backend that PyTorch does not
+#: know by name, a parameter is another one: its hooks, and ties to it, stay behind.
+CHOSEN = [
+    name
+    for name, kind in KINDS.items()
+    if not kind.draws and not kind.cpu and name not in ("tied", "parameter_hook")
+]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A case on the simulated machine.
+
+    Attributes:
+        case: the pipe, and what is done with it.
+        devices: for each of its workers.
+        by_hand: whether workers are made by hand, with compute streams of their own.
+        own_streams: whether the caller works on streams of its own.
+        host: where targets and iterators' micro-batches come from: ``"pageable"`` or ``"pinned"``
+            memory, or a ``"device"``.
+        threads: so many do the same at the same time, each with a pipe of its own.
+        late: the device that is late; None for all.
+        ms: how late.
+        seed: of the delays.
+    """
+
+    case: Case
+    devices: tuple[str, ...]
+    by_hand: bool
+    own_streams: bool
+    host: str
+    threads: int
+    late: int | None
+    ms: float
+    seed: int
+
+    def pipe(self) -> Pipe:
+        """The pipe."""
+        workers: list[Any] = [Worker(d) if self.by_hand else d for d in self.devices]
+        case = self.case
+        return Pipe(
+            case.model.build(WIDE),
+            case.balance,
+            devices=[workers[k] for k in case.devices],
+            chunks=case.chunks,
+            checkpoint=case.checkpoint,
+        )
+
+
+def drawn(chance: random.Random) -> Placed:
+    """Draws a case, and where it runs."""
+    case = drawn_case(chance, kinds=CHOSEN)
+    count = max(case.devices) + 1
+    by_hand = chance.random() < 0.35
+    devices = chance.sample([f"sim:{k}" for k in range(simulated.DEVICES)], count)
+    if by_hand:  # several workers on one device
+        devices = [chance.choice(devices[:2]) for _ in devices]
+    if chance.random() < 0.2:
+        devices[chance.randrange(count)] = "cpu"
+    late = chance.randrange(simulated.DEVICES) if chance.random() < 0.5 else None
+    return Placed(
+        case,
+        tuple(devices),
+        by_hand,
+        chance.random() < 0.5,
+        chance.choice(["pageable", "pinned", "device"]),
+        2 if chance.random() < 0.2 else 1,
+        late,
+        chance.choice([0.1, 0.3]) if late is not None else 0.2,
+        chance.randrange(1000),
+    )
+
+
+class Caller:
+    """A thread that calls a pipe, on streams of its own or not."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        self.pipe = placed.pipe()
+        self.first, self.last = self.pipe.devices[0], self.pipe.devices[-1]
+        self.error: BaseException | None = None
+        self.expected: list[Seen] = []
+
+    def run(self) -> None:
+        """All calls, each compared with the plain model."""
+        with ExitStack() as stack:
+            if self.placed.own_streams:
+                for device in simulated.devices():
+                    stack.enter_context(_on(torch.Stream(device=device)))
+            for k, call in enumerate(self.placed.case.calls[: len(self.expected)]):
+                if call.zero:
+                    _forget(self.pipe)
+                compare(self.call(call, k), self.expected[k], f"call {k}")
+                _record_gradients(self.pipe)
+                own_gradients(self.pipe)
+                step(self.pipe)
+
+    def run_in_thread(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+
+    def given(self, x: Tensor, device: torch.device) -> Tensor:
+        """Something for the pipe, where the case has it come from."""
+        if self.placed.host == "device":
+            return x.to(device)
+        return x.pin_memory() if self.placed.host == "pinned" else x
+
+    def call(self, call: Call, k: int) -> Seen:
+        """One call, and what it left behind."""
+        case = self.placed.case
+        made = [batch(size, k + i, False, WIDE) for i, size in enumerate(call.sizes)]
+        targets = [target_of(x) for x in made]
+        if call.driver == "iterator":
+            xs = [self.given(x, self.first) for x in made]
+            targets = [{"scale": self.given(t["scale"], self.first)} for t in targets]
+        else:
+            xs = [x.to(self.first) for x in made]
+            targets = [{"scale": self.given(t["scale"], self.last)} for t in targets]
+        xs = [x.detach().clone().requires_grad_(case.input_grad) for x in xs]
+        given = [x.clone() for x in xs] if case.model.begins_in_place else xs
+        if self.placed.host == "pinned" and call.driver == "iterator" and given is xs:
+            xs = [x.detach().pin_memory().requires_grad_(case.input_grad) for x in xs]
+            given = xs
+        options: dict[str, Any] = {"loss_fn": loss_function(call.loss), "schedule": call.schedule}
+        options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
+        loss = output = None
+        if call.driver == "forward":
+            output = self.pipe(given[0])
+            loss = loss_of(output)
+            if loss is not None:
+                self.go_back(loss, xs)
+        elif call.driver == "no_grad":
+            with torch.no_grad():
+                output = self.pipe(given[0])
+        elif call.driver == "eval":
+            del options["schedule"]
+            loss = self.pipe.eval_batch(given[0], targets[0], **options)
+        elif call.driver == "train":
+            loss, output = self.pipe.train_batch(
+                given[0], targets[0], return_outputs=True, **options
+            )
+        else:
+            pairs = iter(list(zip(given, targets, strict=True)))
+            loss, output = self.pipe.train_batch(data_iter=pairs, return_outputs=True, **options)
+        returned = {t.untyped_storage().data_ptr() for t in tensors_in(output)}
+        with torch.no_grad():
+            for x in {*xs, *given}:
+                if x.device.type != "cpu" and x.untyped_storage().data_ptr() not in returned:
+                    x.fill_(float("nan"))
+        for x in xs:
+            _record(x.grad)
+        return seen(loss, output, xs, self.pipe)
+
+    def go_back(self, loss: Tensor, xs: list[Tensor]) -> None:
+        """Backward; or twice, while the caller still reads what the first one gave."""
+        case = self.placed.case
+        once = {"checkpoint", "reentrant"} & {*case.model.layers} or case.checkpoint != "never"
+        loss.backward(retain_graph=not once)
+        if once:
+            return
+        tensors = [t for t in (*leaves(self.pipe).values(), *xs) if t.grad is not None]
+        kept = [tensor.grad.clone() for tensor in tensors]
+        loss.backward()
+        for tensor, grad in zip(tensors, kept, strict=True):
+            _record(tensor.grad)
+            tensor.grad = grad
+
+
+def _on(stream: torch.Stream) -> Any:
+    from syncpipe.runtime.streams import _Using
+
+    return _Using(stream)
+
+
+def _forget(module: nn.Module) -> None:
+    _record_gradients(module)
+    for leaf in leaves(module).values():
+        leaf.grad = None
+
+
+def _record_gradients(module: nn.Module) -> None:
+    """To be done before one drops what side streams have made: it may be being read."""
+    for leaf in leaves(module).values():
+        _record(leaf.grad)
+
+
+def _record(tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def expected(placed: Placed, pipe: Pipe) -> list[Seen]:
+    """What the plain model does on the CPU, up to a call that has nothing to train."""
+    case, found = placed.case, []
+    model = case.model.build(WIDE)
+    for k, call in enumerate(case.calls):
+        if call.zero:
+            _forget(model)
+        try:
+            found.append(run_plain(case, model, call, k, schedule_of(pipe, call), WIDE))
+        except NothingToTrain:
+            break
+        own_gradients(model)
+        step(model)
+    return found
+
+
+def compare(actual: Seen, wanted: Seen, where: str) -> None:
+    """Equality to the rounding of float64."""
+    for what in ("loss", "output", "buffers", "input_grads", "grads"):
+        pairs = zip(
+            pytree.tree_leaves_with_path(getattr(wanted, what), is_leaf=lambda v: v is None),
+            pytree.tree_leaves(getattr(actual, what), is_leaf=lambda v: v is None),
+            strict=True,
+        )
+        for (path, b), a in pairs:
+            name = f"{where}, {what}{pytree.keystr(path)}"
+            if isinstance(b, Tensor) and isinstance(a, Tensor):
+                close = torch.allclose(a.double(), b.double(), rtol=1e-8, atol=1e-8)
+                assert close, f"{name}: {a}\ninstead of\n{b}"
+            else:
+                assert a is b or a == b, f"{name}: {a} instead of {b}"
+
+
+def check(placed: Placed) -> None:
+    """Runs a case.
+
+    Raises:
+        AssertionError: something is not as it has to be.
+    """
+    callers = [Caller(placed) for _ in range(placed.threads)]
+    wanted = expected(placed, callers[0].pipe)
+    for caller in callers:
+        caller.expected = wanted
+    late = None if placed.late is None else f"sim:{placed.late}"
+    with simulated.delays(placed.ms, 0.3, seed=placed.seed, device=late):
+        if len(callers) == 1:
+            callers[0].run()
+            return
+        threads = [threading.Thread(target=caller.run_in_thread) for caller in callers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for caller in callers:
+        if caller.error is not None:
+            raise caller.error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs models by hand; the number of those that failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulated.fuzz", description=__doc__)
+    parser.add_argument("--models", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first model")
+    parser.add_argument("--stop", action="store_true", help="stop at the first that fails")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    simulated.load()
+    failed, begun = 0, time.monotonic()
+    for k in range(options.first, options.first + options.models):
+        placed = drawn(random.Random(f"{options.seed}/{k}"))
+        faulthandler.dump_traceback_later(180, exit=True)
+        try:
+            check(placed)
+        except Exception as error:
+            failed += 1
+            print(f"--seed {options.seed} --first {k} --models 1\n  {placed}", flush=True)
+            if options.models == 1:
+                traceback.print_exc()
+            else:
+                print(f"  {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if options.stop:
+                break
+        done = k - options.first + 1
+        if done % 50 == 0:
+            seconds = time.monotonic() - begun
+            print(f"{done} models, {failed} failed, {seconds:.0f} s", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main()))
