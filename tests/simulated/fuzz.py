@@ -215,7 +215,7 @@ class Caller:
             return
         tensors = [t for t in (*leaves(self.pipe).values(), *xs) if t.grad is not None]
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            simulated.sleep(10, torch.accelerator.current_stream(device))
+            simulated.sleep(10, device)
         kept = [tensor.grad.clone() for tensor in tensors]
         loss.backward()
         for tensor, grad in zip(tensors, kept, strict=True):
