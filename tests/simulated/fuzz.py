@@ -214,6 +214,8 @@ class Caller:
         if once:
             return
         tensors = [t for t in (*leaves(self.pipe).values(), *xs) if t.grad is not None]
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            simulated.sleep(10, device)
         kept = [tensor.grad.clone() for tensor in tensors]
         loss.backward()
         for tensor, grad in zip(tensors, kept, strict=True):
