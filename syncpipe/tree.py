@@ -241,23 +241,40 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of one tensor lies in the same memory as one of the other."""
+    """Whether an element of one tensor lies in the same memory as one of the other.
+
+    True as well where that would take long to find out, which it does for odd strides only.
+    """
     if storage_of(a) != storage_of(b):
         return False
     if a.layout is not torch.strided or a.itemsize != b.itemsize:
         return True
-    (first, end), (start, stop) = _extent(a), _extent(b)
-    if min(end, stop) <= max(first, start):
+    if not a.numel() or not b.numel():
         return False
-    begin = min(first, start)
-    numbers = torch.arange((max(end, stop) - begin) // a.itemsize)  # of all elements in between
-    at = [
-        numbers.as_strided(t.shape, t.stride(), (at - begin) // a.itemsize).flatten()
-        for t, at in ((a, first), (b, start))
-    ]
-    used = torch.zeros(len(numbers), dtype=torch.bool)
-    used[at[0]] = True
-    return bool(used[at[1]].any())
+    ways: dict[int, tuple[int, int]] = {}  # for each stride how far one can go, in b and in a
+    for size, stride in zip(a.shape, a.stride(), strict=True):
+        back, forth = ways.get(stride, (0, 0))
+        ways[stride] = back, forth + size - 1
+    for size, stride in zip(b.shape, b.stride(), strict=True):
+        back, forth = ways.get(stride, (0, 0))
+        ways[stride] = back + size - 1, forth
+    ways.pop(0, None)
+    steps = [(stride, *ways[stride]) for stride in sorted(ways, reverse=True)]
+    return _reached(int(b.storage_offset() - a.storage_offset()), steps, iter(range(1000)))
+
+
+def _reached(distance: int, steps: list[tuple[int, int, int]], patience: Iterator[int]) -> bool:
+    """Whether steps of so many strides, at most so many back and forth, lead so far."""
+    if not steps or next(patience, None) is None:
+        return distance == 0 or bool(steps)
+    stride, back, forth = steps[0]
+    least = -sum(length * less for length, less, _ in steps[1:])
+    most = sum(length * more for length, _, more in steps[1:])
+    first, last = -((most - distance) // stride), (distance - least) // stride
+    return any(
+        _reached(distance - k * stride, steps[1:], patience)
+        for k in range(max(first, -back), min(last, forth) + 1)
+    )
 
 
 def leaf_names(root: str, tree: Any) -> list[str]:

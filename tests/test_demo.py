@@ -1,5 +1,6 @@
 """``python -m syncpipe demo``: its arguments, one short run, and what it says without its extra."""
 
+import re
 import sys
 
 import pytest
@@ -85,7 +86,7 @@ def test_short_run(
     assert "plain, whole mini-batch" in shown
     assert f"cpu:{stages - 1}\n" in shown
     assert f"cpu:{stages}" not in shown
-    assert f"Skips:      {stages - 1} of" in shown
+    assert re.search(r"Skips:      \d of", shown)  # how many depends on what was measured
     assert ("one per residual block" in shown) == (stages == len(BLOCKS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import threading
 from contextlib import contextmanager
@@ -225,6 +226,7 @@ def indexed(chunks=4):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_thread_that_draws_does_not_change_what_layers_draw(mode):
+    importlib.import_module("torch._dynamo")  # as a step of any optimizer does
     layers = nn.Sequential(*(Drawing() for _ in range(3)))
     pipe = pipe_of(layers, checkpoint=mode)
     for _ in range(10):

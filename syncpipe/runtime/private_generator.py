@@ -55,8 +55,17 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, layer: Callable[[Any], Any], value: Any) -> Any:
         """Runs a layer in this mode."""
-        with self:
+        self.__enter__()  # type: ignore[no-untyped-call]
+        try:
             return layer(value)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Ends the mode, once; for others, such as compiled code, nothing is in force then."""
+        depth = _C._len_torch_dispatch_stack()
+        if depth and _C._get_dispatch_stack_at(depth - 1) is self:
+            self.__exit__(None, None, None)
 
     @property
     def drew(self) -> bool:

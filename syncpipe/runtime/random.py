@@ -142,13 +142,17 @@ class Seen:
     def look(self, frame: Any, event: str, arg: Any) -> None:
         """The profile function."""
         if event == "c_call":
+            name, where = arg.__name__, frame.f_code.co_qualname
             if isinstance(getattr(arg, "__self__", None), torch.Generator):
                 self.share()  # comes before the call itself
                 self.touches = True
-            elif arg.__name__ in _BEHIND:
+            elif name in _BEHIND:
                 self.behind = True
-            elif arg.__name__ == "set_eval_frame":
+            elif name == "set_eval_frame" and where.startswith(_COMPILED):
                 self.compiled = True
+                if self.private is not None:  # what is compiled runs in another way in a mode
+                    self.private.leave()
+                    self.share()
 
     def share(self) -> None:
         """From here on a layer that drew privately draws from the generator of the process."""
@@ -170,6 +174,8 @@ class Seen:
                 sys.setprofile(None)
 
 
+#: Where ``torch.compile`` begins to look at frames (``torch.compiler.disable`` does it elsewhere).
+_COMPILED = "_TorchDynamoContext.__call__"
 #: The C functions by which Python code comes to run in backward.
 _BEHIND = frozenset(
     {
@@ -305,8 +311,7 @@ def run_seeded(
         if not look:
             output, seen.draws = own.run(layer, value), int(own.drew)
             return output, seen
-        if "torch._dynamo" not in sys.modules:  # what is compiled runs in another way in a mode
-            layer = partial(own.run, layer)
+        layer = partial(own.run, layer)
 
     def seeded() -> Any:
         with LOCKS.states:
