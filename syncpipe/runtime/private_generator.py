@@ -7,6 +7,7 @@ for each operation.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.runtime.generators import CPU, LOCKS, NoDispatch, NoFunctions
 
-__all__ = ["PrivateGenerator", "nobody_looks", "others_may_draw"]
+__all__ = ["PrivateGenerator", "compiles", "nobody_looks", "others_may_draw"]
 
 _T = TypeVar("_T")
 _C: Any = torch._C
@@ -41,6 +42,10 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator: torch.Generator | None = generator
         self._start = generator.get_state()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each operation would look as if the layer was compiled, and be slower
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -112,6 +117,13 @@ def _with_generator(func: Any) -> Any:
         if without == names and named == [True]:
             return other
     return None
+
+
+def compiles() -> bool:
+    """Whether ``torch.compile`` was used in this process. That it is imported says nothing."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends: dict[int, Any] = getattr(dynamo, "cached_backends", {0: dynamo})
+    return any(backend is not None for backend in backends.values())
 
 
 def nobody_looks() -> bool:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.runtime.generators import CPU, LOCKS, Generators, NoDispatch, NoFunctions
-from syncpipe.runtime.private_generator import PrivateGenerator
+from syncpipe.runtime.private_generator import PrivateGenerator, compiles
 
 __all__ = [
     "Seen",
@@ -305,7 +305,7 @@ def run_seeded(
         if not look:
             output, seen.draws = own.run(layer, value), int(own.drew)
             return output, seen
-        if "torch._dynamo" not in sys.modules:  # what is compiled runs in another way in a mode
+        if not compiles():  # what is compiled runs in another way in a mode
             layer = partial(own.run, layer)
 
     def seeded() -> Any:
