@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import subprocess
 import sys
 import threading
