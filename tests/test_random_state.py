@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -257,6 +258,43 @@ def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
     with drawing():
         for _ in range(40):
             assert_same(trained(pipe, pipe, X), expected)
+
+
+FRESH = """
+import sys, threading, torch
+from torch import nn
+from syncpipe import Pipe
+{first}
+
+class Interrupted(nn.Module):
+    def forward(self, x):
+        thread = threading.Thread(target=torch.rand, args=(50,))
+        thread.start()
+        thread.join()
+        return nn.functional.dropout(x)
+
+release = threading.Event()
+threading.Thread(target=release.wait, daemon=True).start()
+layers = nn.Sequential(Interrupted(), Interrupted())
+pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint="always")
+try:
+    for _ in range(3):
+        x = torch.ones(4, 64, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        assert torch.equal(y != 0, x.grad != 0)
+finally:
+    release.set()
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["fresh", "dynamo imported"])
+def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on(first):
+    code = FRESH.format(first=first)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generator: torch.Generator | None = generator
         self._start = generator.get_state()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each operation would look as if the layer was compiled, and be slower
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
