@@ -77,7 +77,7 @@ def _find_ninja() -> None:
 
 def _build() -> Path:
     """The library, built unless it has been already with this torch and these sources."""
-    from torch.utils import cpp_extension
+    from torch._appdirs import user_cache_dir
     from torch.utils._filelock import FileLock
 
     sources = sorted(_SOURCES.glob("*.cpp"))
@@ -85,12 +85,14 @@ def _build() -> Path:
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     name = f"syncpipe_sim_{digest.hexdigest()[:16]}"
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache_dir(appname="torch_extensions")
     directory = Path(root) / name
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"{name}.so"
     with FileLock(str(directory / "build.lock")):
         if not (directory / "done").exists():
+            from torch.utils import cpp_extension  # which may warn that there is no CUDA
+
             (directory / "lock").unlink(missing_ok=True)  # of a build that was killed
             cpp_extension.load(
                 name=name,
