@@ -267,7 +267,8 @@ def run_plain(
             for y, piece in zip(outputs, whole, strict=True):
                 losses.append(weigh(y, target_of(piece)))
     if call.driver == "no_grad":
-        return seen(None, joined(outputs), xs, model)
+        with torch.no_grad():
+            return seen(None, joined(outputs), xs, model)
     if call.driver == "forward":
         if loss is not None:
             loss.backward()

@@ -312,7 +312,7 @@ KINDS: dict[str, Kind] = {
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
     "send_none": Kind(lambda: Send("none"), passes=True),
-    "receive": Kind(Receive),
+    "receive": Kind(Receive, passes=True),  # what it pops may be None
 }
 _ENDS = {"fork": "join", "twice": "meet"}
 

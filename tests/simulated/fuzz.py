@@ -147,6 +147,8 @@ class Caller:
                 _record_gradients(self.pipe)
                 own_gradients(self.pipe)
                 step(self.pipe)
+            for device in simulated.devices():  # before its parameters may go, which it steps on
+                torch.accelerator.synchronize(device)
 
     def run_in_thread(self) -> None:
         try:
