@@ -44,9 +44,7 @@ class Leaves:
         self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(self._parameters):
-            if any(
-                not self._own(j, parameter) for parameter in parameters
-            ):  # tied since it was cut
+            if not all(self._own(j, parameter) for parameter in parameters):  # tied since the cut
                 workers = [call.pipeline.workers[w] for w in self._worker_of]
                 check_shared([stage.partition for stage in stages], workers)
         gradients.watch(chain(*self._parameters))
@@ -140,7 +138,7 @@ def _parameters_of(partition: nn.Module) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for module in partition.modules():
         kind: Any = type(module)
-        if _communicates(kind):
+        if _wrapper(kind):
             raise RuntimeError(
                 f"a layer is wrapped in {_wrapper(kind)}, which starts collectives of its "
                 "own in backward. Under train_batch the workers of each process would start them "
@@ -153,13 +151,8 @@ def _parameters_of(partition: nn.Module) -> list[Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _communicates(kind: type) -> bool:
-    """Whether modules of a class start collectives when gradients are there."""
-    return _wrapper(kind) != ""
-
-
 def _wrapper(kind: type) -> str:
-    """The class of PyTorch's that communicates; nothing if there is none."""
+    """The class of PyTorch's by which modules start collectives; empty where there is none."""
     for base in kind.__mro__:
         if base.__module__.startswith(_COMMUNICATE):
             return base.__name__

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -404,19 +404,25 @@ def compare(actual: Seen, expected: Seen, rounded: set[str], where: str, atol: f
                 assert same or (a.isnan() | (a == b)).all(), f"{name}: {a}\ninstead of\n{b}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs models by hand; the number of those that failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+def by_hand(
+    name: str,
+    draw: Callable[[random.Random], Any],
+    check: Callable[[Any], None],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Runs cases from the command line ``python -m name``; the number of those that failed."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=__doc__)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first model")
+    parser.add_argument("--stop", action="store_true", help="stop at the first that fails")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     failed, begun = 0, time.monotonic()
     for k in range(options.first, options.first + options.models):
-        case = drawn_case(random.Random(f"{options.seed}/{k}"))
-        faulthandler.dump_traceback_later(120, exit=True)
+        case = draw(random.Random(f"{options.seed}/{k}"))
+        faulthandler.dump_traceback_later(180, exit=True)
         try:
             check(case)
         except Exception as error:
@@ -426,8 +432,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             else:
                 print(f"  {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if options.stop:
+                break
         done = k - options.first + 1
-        if done % 100 == 0:
+        if done % 50 == 0:
             seconds = time.monotonic() - begun
             print(f"{done} models, {failed} failed, {seconds:.0f} s", flush=True)
     faulthandler.cancel_dump_traceback_later()
@@ -435,4 +443,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(min(1, main()))
+    sys.exit(min(1, by_hand("tests.fuzz", drawn_case, check)))

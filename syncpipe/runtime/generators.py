@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
 
 import torch
+
+from syncpipe.runtime.locks import forkable
 
 __all__ = ["CPU", "LOCKS", "Generators", "NoDispatch", "NoFunctions"]
 
@@ -31,22 +31,16 @@ class _Locks:
     """
 
     def __init__(self) -> None:
-        self.states: _RLock = threading.RLock()
-        self._guard = threading.Lock()
+        self.states: _RLock = forkable()
+        self._guard = forkable()
         self._made: dict[_Key, _RLock] = {}
 
     def __getitem__(self, key: _Key) -> _RLock:
         with self._guard:
-            return self._made.setdefault(key, threading.RLock())
-
-    def renew(self) -> None:
-        """In a forked child: the threads that held locks do not exist here."""
-        self.__init__()  # type: ignore[misc]
+            return self._made.setdefault(key, forkable())
 
 
 LOCKS = _Locks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=LOCKS.renew)
 
 
 class Generators:

@@ -9,15 +9,9 @@ writes into what it gave and got as soon as the call is over. So where a wait or
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import random
 import sys
 import threading
-import time
-import traceback
-import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +30,7 @@ from tests.fuzz import (
     NothingToTrain,
     Seen,
     batch,
+    by_hand,
     drawn_case,
     loss_function,
     own_gradients,
@@ -306,38 +301,6 @@ def check(placed: Placed) -> None:
             raise caller.error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs models by hand; the number of those that failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulated.fuzz", description=__doc__)
-    parser.add_argument("--models", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first model")
-    parser.add_argument("--stop", action="store_true", help="stop at the first that fails")
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    simulated.load()
-    failed, begun = 0, time.monotonic()
-    for k in range(options.first, options.first + options.models):
-        placed = drawn(random.Random(f"{options.seed}/{k}"))
-        faulthandler.dump_traceback_later(180, exit=True)
-        try:
-            check(placed)
-        except Exception as error:
-            failed += 1
-            print(f"--seed {options.seed} --first {k} --models 1\n  {placed}", flush=True)
-            if options.models == 1:
-                traceback.print_exc()
-            else:
-                print(f"  {type(error).__name__}: {str(error)[:300]}", flush=True)
-            if options.stop:
-                break
-        done = k - options.first + 1
-        if done % 50 == 0:
-            seconds = time.monotonic() - begun
-            print(f"{done} models, {failed} failed, {seconds:.0f} s", flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(min(1, main()))
+    simulated.load()
+    sys.exit(min(1, by_hand("tests.simulated.fuzz", drawn, check)))
