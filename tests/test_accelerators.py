@@ -287,8 +287,11 @@ def test_an_exception_on_device_2(layout, schedule, where):
             breaks.left = k
             with pytest.raises(ValueError, match=f"in {where}"):
                 pipe(x.to(pipe.devices[0])).sum().backward()
+            # ``backward()`` leaves what it has added, and may be adding still on the workers' streams.
+            for device in pipe.devices:
+                torch.accelerator.synchronize(device)
             for p, grad in zip(pipe.parameters(), before, strict=True):
-                p.grad = grad.clone()  # ``backward()`` leaves what it has added
+                p.grad = grad.clone()
     breaks.when = ""
     assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
 

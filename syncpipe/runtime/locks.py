@@ -13,19 +13,21 @@ from typing import Any
 
 __all__ = ["forkable"]
 
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_locks: set[weakref.ref[Any]] = set()
 
 
 def forkable() -> Any:
     """A ``threading.RLock`` that is free in a forked child."""
     lock: Any = threading.RLock()
-    _locks.add(lock)
+    _locks.add(weakref.ref(lock, _locks.discard))  # written in C: Ctrl-C cannot come in between
     return lock
 
 
 def _free() -> None:
-    for lock in list(_locks):
-        if not lock._is_owned():  # by the thread that forked, which the child goes on with
+    for lock in [reference() for reference in list(_locks)]:
+        if (
+            lock is not None and not lock._is_owned()
+        ):  # by the thread that forked, which the child goes on with
             lock._at_fork_reinit()  # as the locks of Python's own modules
 
 
