@@ -287,7 +287,7 @@ def test_an_exception_on_device_2(layout, schedule, where):
             breaks.left = k
             with pytest.raises(ValueError, match=f"in {where}"):
                 pipe(x.to(pipe.devices[0])).sum().backward()
-            # ``backward()`` leaves what it has added, and may be adding still on the workers' streams.
+            # ``backward()`` leaves what it has added, and the workers' streams may be adding still.
             for device in pipe.devices:
                 torch.accelerator.synchronize(device)
             for p, grad in zip(pipe.parameters(), before, strict=True):
