@@ -17,13 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import common, overhead, paper_tables, peers, planning, schedules
+from benchmarks import common, overhead
 from benchmarks.common import Part
-from benchmarks.paper_costs import PaperOptions
-from benchmarks.peers_measure import PeerOptions
-from benchmarks.planning_profiles import PlanningOptions
+from benchmarks.papers import tables as paper_tables
+from benchmarks.papers.costs import PaperOptions
+from benchmarks.peers import parts as peers
+from benchmarks.peers.measure import PeerOptions
+from benchmarks.planning import parts as planning
+from benchmarks.planning.profiles import PlanningOptions
 from benchmarks.report import QUICK, Job, Report
-from benchmarks.schedules_model import Options
+from benchmarks.schedules import parts as schedules
+from benchmarks.schedules.model import Options
 
 
 def every(quick: bool) -> dict[str, Job]:

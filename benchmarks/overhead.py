@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks import common
 from benchmarks.common import Part, Spread
-from benchmarks.schedules_model import Options
+from benchmarks.schedules.model import Options
 from syncpipe import Pipe
 
 MODES = ("never", "always")

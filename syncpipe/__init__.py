@@ -8,12 +8,12 @@ Example::
     model(input).sum().backward()
 """
 
-from syncpipe.loader import RepeatingLoader
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe, inline
 from syncpipe.planner import Plan, plan
-from syncpipe.runtime.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
+from syncpipe.training.loader import RepeatingLoader
 
 __version__ = "0.1.0"
 

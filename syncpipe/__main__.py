@@ -4,7 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from syncpipe import demo, demo_options, plan_command
+from syncpipe.commands import demo, demo_options
+from syncpipe.commands import plan as plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

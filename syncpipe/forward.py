@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from syncpipe.microbatch import gather, scatter
-from syncpipe.pipeline import Call, Pipeline
-from syncpipe.runtime.checkpoint import Frame
 from syncpipe.runtime.engine import Message
-from syncpipe.runtime.inplace import sent
 from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.rematerialization.checkpoint import Frame
 from syncpipe.runtime.streams import Lane
-from syncpipe.runtime.transfer import early, gate
-from syncpipe.schedule import Action, forward_program
+from syncpipe.schedules.schedule import Action, forward_program
+from syncpipe.stages.inplace import sent
+from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.transfer import early, gate
 from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["forward"]

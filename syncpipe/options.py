@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from syncpipe.schedule import Schedule
 from syncpipe.schedules.build import named
+from syncpipe.schedules.schedule import Schedule
 
 __all__ = [
     "Modes",

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.batchnorm_convert import defer_batch_norm
-from syncpipe.checkpoints import translate_keys
-from syncpipe.layers import Partition
-from syncpipe.partition import (
+from syncpipe.layers.batchnorm_convert import defer_batch_norm
+from syncpipe.layers.placement import (
     check_balance,
     check_devices,
     check_module,
@@ -32,9 +30,11 @@ from syncpipe.partition import (
     placed_balance,
     resolve_workers,
 )
-from syncpipe.pipeline import Pipeline
+from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
+from syncpipe.stages.cell import Partition
+from syncpipe.stages.pipeline import Pipeline
 
 __all__ = ["Partitioned"]
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from syncpipe.forward import forward
+from syncpipe.layers.placement import check_input
 from syncpipe.options import (
     check_length,
     check_slots,
@@ -23,15 +24,14 @@ from syncpipe.options import (
     checked_schedule,
     shown_schedule,
 )
-from syncpipe.partition import check_input
 from syncpipe.partitioned import Partitioned
-from syncpipe.pipeline import Pipeline
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedule import Schedule
-from syncpipe.sources import FromIterator, FromMiniBatch, Source, check_iterator
-from syncpipe.trace import Trace
-from syncpipe.training import evaluate, train
+from syncpipe.schedules.schedule import Schedule
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.timeline.trace import Trace
+from syncpipe.training.sources import FromIterator, FromMiniBatch, Source, check_iterator
+from syncpipe.training.train import evaluate, train
 
 __all__ = ["Pipe", "inline"]
 
@@ -214,7 +214,7 @@ class Pipe(Partitioned):
                 sum(weight)``.
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
                 on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
-                :class:`syncpipe.schedule.Schedule`, or the path of a CSV file
+                :class:`syncpipe.schedules.schedule.Schedule`, or the path of a CSV file
                 (``syncpipe.schedules.to_csv``). None: that of the pipe, ``"1f1b"`` if it was given
                 none.
             slots: for ``"1f1b"`` the most micro-batches in flight on each stage: ``"textbook"``,

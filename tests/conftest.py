@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import accelerator, simulated
+from tests import simulated
+from tests.support import accelerator
 
 settings.register_profile(
     "ci",
@@ -91,7 +92,7 @@ def threads_of_the_test_runner_draw_nothing() -> Iterator[None]:
         return any(not thread.name.startswith("syncpipe ") for thread in found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncpipe.pipeline.others_may_draw", others)
+        patch.setattr("syncpipe.stages.pipeline.others_may_draw", others)
         yield
 
 

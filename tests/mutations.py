@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "runtime/streams.py", "runtime/transfer.py", "pipeline.py", "forward.py", "cells.py",
+    "runtime/streams.py", "stages/transfer.py", "stages/pipeline.py", "forward.py",
+    "training/cells.py",
 )  # fmt: skip
 CALLS = {
     "adopt", "follow", "follow_caller", "hold", "keep", "receive", "record_stream", "wait",
@@ -37,9 +38,9 @@ _PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no
 DETECTORS: dict[str, Sequence[str]] = {
     "happens-before": (
         *_PYTEST,
-        "tests/test_streams_lanes.py",
-        "tests/test_streams.py",
-        "tests/test_streams_training.py",
+        "tests/streams/test_streams_lanes.py",
+        "tests/streams/test_streams.py",
+        "tests/streams/test_streams_training.py",
         "-k=not race_without and not all_sites and not race_if and not mutations",
     ),
     "simulated": ("-m", "tests.simulated.fuzz", "--models=300", "--seed=1", "--stop"),

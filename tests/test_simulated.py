@@ -15,10 +15,10 @@ from tests import simulated
 
 TESTS = Path(__file__).parent
 FILES = [
-    *sorted(path for path in TESTS.glob("test_*.py") if "pytest.mark.gpu" in path.read_text()),
+    *sorted(path for path in TESTS.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()),
     *sorted(TESTS.glob("simulated/test_*.py")),
 ]
-FILES.remove(Path(__file__))
+FILES = [path for path in dict.fromkeys(FILES) if path != Path(__file__)]
 
 
 @pytest.mark.timeout(900)  # the first one builds the devices

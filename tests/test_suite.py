@@ -11,13 +11,13 @@ import pytest
 TESTS = Path(__file__).parent
 # Each makes pipes without naming devices.
 WITHOUT_DEVICES = [
-    "test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
-    "test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
-    "test_balance.py::test_without_devices_nobody_knows_how_many_stages",
+    "layers/test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
+    "pipe/test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
+    "balance/test_balance.py::test_without_devices_nobody_knows_how_many_stages",
 ]
 
 
-@pytest.mark.parametrize("options", [[], ["-p", "tests.pretend"]])
+@pytest.mark.parametrize("options", [[], ["-p", "tests.support.pretend"]])
 def test_tests_that_name_no_devices_get_cpu_workers(options):
     tests = [str(TESTS / name) for name in WITHOUT_DEVICES]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]

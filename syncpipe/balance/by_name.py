@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from syncpipe.balance.cut import balance_cost
-from syncpipe.partition import check_module
+from syncpipe.layers.placement import check_module
 
 __all__ = ["balance_by_parameters", "balance_by_type", "balance_named", "balance_uniform"]
 

@@ -26,8 +26,8 @@ from syncpipe.balance.sandbox import (
     sandboxed,
 )
 from syncpipe.balance.stored import size_of
+from syncpipe.layers.placement import check_module
 from syncpipe.microbatch import NoChunk, scatter
-from syncpipe.partition import check_module
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.namespace import SkipKey

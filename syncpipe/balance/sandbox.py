@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.microbatch import NoChunk
-from syncpipe.runtime.generators import LOCKS, Generators, NoDispatch, NoFunctions
+from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.tree import flatten, tensors_in
 
 __all__ = [

@@ -14,14 +14,14 @@ from torch import nn
 from syncpipe.balance.by_cost import param_scale_of
 from syncpipe.balance.measure import profile as measured
 from syncpipe.balance.profile import Profile, in_bytes
-from syncpipe.partition import check_devices, default_devices, resolve_workers
-from syncpipe.planner.candidate import SCHEDULES
-from syncpipe.planner.devices import machine_of
-from syncpipe.planner.machine import Machine
-from syncpipe.planner.plan import Plan
+from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
+from syncpipe.planner.costs.devices import machine_of
+from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.replicas import Replicas, replicated
-from syncpipe.planner.rivals import rivals_of
-from syncpipe.planner.search import Shortage, search, shortage
+from syncpipe.planner.report.plan import Plan
+from syncpipe.planner.report.rivals import rivals_of
+from syncpipe.planner.search.candidate import SCHEDULES
+from syncpipe.planner.search.search import Shortage, search, shortage
 
 __all__ = ["NoPlan", "measured_for", "plan"]
 

@@ -28,10 +28,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from syncpipe.runtime.random import outside_of_turn
-from syncpipe.runtime.state import CallerState
+from syncpipe.runtime.randomness.random import outside_of_turn
+from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
-from syncpipe.schedule import Action, Program
+from syncpipe.schedules.schedule import Action, Program
 
 __all__ = ["RUNNING", "Engine", "Message", "Running", "Task"]
 

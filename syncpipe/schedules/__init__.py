@@ -1,17 +1,26 @@
-"""The schedules that one can ask for by name, and how to read and write others."""
+"""Schedules: what one is, those with names, how to read and write others, how long they take."""
 
 from syncpipe.schedules.build import SCHEDULES, build
 from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.schedule import Action, Kind, Schedule, validate
+from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.schedules.text import from_csv, to_csv
 
 __all__ = [
     "SCHEDULES",
+    "Action",
+    "Costs",
+    "Kind",
+    "Schedule",
+    "Simulation",
     "build",
     "from_csv",
     "gpipe",
     "interleaved_1f1b",
     "naive",
     "one_f_one_b",
+    "simulate",
     "to_csv",
+    "validate",
     "zb_h1",
 ]

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from syncpipe.schedule import Schedule, validate
 from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
 __all__ = ["SCHEDULES", "build", "named"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncpipe.schedule import Action, Kind, Schedule
+from syncpipe.schedules.schedule import Action, Kind, Schedule
 
 __all__ = ["onto_devices"]
 

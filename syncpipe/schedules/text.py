@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from syncpipe.schedule import LETTERS, Action, Schedule
+from syncpipe.schedules.schedule import LETTERS, Action, Schedule
 
 __all__ = ["from_csv", "to_csv"]
 
@@ -36,7 +36,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     Space around a cell, empty cells (idle time, to those who align columns) and empty lines at the
     end mean nothing. The numbers of micro-batches and stages are one more than the largest that
-    occur. Whether the result can run is for :func:`syncpipe.schedule.validate` to say.
+    occur. Whether the result can run is for :func:`syncpipe.schedules.schedule.validate` to say.
 
     Args:
         text: the contents of the file.

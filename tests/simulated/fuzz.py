@@ -24,7 +24,7 @@ from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
 from syncpipe.tree import tensors_in
 from tests import simulated
-from tests.fuzz import (
+from tests.fuzz.cases import (
     Call,
     Case,
     NothingToTrain,
@@ -40,8 +40,8 @@ from tests.fuzz import (
     step,
     target_of,
 )
-from tests.random_models import KINDS, leaves
-from tests.support import loss_of
+from tests.fuzz.models import KINDS, leaves
+from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]
 

@@ -1,0 +1,1 @@
+"""Other libraries for pipeline parallelism, side by side with this one."""

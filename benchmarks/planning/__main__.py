@@ -1,0 +1,7 @@
+"""``python -m benchmarks.planning``."""
+
+import sys
+
+from benchmarks.planning.parts import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""What ``benchmarks.planning`` plans for: profiles, drawn or loaded, and how it tells its results.
+
+None of them is measured here. Random ones are drawn from a seed; those of files were measured by
+somebody else.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Part
+from benchmarks.schedules.model import Options
+from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+
+#: Of a parameter: itself, its gradient and Adam's state.
+PARAM_SCALE = 4.0
+#: The sizes of micro-batches that random profiles know; between them all is linear.
+SIZES = (1, 512)
+#: Seconds that a layer takes for no sample at all: launching kernels, Python.
+_LAUNCH = 20e-6
+
+_UNDER = "Median (quartiles) over the rounds."
+
+
+@dataclass(frozen=True)
+class PlanningOptions(Options):
+    """What was asked for on the command line.
+
+    Attributes:
+        profiles: files with profiles.
+        profile_samples: for each of them the samples it was measured with; None if it says so
+            itself or nobody knows.
+    """
+
+    profiles: tuple[Path, ...] = ()
+    profile_samples: tuple[int | None, ...] = ()
+
+    def loaded(self) -> dict[str, Profile]:
+        """The profiles of the files, by name."""
+        pairs = zip(self.profiles, self.profile_samples, strict=True)
+        return {path.stem: Profile.load(path, samples=samples) for path, samples in pairs}
+
+
+@dataclass
+class Table(Part):
+    """A part whose numbers are over something else than rounds.
+
+    Attributes:
+        over: what stands below its table instead.
+    """
+
+    over: str = ""
+
+    def as_markdown(self) -> str:
+        """A section of the report."""
+        return super().as_markdown().replace(f"\n{_UNDER}\n", f"\n{self.over}\n", 1)
+
+
+def random_profile(layers: int, seed: str, *, skips: int = 0) -> Profile:
+    """A profile with lognormal times and sizes, of the order of a CNN's on a large GPU.
+
+    Of each layer one sample takes 0.05 ms forward (median; sigma 1) besides what the layer takes
+    for none, and 1 to 2.5 times as long backward; its output has 0.4 MB, it stores 1 to 2 times
+    as much, and it has 2 MB of parameters.
+
+    Args:
+        layers: how many.
+        seed: the same one gives the same profile.
+        skips: how many there are, each from any layer to any later one.
+    """
+    draw = random.Random(f"{seed}/{layers}")
+
+    def linear(each: float, fixed: float = 0.0) -> dict[int, float]:
+        return {size: fixed + each * size for size in SIZES}
+
+    drawn, outputs = [], []
+    for index in range(layers):
+        forward, output = draw.lognormvariate(math.log(50e-6), 1), draw.lognormvariate(12.9, 1)
+        back = draw.uniform(1, 2.5)
+        outputs.append(linear(output))
+        drawn.append(
+            LayerProfile(
+                name=str(index),
+                forward=linear(forward, _LAUNCH),
+                backward=linear(back * forward, back * _LAUNCH),
+                output_bytes=outputs[-1],
+                stored_bytes=linear(draw.uniform(1, 2) * output),
+                parameter_bytes=int(draw.lognormvariate(math.log(2e6), 1)),
+            )
+        )
+    crossing = []
+    for index in range(skips):
+        stash, pop = sorted(draw.sample(range(layers), 2))
+        crossing.append(SkipProfile(f"skip {index}", stash, pop, outputs[stash]))
+    return Profile(tuple(drawn), tuple(crossing), input_bytes=linear(6e5))
+
+
+def quantiles(ratios: Sequence[float]) -> dict[str, float]:
+    """Mean, the 95th of 100, the worst."""
+    ordered = sorted(ratios)
+    return {
+        "mean": math.fsum(ordered) / len(ordered),
+        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+        "worst": ordered[-1],
+    }

@@ -1,0 +1,1 @@
+"""What schedules reach beside the ideal, the simulation, and one another."""

@@ -1,0 +1,71 @@
+"""The same model and schedules under ``torch.distributed.pipelining``: a process for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.common import Part, Spread, number, rounds, timed
+from benchmarks.schedules.ideal import DEVICES
+from benchmarks.schedules.ideal import SCHEDULES as OURS
+from benchmarks.schedules.model import Options, big, check
+from benchmarks.schedules.ranks import SCHEDULES as THEIRS
+from benchmarks.schedules.ranks import Ranks, missing
+
+
+def run(options: Options) -> Part:
+    """Measures it; without gloo there is nothing but a note."""
+    problem, name, chunks = big(options)
+    repeats = options.rounds(21)
+    part = Part(
+        "Beside torch.distributed.pipelining",
+        f"{name}; theirs: two processes (gloo, loopback), ours: two CPU workers; one intra-op "
+        f"thread each; {repeats} rounds, in which both take turns.",
+        {
+            "ms": "one training step, from gradients of None; of theirs that of the rank that took "
+            "longer, both having started from a barrier.",
+            "over the loop": "time over that of the plain loop over the same micro-batches, on one "
+            "thread, in the same round.",
+            "ours over theirs": "time over that of their schedule of the same kind in the same "
+            "round.",
+        },
+        notes=[
+            "Theirs: PipelineStage with ScheduleGPipe and Schedule1F1B, the loss divided by the "
+            "number of micro-batches and scale_grads=False (cheaper than their default), no "
+            "outputs returned."
+        ],
+    )
+    why = missing()
+    if why is not None:
+        part.notes = [f"Not measured: {why}."]
+        return part
+    with Ranks(options) as ranks:
+        for m in chunks:
+            expected = problem.expected(m)
+            jobs: dict[str, Callable[[], float]] = {"plain loop": timed(problem.loop(m))}
+            for schedule in THEIRS:
+                label = f"torch {schedule}"
+                check(label, ranks.outcome(schedule, m), expected)
+                jobs[label] = partial(ranks.step, schedule, m)
+            for label, (schedule, slots) in OURS.items():
+                step = problem.pipe(DEVICES, m, schedule, slots).checked(label, expected)
+                jobs[label] = timed(step)
+            _report(part, m, rounds(jobs, repeats, f"distributed, m={m}"))
+    return part
+
+
+def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:
+    """A row for each job, a target for each of ours."""
+    for label, times in samples.items():
+        row = {
+            "m": m,
+            "what": label,
+            "ms": Spread.of([1e3 * time for time in times]),
+            "over the loop": Spread.ratio(times, samples["plain loop"]),
+        }
+        part.rows.append(row)
+        if label in OURS:
+            theirs = f"torch {OURS[label][0]}"
+            ratio = row["ours over theirs"] = Spread.ratio(times, samples[theirs])
+            aim = f"{label}, {m} micro-batches: faster than {theirs}"
+            part.aim(aim, ratio.median < 1, f"{number(ratio.median)} times")

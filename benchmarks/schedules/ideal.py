@@ -1,0 +1,82 @@
+"""How near two CPU workers come to the ideal of their schedule: gpipe and 1f1b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.common import Part, Spread, number, rounds, timed
+from benchmarks.schedules.model import Halves, Options, big
+
+#: At most this many times the ideal.
+TARGET = 1.08
+#: By label: schedule and slots.
+SCHEDULES = {
+    "gpipe": ("gpipe", None),
+    "1f1b, textbook slots": ("1f1b", "textbook"),
+    "1f1b, overlap slots": ("1f1b", "overlap"),
+}
+DEVICES = ("cpu:0", "cpu:1")
+
+
+def run(options: Options) -> Part:
+    """Measures it."""
+    problem, name, chunks = big(options)
+    repeats = options.rounds(21)
+    part = Part(
+        "Two workers beside the ideal",
+        f"{name}, two CPU workers with one intra-op thread each, checkpoint='never'; "
+        f"{repeats} rounds.",
+        {
+            "ms": "one training step, from gradients of None; of the plain ones on one thread.",
+            "over the loop": "time over that of the plain loop over the same micro-batches, on one "
+            "thread, in the same round.",
+            "over ideal": "time over (m+n-1)/(m n) of the plain loop's, n = 2.",
+            "over measured ideal": "time over (m+n-1)/m of 'both halves at once', the ideal of two "
+            "cores as they are.",
+            "machine": "'both halves at once' over the longer of the two alone: 1 if the second "
+            "core (and the memory they share) gives all it has, 2 if nothing.",
+            "both halves at once": "the plain loops over the two halves of the model, with inputs "
+            "and gradients that are there already, at the same time in two threads.",
+        },
+        notes=[
+            "The first stage computes no gradient of its input, so the stages are about 11 to 12, "
+            "not even. That is part of 'over ideal', and of 'both halves at once'."
+        ],
+    )
+    for m in chunks:
+        expected = problem.expected(m)
+        jobs: dict[str, Callable[[], float]] = {
+            "plain full batch": timed(problem.loop(1)),
+            "plain loop": timed(problem.loop(m)),
+            **Halves(problem, m).jobs(),
+        }
+        for label, (schedule, slots) in SCHEDULES.items():
+            step = problem.pipe(DEVICES, m, schedule, slots).checked(label, expected)
+            jobs[label] = timed(step)
+        _report(part, m, rounds(jobs, repeats, f"ideal, m={m}"))
+    return part
+
+
+def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:
+    """A row for each job, a target for each schedule."""
+    n = len(DEVICES)
+    loop, halves = samples["plain loop"], samples["both halves at once"]
+    alone = list(map(max, samples["first half alone"], samples["second half alone"]))
+    for label, times in samples.items():
+        row = {
+            "m": m,
+            "what": label,
+            "ms": Spread.of([1e3 * time for time in times]),
+            "over the loop": Spread.ratio(times, loop),
+        }
+        part.rows.append(row)
+        if label == "both halves at once":
+            row["machine"] = Spread.ratio(times, alone)
+        if label in SCHEDULES:
+            ideal = row["over ideal"] = Spread.ratio(times, loop, (m + n - 1) / (m * n))
+            measured = row["over measured ideal"] = Spread.ratio(times, halves, (m + n - 1) / m)
+            part.aim(
+                f"{label}, {m} micro-batches: at most {TARGET} times the ideal",
+                ideal.median <= TARGET,
+                f"{number(ideal.median)} times; {number(measured.median)} times the measured ideal",
+            )

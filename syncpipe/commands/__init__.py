@@ -1,0 +1,1 @@
+"""``python -m syncpipe``: the demo and the planner on the command line."""

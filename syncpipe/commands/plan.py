@@ -1,0 +1,259 @@
+"""``python -m syncpipe plan``: how to cut a model and run it on devices, here or elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncpipe.balance import Profile
+from syncpipe.planner import NoPlan, Plan, Replicas, plan
+from syncpipe.planner.choose import measured_for
+from syncpipe.planner.costs.devices import machine_of
+
+__all__ = ["add_arguments", "run"]
+
+_DESCRIPTION = """
+Finds the balance, the number of micro-batches, the schedule and the re-materialization of each
+stage with which a training step is as short as possible within the memory of the devices, and
+prints it with what it will take. The layers are measured here; the devices need not be.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.description = _DESCRIPTION
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="PACKAGE.MODULE:FACTORY",
+        help="a function that returns the nn.Sequential, or the pair of it and a sample; or the "
+        "nn.Sequential itself",
+    )
+    parser.add_argument(
+        "--sample",
+        type=_sample,
+        metavar="SHAPE[:DTYPE]",
+        help="a micro-batch to measure with, such as 64x3x224x224 or 8x128:int64 (random numbers, "
+        "zeros if they are whole)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="JSON with what the layers cost: read if there is no model, else written",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_count,
+        metavar="N",
+        help="how many samples a --profile that is a plain list was measured with",
+    )
+    parser.add_argument(
+        "--devices",
+        required=True,
+        metavar="DEVICES",
+        help='such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1 or cpu:0,cpu:1, '
+        "or how many of them",
+    )
+    parser.add_argument("--batch-size", type=_count, required=True, metavar="N")
+    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 20GB")
+    parser.add_argument("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
+    parser.add_argument("--chunks", type=_count, metavar="M", help="so many micro-batches")
+    parser.add_argument("--stages", type=_count, metavar="N", help="so many stages")
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], help="this schedule only")
+    parser.add_argument(
+        "--param-scale",
+        type=float,
+        metavar="X",
+        help="bytes for each byte of a parameter, gradient and optimizer state included (default: "
+        "4, as for Adam)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="to measure for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--replicas",
+        action="store_true",
+        help="PipeDream's plan, in which devices may share a stage",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the simulated step: .svg, .png, or .json for https://ui.perfetto.dev",
+    )
+
+
+class _Refused(Exception):
+    """An argument that does not fit."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Perform the command.
+
+    Returns:
+        The exit status: 0 for success, 2 for arguments that do not fit, 1 if no plan does.
+
+    Raises:
+        Exception: whatever the model raises when it is made or measured, as it is.
+    """
+    try:
+        devices = _devices(args.devices)
+        machine_of(devices, memory=args.memory, bandwidth=args.bandwidth)  # before minutes go by
+        _check_files(args)
+        layers = _profile(args, devices)
+        found = _plan(args, layers, devices)
+    except NoPlan as error:
+        return _failed(1, error)
+    except (_Refused, ValueError, TypeError) as error:
+        if not isinstance(error, _Refused) and _raised_by_the_model(error):
+            raise
+        return _failed(2, error)
+    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
+    if args.picture is not None and isinstance(found, Plan):
+        try:
+            found.timeline().save(args.picture)
+        except (ImportError, OSError) as error:
+            return _failed(2, error)
+    return 0
+
+
+def _failed(status: int, error: Exception) -> int:
+    print(f"python -m syncpipe plan: {error}", file=sys.stderr)
+    return status
+
+
+def _raised_by_the_model(error: BaseException) -> bool:
+    """Whether an error comes out of code that is not ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or not trace.tb_frame.f_globals.get("__name__", "").startswith("syncpipe")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for option in ("picture", "profile"):
+        path = getattr(args, option)
+        if path is not None and not path.parent.is_dir():
+            raise _Refused(f"--{option}: there is no folder {path.parent}")
+    if args.picture is not None:
+        if args.replicas:
+            raise _Refused("--picture: a plan with replicas has no schedule to draw")
+        if args.picture.suffix not in (".svg", ".png", ".json"):
+            raise _Refused(f"--picture: {args.picture} must end in .svg, .png or .json")
+
+
+def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Replicas:
+    options: dict[str, Any] = {
+        "devices": devices,
+        "batch_size": args.batch_size,
+        "memory": args.memory,
+        "bandwidth": args.bandwidth,
+        "replicas": args.replicas,
+    }
+    for name in ("chunks", "stages", "schedule", "param_scale"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    found: Plan | Replicas = plan(layers, **options)
+    return found
+
+
+def _profile(args: argparse.Namespace, devices: Any) -> Profile:
+    """The profile that was named, or that of the model."""
+    if args.model is None:
+        if args.profile is None:
+            raise _Refused("give a model (package.module:factory) or a --profile to read")
+        if args.sample is not None:
+            raise _Refused("--sample: a profile that is read needs none")
+        try:
+            return Profile.load(args.profile, samples=args.samples)
+        except OSError as error:
+            raise _Refused(f"--profile: {error}") from error
+    if args.samples is not None:
+        raise _Refused("--samples is for a --profile that is read, not for a model")
+    module, sample = _model(args.model)
+    if args.sample is not None:
+        shape, dtype = args.sample
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        sample = torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
+        parameter = next(iter(module.parameters()), None)
+        sample = sample if parameter is None else sample.to(parameter.device)
+    if sample is None:
+        raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
+    found = measured_for(devices, module, sample, timeout=args.timeout)
+    if args.profile is not None:
+        found.save(args.profile)
+    return found
+
+
+def _model(name: str) -> tuple[nn.Sequential, Any]:
+    """The module behind ``package.module:factory``, and a sample if there is one."""
+    package, colon, attribute = name.partition(":")
+    if not colon or not attribute or not package or package.startswith("."):
+        raise _Refused(f"{name!r} is not of the form package.module:factory")
+    try:
+        found: Any = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise _Refused(f"{name!r}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise _Refused(f"{package} has no {attribute!r}")
+        found = getattr(found, part)
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise _Refused(f"{name} is a {type(found).__name__}, no function and no nn.Sequential")
+        found = found()
+    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(module, nn.Sequential):
+        raise _Refused(f"{name} gives a {type(module).__name__}, not an nn.Sequential")
+    return module, sample
+
+
+def _sample(text: str) -> tuple[list[int], torch.dtype]:
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    try:
+        sizes = [int(size) for size in shape.lower().split("x")]
+    except ValueError:
+        sizes = [0]
+    if not isinstance(dtype, torch.dtype) or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape such as 64x3x224x224 or 8x128:int64 (the first is the number of "
+            "samples)"
+        )
+    return sizes, dtype
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return value
+
+
+def _devices(text: str) -> Any:
+    """A number or a description stays one; names of devices of this machine are a list."""
+    if text.strip().isdigit():
+        return int(text)
+    names = [name.strip() for name in text.split(",")]
+    try:
+        return [int(name) if name.isdigit() else torch.device(name) for name in names]
+    except RuntimeError:
+        return text

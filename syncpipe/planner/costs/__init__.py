@@ -1,0 +1,1 @@
+"""What devices and layers cost, as far as planning goes."""

@@ -1,0 +1,1 @@
+"""The best cuts of a model for a schedule, exact; and other cuts to compare them with."""

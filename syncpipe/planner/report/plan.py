@@ -1,0 +1,214 @@
+"""``Plan``: how to cut a model and how to run it, with what it will take, and against what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from syncpipe.balance.profile import Profile
+from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.report.page import page
+from syncpipe.planner.report.rivals import Rival
+from syncpipe.planner.search.search import Candidate
+from syncpipe.schedules.simulation import Simulation
+from syncpipe.timeline.timeline import Timeline
+
+__all__ = ["Plan", "StagePlan"]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        layers: the names of its layers.
+        device: what its device is called.
+        forward: seconds, for one micro-batch.
+        backward: seconds, for one micro-batch, without recomputation.
+        send: seconds, for the output of one micro-batch on its way to the next stage.
+        in_flight: the largest number of its micro-batches that are alive at once.
+        recomputes: whether it re-materializes.
+        memory: bytes, at most.
+        limit: bytes, that its device has for this.
+    """
+
+    layers: tuple[str, ...]
+    device: str
+    forward: float
+    backward: float
+    send: float
+    in_flight: int
+    recomputes: bool
+    memory: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.
+
+    Attributes:
+        profile: what the layers cost.
+        machine: the devices.
+        batch_size: samples in a mini-batch.
+        chosen: the plan itself, and its simulation.
+        rivals: what else could be done, with what it would take.
+        devices: the real devices to run on; None if they were only described.
+        fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
+    """
+
+    profile: Profile
+    machine: Machine
+    batch_size: int
+    chosen: Candidate
+    rivals: tuple[Rival, ...]
+    devices: tuple[Any, ...] | None = None
+    fixed: frozenset[str] = frozenset()
+
+    @property
+    def balance(self) -> list[int]:
+        """For each stage the number of its layers."""
+        return list(self.chosen.balance)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return self.chosen.chunks
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule: ``"gpipe"`` or ``"1f1b"``."""
+        return self.chosen.schedule
+
+    @property
+    def slots(self) -> list[int] | None:
+        """For each stage the most micro-batches in flight; None under GPipe, where it is all."""
+        return None if self.chosen.slots is None else list(self.chosen.slots)
+
+    @property
+    def checkpoint(self) -> list[str]:
+        """For each stage the checkpoint mode.
+
+        A stage that re-materializes does so for all micro-batches under 1F1B, where the last one
+        stored would be beside one that is being recomputed, and under GPipe for all but the last,
+        which goes back at once.
+        """
+        mode = "except_last" if self.schedule == "gpipe" else "always"
+        return [mode if recomputes else "never" for recomputes in self.chosen.recomputes]
+
+    @property
+    def simulation(self) -> Simulation:
+        """The schedule, played through with the times of the profile, in seconds."""
+        return self.chosen.simulation
+
+    @property
+    def step_time(self) -> float:
+        """Seconds for forward and backward of one mini-batch, simulated; without the optimizer."""
+        return self.chosen.time
+
+    @property
+    def samples_per_second(self) -> float:
+        """What that makes."""
+        return self.batch_size / self.step_time if self.step_time else math.inf
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of the devices' time in which they are idle."""
+        return self.simulation.bubble
+
+    @property
+    def bound(self) -> float:
+        """Seconds that this schedule takes at least, by its formula."""
+        return self.chosen.bound
+
+    @property
+    def certificate(self) -> float:
+        """Simulated time by the bound: 1 is perfect."""
+        return self.chosen.certificate
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """What each stage has and does."""
+        costs = self.simulation.costs
+        names = [layer.name for layer in self.profile.layers]
+        sends = (*costs.transfer, 0.0)
+        borders = pairwise(accumulate(self.balance, initial=0))
+        return tuple(
+            StagePlan(
+                layers=tuple(names[i:j]),
+                device=self.machine.name(s),
+                forward=costs.forward[s],
+                backward=costs.backward_input[s] + costs.backward_weight[s],
+                send=sends[s],
+                in_flight=self.simulation.in_flight[s],
+                recomputes=self.chosen.recomputes[s],
+                memory=self.chosen.memory[s],
+                limit=self.machine.memory[s],
+            )
+            for s, (i, j) in enumerate(borders)
+        )
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of a pipe that runs this plan::
+
+        pipe = Pipe(model, **plan.options(), devices=plan.devices)
+
+        The devices are not among them: a plan may be run on others than it was made for.
+        """
+        return {
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+            "schedule": self.schedule,
+            "slots": self.slots,
+        }
+
+    def timeline(self) -> Timeline:
+        """The simulated step, to be shown or saved as a picture or for Perfetto."""
+        rows = [stage.device for stage in self.stages]
+        title = f"{self.schedule}, {self.chunks} micro-batches, planned"
+        return Timeline.of(self.simulation, title, rows=_told_apart(rows), unit="s")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as numbers and strings, for JSON. Times are in seconds, memory in bytes."""
+        return {
+            "batch_size": self.batch_size,
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "schedule": self.schedule,
+            "slots": self.slots,
+            "checkpoint": self.checkpoint,
+            "step_time": self.step_time,
+            "samples_per_second": _finite(self.samples_per_second),
+            "bubble": self.bubble,
+            "bound": self.bound,
+            "certificate": self.certificate,
+            "stages": [
+                {**vars(stage), "layers": list(stage.layers), "limit": _finite(stage.limit)}
+                for stage in self.stages
+            ],
+            "rivals": [vars(rival) for rival in self.rivals],
+        }
+
+    def __str__(self) -> str:
+        return page(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan balance={self.balance} chunks={self.chunks} schedule={self.schedule!r} "
+            f"step_time={self.step_time:.4g} s certificate={self.certificate:.3f}>"
+        )
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Names with numbers where two are the same."""
+    return [f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)]
+
+
+def _finite(number: float) -> float | None:
+    """JSON knows no infinity."""
+    return number if math.isfinite(number) else None

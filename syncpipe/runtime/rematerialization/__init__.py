@@ -1,0 +1,1 @@
+"""Cells that forget what they stored for backward, and are computed again."""

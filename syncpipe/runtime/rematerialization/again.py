@@ -1,0 +1,85 @@
+"""Re-materialization where the pipeline itself runs backward: compute the cell again, and go on.
+
+``train_batch`` cuts the graph at every border of a stage, so nothing has to be put back into an
+old graph (compare ``checkpoint.Frame``): the first one is dropped as soon as the outputs are there,
+the second one is what goes back.
+
+    forward     x --> [cell] --> y        y goes on, the graph is dropped, x is kept
+    recompute   x --> [cell] --> y'       this graph goes back
+
+Both runs record a graph. A forward without one may take other kernels, with other last bits; and
+it would save no memory at the peak, for the recomputation needs that of a whole cell as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.rematerialization.buffers import Watch
+from syncpipe.runtime.rematerialization.checkpoint import CHECKPOINTING, RECOMPUTING
+from syncpipe.runtime.rematerialization.snapshot import Untouched
+from syncpipe.tree import clones, map_tensors
+
+__all__ = ["Again", "forgotten"]
+
+
+class Again:
+    """A cell that was computed and forgotten, and how to compute it once more.
+
+    Args:
+        cell: computes the cell from a tree of inputs.
+        inputs: that tree, detached; kept here until the cell was computed again.
+        mutates_inputs: whether the cell may write into its inputs.
+        buffers: what else the result depends on, as it was before the forward.
+        where: the cell in words.
+    """
+
+    __slots__ = ("_buffers", "_cell", "_mutates_inputs", "_untouched", "_where", "inputs")
+
+    def __init__(
+        self,
+        cell: Callable[[Any], Any],
+        inputs: Any,
+        *,
+        mutates_inputs: bool,
+        buffers: Watch,
+        where: str,
+    ) -> None:
+        self._cell = cell
+        self.inputs = inputs
+        self._untouched = Untouched(inputs, where)
+        self._mutates_inputs = mutates_inputs
+        self._buffers = buffers
+        self._where = where
+
+    def __call__(self, inputs: Any) -> Any:
+        """The cell's outputs once more; ``inputs`` are those of the forward, with a new graph."""
+        results: list[Any] = []
+
+        def run() -> None:
+            given = inputs
+            if self._mutates_inputs:
+                given = map_tensors(clones, inputs)
+            results.append(self._cell(given))
+
+        token = RECOMPUTING.set(True)
+        try:
+            self._untouched.check()
+            self._buffers.sandboxed(run, once=True)
+        except BaseException as error:
+            annotate(error, f"while recomputing {self._where}")
+            raise
+        finally:
+            RECOMPUTING.reset(token)
+        return results.pop()
+
+
+def forgotten(cell: Callable[[Any], Any], inputs: Any) -> Any:
+    """Runs a cell that will run again, and is told so."""
+    token = CHECKPOINTING.set(True)
+    try:
+        return cell(inputs)
+    finally:
+        CHECKPOINTING.reset(token)

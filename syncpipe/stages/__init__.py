@@ -1,0 +1,1 @@
+"""Partitions on their workers: the pipeline, and the run of a stage for one micro-batch."""

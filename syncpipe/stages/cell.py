@@ -1,0 +1,291 @@
+"""The layers of a stage, and what it takes to run them for one micro-batch.
+
+    (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
+
+Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: the
+random numbers of each layer, the skips on their way, statistics of deferred BatchNorm, and the
+notes on exceptions. What becomes of a cell in backward is for ``stage`` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.randomness.generators import Generators
+from syncpipe.runtime.randomness.random import (
+    Seen,
+    draw_again,
+    never_draws,
+    run_seeded,
+    run_watched,
+)
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.rematerialization.buffers import Buffers
+from syncpipe.runtime.rematerialization.snapshot import Snapshot
+from syncpipe.runtime.thread_state import CallerState
+from syncpipe.skip.namespace import SkipKey, describe
+from syncpipe.skip.skippable import is_skippable
+from syncpipe.skip.store import use_store
+from syncpipe.skip.walk import layer_skips
+
+__all__ = ["Cell", "Inputs", "Layers", "MiniBatch", "Partition"]
+
+#: The value that travels along the layers, and skips.
+Inputs = tuple[Any, tuple[Any, ...]]
+_Range = torch._C._profiler._RecordFunctionFast
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
+
+    def forward(self, input: Any) -> Any:
+        cell = _current_cell.get()
+        if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        return cell.layers(input)
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """What all cells of one call have in common.
+
+    Attributes:
+        m: number of micro-batches.
+        seed: of the call's random numbers.
+        state: the caller's.
+        threads: intra-op threads of the CPU workers (0: the calling thread's own).
+        disturbed: whether threads of the user's may draw meanwhile.
+        forwards: for each stage the number of cells that went forward so far.
+        statistics: accumulators of deferred BatchNorm, for each stage that has any.
+        recorder: writes down what runs when, for a trace.
+        snapshots: for each stage that re-materializes its modules as they are.
+        backward_draws: for each stage that went back the generators that its backward draws from.
+    """
+
+    m: int
+    seed: int
+    state: CallerState
+    threads: int
+    disturbed: bool
+    forwards: list[int]
+    statistics: dict[int, MiniBatchStatistics]
+    recorder: Recorder | None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    backward_draws: dict[int, int] = field(default_factory=dict)
+
+
+class Layers:
+    """One partition on one device.
+
+    Args:
+        j: the stage's index.
+        partition: its layers.
+        names: for each layer its name in the wrapped module.
+        first: index of the first layer in the wrapped module.
+        device: where the layers are.
+        pops: the skips that come from other stages.
+        stashes: the skips that go to other stages.
+    """
+
+    def __init__(
+        self,
+        j: int,
+        partition: Partition,
+        names: Sequence[str],
+        first: int,
+        device: torch.device,
+        pops: Sequence[SkipKey],
+        stashes: Sequence[SkipKey],
+    ) -> None:
+        self.j = j
+        self.partition = partition
+        self.names = list(names)
+        self.first = first
+        self.pops = list(pops)
+        self.stashes = list(stashes)
+        self.buffers = Buffers(partition)
+        self.has_skips = any(is_skippable(child) for child in partition.modules())
+        self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
+        self.generators = Generators(device)
+        self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
+        self.own = [True] * len(self.names)  # for each layer: a generator of its own would do
+        self._looked: set[Any] = set()  # at which layer, in which modes
+        self.backward_draws = 0  # the generators that any backward ever drew from
+        self.python_behind = False  # whether there is Python code in the graph
+        self._nests = False
+        self._new = True  # never re-materialized
+
+    @property
+    def layers_in_words(self) -> str:
+        """Which layers of the wrapped module these are."""
+        first, last = self.first, self.first + len(self.names) - 1
+        return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+    def look(self, what: Any) -> bool:
+        """Whether something runs for the first time as it does now."""
+        if what in self._looked:
+            return False
+        self._looked.add(what)
+        return True
+
+    def learn(self, seen: Seen, k: int | None = None) -> None:
+        """Goes by what was seen of layer ``k``, or of the loss function."""
+        if k is not None:
+            self.draws[k] |= seen.draws
+            self.own[k] &= not (seen.touches or seen.nests or seen.compiled)
+        if seen.nests:  # cells of that pipe go back with this one, and take locks of their stages
+            self._nests = True
+        self.python_behind |= seen.behind
+        if seen.touches:
+            self.backward_draws = self.generators.all
+        if self._nests:
+            self.python_behind, self.backward_draws = False, 0
+
+    def describe(self, i: int) -> str:
+        """Cell ``(i, j)`` in words."""
+        return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
+
+
+class Cell:
+    """One run of a stage for one micro-batch."""
+
+    __slots__ = ("batch", "drawn", "i", "recomputing", "stage")
+
+    def __init__(self, stage: Layers, i: int, batch: MiniBatch) -> None:
+        self.stage = stage
+        self.i = i
+        self.batch = batch
+        self.recomputing = False
+        #: If it will be computed again: for each layer the generators that it may draw from, or the
+        #: states from which it drew.
+        self.drawn: dict[int, Any] | None = None
+
+    @property
+    def where(self) -> str:
+        """The cell in words."""
+        return self.stage.describe(self.i)
+
+    def again(self, inputs: Inputs) -> Inputs:
+        """The recomputation of this cell."""
+        again = Cell(self.stage, self.i, self.batch)
+        again.recomputing, again.drawn = True, self.drawn
+        return again.run(inputs)
+
+    def run(self, inputs: Inputs) -> Inputs:
+        """From inputs to outputs, through the partition."""
+        stage = self.stage
+        kind = "recompute" if self.recomputing else "forward"
+        with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
+            if stage.buffers.renorming and not self.recomputing:
+                outputs: Inputs = stage.buffers.renorm(lambda: self._through(inputs))
+                return outputs
+            return self._through(inputs)
+
+    def _through(self, inputs: Inputs) -> Inputs:
+        stage = self.stage
+        if not stage.defers:
+            return self._with_skips(inputs)
+        with collect(None if self.recomputing else self.batch.statistics[stage.j]):
+            return self._with_skips(inputs)
+
+    def _with_skips(self, inputs: Inputs) -> Inputs:
+        stage = self.stage
+        value, skips = inputs
+        if not stage.has_skips:
+            return self._partition(value), ()
+        store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
+        with use_store(store):
+            output = self._partition(value)
+        missing = [key for key in stage.stashes if key not in store]
+        if missing:
+            raise RuntimeError(self._did_not_stash(missing[0]))
+        return output, tuple([store.pop(key) for key in stage.stashes])
+
+    def _did_not_stash(self, key: SkipKey) -> str:
+        partition = self.stage.partition
+        k = next(k for k, layer in enumerate(partition) if key in layer_skips(layer).stashed)
+        return (
+            f"{self._layer(k)} of {self.where} did not stash {describe(key)}, which a forward that "
+            "it overrides does: call that one, or decorate the class with @skippable(stash=[...]), "
+            "naming what it does stash (nothing: @skippable())"
+        )
+
+    def _partition(self, value: Any) -> Any:
+        partition = self.stage.partition
+        if not (
+            partition._forward_hooks
+            or partition._forward_pre_hooks
+            or partition._backward_hooks
+            or partition._backward_pre_hooks
+        ):
+            return self.layers(value)
+        token = _current_cell.set(self)
+        try:
+            return partition(value)
+        finally:
+            _current_cell.reset(token)
+
+    def layers(self, value: Any) -> Any:
+        """The layers of the partition, one after another."""
+        stage = self.stage
+        first = not self.recomputing and not self.batch.forwards[stage.j]
+        care = first or self.drawn is not None
+        k = 0
+        try:
+            for k, layer in enumerate(stage.partition._modules.values()):
+                if stage.draws[k] or (care and not never_draws(layer)):
+                    value = self._drawing(k, layer, value, first)
+                else:
+                    value = layer(value)
+        except BaseException as error:
+            annotate(error, f"in {self._layer(k)} of {self.where}")
+            raise
+        return value
+
+    def _drawing(self, k: int, layer: Any, value: Any, first: bool) -> Any:
+        """A layer that draws, or may do so."""
+        stage, drawn, disturbed = self.stage, self.drawn, self.batch.disturbed
+        cell = (self.batch.seed, stage.first + k, self.i)
+        which = stage.generators.all if first else stage.draws[k]
+        if self.recomputing:
+            which = 0 if drawn is None else drawn.get(k, 0)
+            if isinstance(which, tuple):
+                return draw_again(stage.generators, which, layer, value, self._layer(k))
+        elif not which:  # it never did
+            value, states = run_watched(stage.generators, layer, value)
+            if states is not None and drawn is not None:
+                drawn[k], stage.draws[k] = states, stage.generators.all
+            return value
+        if not which:
+            return layer(value)
+        look = first and stage.look((k, layer.training, torch.is_grad_enabled()))
+        value, seen = run_seeded(
+            stage.generators,
+            which,
+            cell,
+            layer,
+            value,
+            observe=first,
+            look=look,
+            private=disturbed and stage.own[k],
+        )
+        if first or seen.nests:
+            stage.learn(seen, k)
+        if drawn is not None and not self.recomputing and stage.draws[k]:
+            drawn[k] = stage.draws[k]
+        return value
+
+    def _layer(self, k: int) -> str:
+        kind = type(self.stage.partition[k]).__name__
+        return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
+
+
+_current_cell: ContextVar[Cell | None] = ContextVar("syncpipe_cell", default=None)

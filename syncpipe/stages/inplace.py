@@ -1,0 +1,159 @@
+"""Layers that write into their inputs, and those who must not see it.
+
+What a cell is given may belong to somebody else, too:
+
+* The mini-batch is the caller's, and its micro-batches share one version counter; and what a cell
+  is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
+  it was handed on to: a cell that writes into it works on a copy.
+* What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
+  is written, but would not, and so it is refused.
+
+All other inputs are the cell's own, and it gets them as they are. So whether a layer writes is
+learned from version counters, and makes no difference to what is computed, also not in the first
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from syncpipe.runtime.rematerialization.snapshot import version_of
+from syncpipe.tree import clones, map_tensors, overlap, place_of, storage_of, tensors_in
+
+__all__ = ["ALIASED", "LENT", "Given", "entering", "handed_on", "sent"]
+
+#: Marks of a tensor; 0 for one that belongs to the cell alone.
+ALIASED, LENT = 1, 2
+
+
+def entering(inputs: Any, beside: Any) -> list[int]:
+    """The marks of what comes from the caller.
+
+    Args:
+        inputs: a tree.
+        beside: what else came with it: the targets.
+    """
+    tensors, others = tensors_in(inputs), tensors_in(beside)
+
+    def is_aliased(tensor: Tensor) -> bool:
+        views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
+        return any(overlap(tensor, other) for other in (*views, *others))
+
+    return [LENT | ALIASED if is_aliased(tensor) else LENT for tensor in tensors]
+
+
+def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
+    """The marks of a cell's outputs, for those that are what it was lent.
+
+    Args:
+        inputs: the cell's.
+        marks: theirs; without any all of them are lent.
+        outputs: the cell's.
+
+    Returns:
+        The marks; nothing where all are 0.
+    """
+    lent = {
+        storage_of(tensor)
+        for k, tensor in enumerate(tensors_in(inputs))
+        if not marks or marks[k] & LENT
+    }
+    found = [LENT if storage_of(tensor) in lent else 0 for tensor in tensors_in(outputs)]
+    return found if LENT in found else []
+
+
+def sent(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
+    """The marks of a cell's outputs on their way to other stages.
+
+    Args:
+        outputs: the activation, and the skips.
+        lent: what :func:`handed_on` says of them.
+
+    Returns:
+        For the activation and for each skip those of its tensors.
+    """
+    parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
+    all_parts = [tensor for part in parts for tensor in part]
+    storages = [storage_of(tensor) for tensor in all_parts]
+    marks = list(lent) or [0] * len(storages)
+    for k, storage in enumerate(storages):
+        if storages.count(storage) > 1 and any(
+            overlap(all_parts[k], other) for n, other in enumerate(all_parts) if n != k
+        ):
+            marks[k] |= ALIASED
+    following = iter(marks)
+    return [[next(following) for _ in part] for part in parts]
+
+
+class Given:
+    """The inputs of a cell that may write into them.
+
+    Args:
+        inputs: a tree.
+        marks: for each of its tensors.
+        copy: whether the cell is not known to leave its inputs alone.
+        kept: the same tree without its graph, if the cell may have to be computed again.
+
+    Attributes:
+        tree: the inputs as the cell gets them.
+        kept: what the cell can be computed again from while it runs.
+    """
+
+    __slots__ = ("_before", "_copied", "_copy", "_kept", "_marks", "_tensors", "kept", "tree")
+
+    def __init__(self, inputs: Any, marks: Sequence[int], *, copy: bool, kept: Any = None) -> None:
+        if inputs is kept:  # containers, too, are the cell's own
+            inputs = map_tensors(lambda tensors: tensors, inputs)
+        self.tree, self.kept, self._kept = inputs, kept, kept
+        self._marks, self._copy = marks, copy
+        tensors = tensors_in(inputs)
+        # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
+        # it from a copy.
+        self._copied = [
+            bool(copy and mark == LENT) and not (tensor.is_leaf and tensor.requires_grad)
+            for mark, tensor in zip(marks, tensors, strict=True)
+        ]
+        if True in self._copied:
+            self.tree = _copied(inputs, self._copied)
+        if copy and kept is not None:
+            self.kept = _copied(kept, [not flag for flag in self._copied])
+        self._tensors = tensors_in(self.tree)
+        self._before = [version_of(tensor) for tensor in self._tensors]
+
+    def written(self) -> list[bool]:
+        """For each tensor whether the cell has written into it."""
+        now = [version_of(tensor) for tensor in self._tensors]
+        return [a != b for a, b in zip(now, self._before, strict=True)]
+
+    def aliased(self, written: list[bool]) -> bool:
+        """Whether somebody else should have seen what was written."""
+        return any(flag and mark & ALIASED for flag, mark in zip(written, self._marks, strict=True))
+
+    def lost(self, written: list[bool]) -> bool:
+        """Whether something was written over from which the cell would be computed again."""
+        return True in written and self._kept is not None and not self._copy
+
+    def settle(self, written: list[bool]) -> Any:
+        """What the cell is to be computed again from, with no copies of what it left alone."""
+        if self.kept is self._kept:
+            return self.kept
+        spare, kept = tensors_in(self.kept), tensors_in(self._kept)
+        return map_tensors(
+            lambda _: [
+                a if flag and not copied else b
+                for a, b, flag, copied in zip(spare, kept, written, self._copied, strict=True)
+            ],
+            self._kept,
+        )
+
+
+def _copied(tree: Any, flags: list[bool]) -> Any:
+    """The tree with copies of some of its tensors."""
+    tensors = tensors_in(tree)
+    made = iter(clones([tensor for tensor, flag in zip(tensors, flags, strict=True) if flag]))
+    return map_tensors(
+        lambda _: [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)], tree
+    )

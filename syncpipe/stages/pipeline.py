@@ -1,0 +1,324 @@
+"""Partitions on their workers, and what the two drivers have in common.
+
+``forward`` (``pipe(x)``) and ``training`` (``pipe.train_batch(...)``) run different actions, but
+over the same stages, edges and engine, and a call of either begins and ends in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from syncpipe.layers.batchnorm import MiniBatchStatistics
+from syncpipe.runtime.engine import RUNNING, Engine, Task
+from syncpipe.runtime.randomness.private_generator import others_may_draw
+from syncpipe.runtime.randomness.random import draw_seed, outside_of_turn
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory
+from syncpipe.runtime.thread_state import CallerState
+from syncpipe.runtime.worker import Worker
+from syncpipe.schedules.schedule import Action, Program
+from syncpipe.skip.layout import inspect_layout
+from syncpipe.stages.cell import MiniBatch, Partition
+from syncpipe.stages.stage import Stage
+from syncpipe.stages.transfer import Note, send
+from syncpipe.tree import map_tensors, tensors_in
+
+__all__ = ["Call", "Edge", "Pipeline", "Ready"]
+
+_T = TypeVar("_T")
+
+
+class Ready(NamedTuple):
+    """Tells when tensors from outside of the pipeline are there.
+
+    Attributes:
+        lane: the stream on which they were made.
+        event: happens when they are there; None if only that stream is asked for it.
+    """
+
+    lane: Lane
+    event: Any
+
+
+class Edge(NamedTuple):
+    """A way from one stage to another: of the activation, or of one of the source's skips."""
+
+    number: int
+    source: int
+    target: int
+    skip: int | None
+
+
+class Pipeline:
+    """Partitions on their workers, ready to run.
+
+    Args:
+        partitions: the partitions, already on their devices.
+        names: for each layer its name in the wrapped module.
+        workers: for each partition the worker that serves it.
+    """
+
+    def __init__(
+        self, partitions: Sequence[Partition], names: Sequence[str], workers: Sequence[Worker]
+    ) -> None:
+        layout = inspect_layout(partitions)
+        self.stages: list[Stage] = []
+        first = 0
+        for j, partition in enumerate(partitions):
+            last = first + len(partition)
+            self.stages.append(
+                Stage(
+                    j,
+                    partition,
+                    names[first:last],
+                    first,
+                    workers[j].device,
+                    list(layout.incoming[j]),
+                    list(layout.outgoing[j]),
+                )
+            )
+            first = last
+        self.workers = list(dict.fromkeys(workers))
+        self.worker_of = tuple(self.workers.index(worker) for worker in workers)
+        self.engine = Engine(self.workers)
+        self.training = threading.RLock()  # what a failed call puts back must be its own
+        self.process = os.getpid()
+        n = len(partitions)
+        ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
+        for j, stage in enumerate(self.stages):
+            for key in stage.pops:
+                source = layout.incoming[j][key]
+                ways.append((source, j, self.stages[source].stashes.index(key)))
+        edges = [Edge(number, *way) for number, way in enumerate(ways)]
+        self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
+        self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all workers are CPU workers."""
+        return all(worker.device.type == "cpu" for worker in self.workers)
+
+
+class Call:
+    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
+
+    Args:
+        pipeline: the pipeline.
+        m: number of micro-batches.
+        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        inline: run on the calling thread.
+        recorder: writes down what runs when, for a trace.
+
+    Attributes:
+        batch: what the stages need to know of the call.
+        lanes: for each worker its device and streams.
+        rematerialized: for each stage so many micro-batches, the first ones, are computed again in
+            backward.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        m: int,
+        *,
+        checkpoint: Sequence[str],
+        inline: bool,
+        recorder: Recorder | None,
+    ) -> None:
+        state = CallerState()
+        self.pipeline = pipeline
+        self.inline = (
+            inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
+        )
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+        nested = is_checkpointing() or is_recomputing()
+        counts = {"always": m, "except_last": m - 1, "never": 0}
+        recorded = state.grad and not nested
+        self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
+        stages = pipeline.stages
+        self.batch = MiniBatch(
+            m,
+            draw_seed(),
+            state,
+            threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
+            disturbed=others_may_draw(),
+            forwards=[0] * len(stages),
+            statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
+            recorder=recorder,
+        )
+        self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._callers = [worker.caller_lane() for worker in pipeline.workers]
+        self._begun = _begun(self._callers)
+        self.recorder = recorder
+        if recorder is not None:
+            recorder.begin(self.lanes, pipeline.worker_of)
+
+    def run(self, program: Program, task: Task, input: Any) -> None:
+        """Runs a program to its end. The caller's streams then wait for all that it did.
+
+        Args:
+            program: for each worker its actions in order.
+            task: what to do for each action.
+            input: a tree that comes from the caller and is used by the first stage.
+        """
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.follow(caller)
+        self.lane_of(0).adopt(tensors_in(input), self._caller_of(0))
+        run = partial(
+            self.pipeline.engine.run,
+            program,
+            task,
+            self.batch.state,
+            inline=self.inline,
+        )
+        try:
+            outside_of_turn(run)  # the order of locks is: stage before random state
+        finally:
+            for lane, caller in zip(self.lanes, self._callers, strict=True):
+                caller.follow(lane)
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """The context in which an action computes, its inputs being there: for the trace."""
+        return nullcontext() if self.recorder is None else self.recorder.span(*action)
+
+    def lane_of(self, j: int) -> Lane:
+        """The lane of stage ``j``."""
+        return self.lanes[self.pipeline.worker_of[j]]
+
+    def over(
+        self, edge: Edge, i: int, value: Any, *, backward: bool = False, graph: bool = False
+    ) -> tuple[Any, Any]:
+        """Sends a value over an edge; for the worker at its near end to call.
+
+        Args:
+            edge: the edge.
+            i: the micro-batch.
+            value: a tree.
+            backward: from the edge's target to its source.
+            graph: let gradients come back the same way when autograd asks for them.
+
+        Returns:
+            The value at the far end, and the event to wait for there.
+        """
+        j, k = edge.source, edge.target
+        source, target = self.lane_of(j), self.lane_of(k)
+        if backward:
+            source, target = target, source
+        if source is target:
+            return value, None
+        if self.recorder is None:
+            return _sent(source, target, value, graph, None)
+        note = partial(self.recorder.transfer, i, j, k)
+        with note(backward=backward):
+            return _sent(source, target, value, graph, note)
+
+    def ready(self, tree: Any) -> dict[torch.device, Ready]:
+        """When tensors are there that the calling thread has just made or been given."""
+        found = {}
+        for device in {tensor.device for tensor in tensors_in(tree)}:
+            streams = self._begun[device].lane.streams if device in self._begun else None
+            if streams is not None:
+                stream = streams.current()
+                found[device] = Ready(Lane(device, streams, stream, stream), streams.record(stream))
+        return found
+
+    def as_caller(self) -> AbstractContextManager[Any]:
+        """The context for what is the caller's own: it works on the caller's streams.
+
+        A worker's thread is on default streams, but for its own device.
+        """
+        stack = ExitStack()
+        for caller in reversed(self._callers):  # the first one's device becomes current
+            stack.enter_context(caller.active())
+        return stack
+
+    def bring(self, tree: Any, j: int, after: Mapping[torch.device, Ready] | None = None) -> Any:
+        """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
+
+        Args:
+            tree: tensors on any devices, and other values.
+            j: the stage.
+            after: when they are there, if they did not come with the call.
+        """
+        lane, after = self.lane_of(j), self._begun if after is None else after
+        return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
+
+    def _brought(self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, Ready]) -> Tensor:
+        there, event = after.get(tensor.device, (Lane(tensor.device), None))
+        if same_memory(tensor.device, lane.device):
+            lane.receive(event, [tensor])
+            return tensor
+        here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
+        # Where there is no worker, the stream on which it was made copies it.
+        copies, event = (here[0] if here else there).send([tensor], lane, event)
+        lane.receive(event, copies)
+        return copies[0]
+
+    def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Does something on the caller's streams, before whatever stage ``j`` does from now on."""
+        with self.as_caller():
+            result = function(*args)
+        self.lane_of(j).follow(self._caller_of(j))
+        return result
+
+    def hand_over(self, j: int, tree: Any) -> None:
+        """Tells that the caller goes on with what stage ``j`` computed."""
+        self._caller_of(j).adopt(tensors_in(tree), self.lane_of(j))
+
+    def _caller_of(self, j: int) -> Lane:
+        return self._callers[self.pipeline.worker_of[j]]
+
+
+@lru_cache(maxsize=1)
+def _accelerators() -> list[torch.device]:
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+
+
+def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
+    """When the tensors that come with a call are there; on devices without a worker, too."""
+    found = {
+        lane.device: Ready(lane, lane.streams.record(lane.compute))
+        for lane in callers
+        if lane.streams is not None
+    }
+    kinds = {device.type for device in found}
+    # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
+    for device in _accelerators() if kinds else ():
+        if device.type in kinds and device not in found:
+            # No event: to record one where there is nothing would initialize the device.
+            streams = AcceleratorStreams(device)
+            stream = streams.current()
+            found[device] = Ready(Lane(device, streams, stream, stream), None)
+    return found
+
+
+def _sent(
+    source: Lane, target: Lane, value: Any, graph: bool, note: Note | None
+) -> tuple[Any, Any]:
+    if source.streams is None and same_memory(source.device, target.device):
+        return value, None
+    events: list[Any] = []
+
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        if graph:
+            sent, event = send(source, target, tensors, note)
+        else:
+            sent, event = source.send(tensors, target)
+        events.append(event)
+        return sent
+
+    value = map_tensors(moved, value)
+    return value, events[0] if events else None

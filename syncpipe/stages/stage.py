@@ -1,0 +1,359 @@
+"""A stage: one partition as a function of its inputs and of the skips that it pops.
+
+Here is how a cell runs so that it can go back: its inputs stay as they are, buffers are looked
+after, and where it is re-materialized it is told how to be computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.runtime.errors import annotate_backward
+from syncpipe.runtime.randomness.random import run_seeded
+from syncpipe.runtime.rematerialization.again import Again, forgotten
+from syncpipe.runtime.rematerialization.buffers import OUTERMOST, Watch
+from syncpipe.runtime.rematerialization.checkpoint import Frame
+from syncpipe.runtime.rematerialization.snapshot import Snapshot, Unchanged
+from syncpipe.stages.cell import Cell, Inputs, Layers, MiniBatch
+from syncpipe.stages.inplace import Given, entering, handed_on
+from syncpipe.tree import map_tensors, storage_of, tensors_in
+
+__all__ = ["Stage"]
+
+_T = TypeVar("_T")
+_BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
+
+
+class Stage(Layers):
+    """One partition on one device, ready to go forward and back; arguments are those of Layers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._mutates_inputs: bool | None = None  # not known yet
+        self._has_python_nodes: bool | None = None  # not known yet
+        # TorchScript compiles itself in its second run, and stores other tensors in that one.
+        self._compiled = not any(
+            isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
+        )
+
+    def forward(
+        self,
+        i: int,
+        inputs: Inputs,
+        batch: MiniBatch,
+        *,
+        rematerialize: bool,
+        marks: list[int],
+        beside: Any = None,
+    ) -> tuple[Inputs, Frame | None]:
+        """Computes cell ``(i, j)``.
+
+        Args:
+            i: the micro-batch.
+            inputs: the input of the first layer, and the skips that this stage pops.
+            batch: what the cells of this call share.
+            rematerialize: store nothing for backward, compute the cell again then.
+            marks: for each tensor of the inputs (nothing for what comes from the caller) who else
+                it belongs to.
+            beside: what else came from the caller.
+
+        Returns:
+            The output of the last layer with the skips for other stages; and the frame that
+            recomputes the cell, if there is anything to recompute.
+        """
+        cell = Cell(self, i, batch)
+
+        def run() -> tuple[Inputs, Frame | None]:
+            outputs, frame = self._run(cell, inputs, rematerialize, marks, beside)
+            self._count(batch)
+            return outputs, frame
+
+        if rematerialize:
+            self._snapshot(batch)  # which tells whether there is anything to lock
+        outputs, frame = self._alone(run)
+        self._annotate(cell, inputs, outputs)
+        return outputs, frame
+
+    def forget(
+        self,
+        i: int,
+        inputs: Inputs,
+        batch: MiniBatch,
+        *,
+        kept: Inputs,
+        marks: list[int],
+        beside: Any = None,
+    ) -> tuple[Inputs, Again]:
+        """Computes cell ``(i, j)``, to be forgotten and computed again by :meth:`again`.
+
+        Args:
+            i: the micro-batch.
+            inputs: as for :meth:`forward`.
+            batch: what the cells of this call share.
+            kept: the inputs without their graph.
+            marks: as for :meth:`forward`.
+            beside: as for :meth:`forward`.
+
+        Returns:
+            The outputs, and how to compute them again.
+        """
+        cell = Cell(self, i, batch)
+
+        def run() -> tuple[Inputs, Again]:
+            watch, cell.drawn = self._watch(cell), {}
+            given = self._given(inputs, self._marked(cell, inputs, marks, beside), kept)
+            unchanged = Unchanged(inputs)
+            outputs, written = self._written(cell, given, lambda tree: forgotten(cell.run, tree))
+            unchanged.check(cell.where)
+            self._learn(watch, batch)
+            self._count(batch)
+            again = Again(
+                cell.again,
+                given.settle(written),
+                mutates_inputs=True in written,
+                buffers=watch,
+                where=cell.where,
+            )
+            return outputs, again
+
+        self._snapshot(batch)
+        outputs, again = self._alone(run)
+        self._annotate(cell, inputs, outputs)
+        return outputs, again
+
+    def again(self, again: Again, inputs: Inputs) -> Inputs:
+        """The outputs of a forgotten cell once more."""
+        outputs: Inputs = self._alone(lambda: again(inputs))
+        return outputs
+
+    def beyond(
+        self,
+        i: int,
+        batch: MiniBatch,
+        function: Callable[[Any], Any],
+        given: Any,
+        draws: int | None,
+        name: Any,
+    ) -> tuple[Any, int]:
+        """Calls a function (the loss) as if it were one more layer after those of this stage.
+
+        Args:
+            i: the micro-batch.
+            batch: what the cells of this call share.
+            function: the function.
+            given: its argument.
+            draws: bit mask of the generators that it draws from; None if that is not known yet.
+            name: tells functions apart.
+
+        Returns:
+            What the function returns, and the bit mask.
+        """
+        if draws == 0:
+            return function(given), 0
+        which = self.generators.all if draws is None else draws
+        cell = (batch.seed, self.first + len(self.names), i)
+        if draws is not None:
+            result, seen = run_seeded(self.generators, which, cell, function, given, observe=False)
+            if seen.nests:
+                self.learn(seen)
+            return result, draws
+        look = self.look((name, torch.is_grad_enabled()))
+        result, seen = run_seeded(
+            self.generators, which, cell, function, given, observe=True, look=look
+        )
+        self.learn(seen)
+        return result, seen.draws
+
+    def backward(self, i: int, batch: MiniBatch, run: Callable[[], None]) -> None:
+        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
+
+        Args:
+            i: the micro-batch.
+            batch: what the cells of this call share.
+            run: runs it.
+        """
+        draws = batch.backward_draws.get(self.j)
+        if draws is None:
+            unknown = self.python_behind or (not self._nests and _hooked(self.partition))
+            draws = self.generators.all if unknown else self.backward_draws
+            batch.backward_draws[self.j] = self.backward_draws
+        else:
+            unknown = False
+        if not draws:
+            run()
+            return
+        cell = (batch.seed + _BACKWARD, self.first, i)
+
+        def seeded() -> None:
+            _, seen = run_seeded(
+                self.generators,
+                draws,
+                cell,
+                lambda _: run(),
+                None,
+                observe=unknown,
+                look=unknown and self.look("backward"),
+            )
+            if unknown:
+                self.backward_draws |= seen.draws
+                batch.backward_draws[self.j] = self.backward_draws
+
+        self._alone(seeded)  # the order of locks is: stage before random state
+
+    def _alone(self, run: Callable[[], _T]) -> _T:
+        """Runs something that may touch the buffers of this stage."""
+        lock = self.buffers.lock if self.buffers.any and OUTERMOST.get() is None else None
+        if lock is None:
+            return run()
+        with lock:
+            token = OUTERMOST.set(lock)
+            try:
+                return run()
+            finally:
+                OUTERMOST.reset(token)
+
+    def _count(self, batch: MiniBatch) -> None:
+        batch.forwards[self.j] += 1
+        if self.defers and batch.forwards[self.j] == batch.m:
+            batch.statistics[self.j].commit()
+
+    def _annotate(self, cell: Cell, inputs: Inputs, outputs: Inputs) -> None:
+        if self._has_python_nodes is not False and cell.batch.state.grad:
+            self._has_python_nodes = annotate_backward(
+                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
+            )
+
+    def handed_on(
+        self,
+        inputs: Inputs,
+        marks: Sequence[int],
+        outputs: Inputs,
+        batch: MiniBatch,
+        *,
+        rematerialize: bool,
+    ) -> list[int]:
+        """The marks of outputs that are inputs which others need, too; nothing where none is."""
+        if self.j > 0 and not rematerialize:
+            return handed_on(inputs, marks, outputs) if any(marks) else []
+        if not batch.state.grad:
+            return []
+        if len(inputs[1]) == len(outputs[1]) == 0:
+            given, made = inputs[0], outputs[0]
+            lone = isinstance(given, Tensor) and isinstance(made, Tensor)
+            if lone and storage_of(given) != storage_of(made):  # mostly it is so
+                return []
+        return handed_on(inputs, (), outputs)
+
+    def _run(
+        self, cell: Cell, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
+    ) -> tuple[Inputs, Frame | None]:
+        compiled, self._compiled = self._compiled, True
+        if rematerialize and (compiled or cell.batch.m > 1):  # or the second would recompute
+            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, beside))
+        if self.j == 0 and self._mutates_inputs is not False:
+            marks = self._marked(cell, inputs, marks, beside)
+        if any(marks) and cell.batch.state.grad:
+            return self._written(cell, self._given(inputs, marks), cell.run)[0], None
+        return cell.run(inputs), None
+
+    def _marked(self, cell: Cell, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
+        """The marks, also of what comes from the caller, which matters to who writes into it."""
+        if self.j > 0 or not cell.batch.state.grad:
+            return marks
+        if self._mutates_inputs is False:
+            return [0] * len(tensors_in(inputs))
+        return entering(inputs, beside)
+
+    def _rematerialized(
+        self, cell: Cell, inputs: Inputs, marks: list[int]
+    ) -> tuple[Inputs, Frame | None]:
+        """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
+        watch, cell.drawn = self._watch(cell), {}
+        kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
+        given = self._given(inputs, marks, kept)
+        frame = Frame(
+            self._recorded(cell),
+            given.kept,
+            requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
+            sandboxed=watch.sandboxed,
+            lock=OUTERMOST.get(),
+            state=cell.batch.state,
+            threads=cell.batch.threads,
+            where=cell.where,
+        )
+        unchanged = Unchanged(inputs)
+        outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
+        frame.keep(given.settle(written), mutates_inputs=True in written)
+        unchanged.check(cell.where)
+        self._learn(watch, cell.batch)
+        return outputs, frame if frame.stores else None
+
+    def _watch(self, cell: Cell) -> Watch:
+        """What a recomputation of the cell starts from, besides the inputs."""
+        return self.buffers.watch(self._snapshot(cell.batch), cell.where)
+
+    def _learn(self, watch: Watch, batch: MiniBatch) -> None:
+        watch.learn()
+        if watch.snapshot.lazy or self._new:  # it may have made its parameters only now
+            self._new = False
+            after = Snapshot(self.partition, self.buffers.renormed)
+            if watch.snapshot.lazy or not after.like(watch.snapshot):
+                watch.snapshot = batch.snapshots[self.j] = after
+                self.buffers.follow(after.modules)
+
+    def _snapshot(self, batch: MiniBatch) -> Snapshot:
+        """The modules as they are in this call; taken before its first cell."""
+        snapshot = batch.snapshots.get(self.j)
+        if snapshot is None:
+            snapshot = Snapshot(self.partition, self.buffers.renormed)
+            batch.snapshots[self.j] = snapshot
+            self.buffers.follow(snapshot.modules)
+        return snapshot
+
+    def _recorded(self, cell: Cell) -> Callable[[Inputs], Inputs]:
+        """The recomputation of a cell, for the trace if there is one."""
+        recorder = cell.batch.recorder
+        if recorder is None:
+            return cell.again
+
+        def again(inputs: Inputs) -> Inputs:
+            with recorder.span("recompute", cell.i, self.j):
+                return cell.again(inputs)
+
+        return again
+
+    def _given(self, inputs: Inputs, marks: list[int], kept: Inputs | None = None) -> Given:
+        return Given(inputs, marks, copy=self._mutates_inputs is not False, kept=kept)
+
+    def _written(
+        self, cell: Cell, given: Given, run: Callable[[Inputs], Inputs]
+    ) -> tuple[Inputs, list[bool]]:
+        """Runs a cell, and sees which inputs it writes into."""
+        outputs = run(given.tree)
+        written = given.written()
+        mutated = True in written
+        self._mutates_inputs = mutated or bool(self._mutates_inputs)
+        if mutated and given.aliased(written):
+            raise RuntimeError(
+                f"{cell.where} modified in place a tensor whose memory others use as well (another "
+                "input or the target that is a view of it; or it went over the partition border "
+                "more than once, stashed as a skip, say): they would not see it. Let the layer "
+                "work on a copy (for an activation: inplace=False)"
+            )
+        if mutated and given.lost(written):
+            raise RuntimeError(
+                f"{cell.where} modified its input in place, which it did not do for earlier "
+                "micro-batches, so that its input is lost. It is known from the next call on."
+            )
+        return outputs, written
+
+
+def _hooked(partition: nn.Module) -> bool:
+    """Whether hooks of modules or parameters run in backward."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in partition.modules()) or any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in partition.parameters()
+    )

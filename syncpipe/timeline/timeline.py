@@ -1,0 +1,318 @@
+"""What ran when: as data, as a table, as a picture, and as a trace for Perfetto.
+
+A timeline is what was planned (:meth:`Timeline.of` a simulation) or what was measured. Either way
+it is a list of spans, each on a row, which is a worker or a device:
+
+    row 0   F0F1F2      B2--B1--B0--    The bubble is the time between the first start and the
+    row 1     F0F1F2B2--B1--B0--        last end in which rows do nothing: here a quarter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncpipe.schedules.simulation import Simulation
+from syncpipe.timeline.span import (
+    KINDS,
+    SECONDS,
+    Span,
+    check,
+    handy,
+    idle,
+    lanes,
+    merged,
+    number,
+    table,
+    total,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
+
+
+class Timeline:
+    """What ran when.
+
+    Args:
+        spans: in any order.
+        rows: what the workers or devices are called.
+        unit: of time: ``"s"``, ``"ms"`` or ``"us"``, of which the handiest is shown, or any other,
+            which is shown as it is.
+        title: stands above pictures.
+
+    Raises:
+        ValueError: on a span of an unknown kind, on no row, or that ends before it starts.
+    """
+
+    def __init__(
+        self, spans: Iterable[Span], rows: Sequence[str], unit: str = "s", title: str = ""
+    ) -> None:
+        self._rows = tuple(rows)
+        self._unit = unit
+        self.title = title
+        self._spans = tuple(sorted(spans, key=lambda span: span.start))
+        for span in self._spans:
+            check(span, self._rows)
+
+    @classmethod
+    def of(
+        cls,
+        simulation: Simulation,
+        title: str = "",
+        *,
+        rows: Sequence[str] = (),
+        unit: str = "units",
+    ) -> Timeline:
+        """What a simulation says.
+
+        Args:
+            simulation: what was simulated.
+            title: stands above pictures; without one it is called as its schedule is.
+            rows: what the devices are called; by default by their numbers.
+            unit: of the times in the simulation.
+        """
+        schedule = simulation.schedule
+        spans = [
+            Span(span.action.kind, span.action.i, span.action.j, span.device, span.start, span.end)
+            for span in simulation.spans
+        ]
+        for way in simulation.transfers:
+            kind, i, j = way.action
+            row, back = schedule.device_of[j], kind != "forward"
+            spans.append(Span("transfer", i, j, row, way.start, way.end, way.target, backward=back))
+        names = rows or [f"device {d}" for d in range(len(schedule.actions))]
+        return cls(spans, names, unit, title or schedule.name)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything, in the order in which it started."""
+        return self._spans
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What the workers or devices are called."""
+        return self._rows
+
+    @property
+    def unit(self) -> str:
+        """The unit of time of all spans."""
+        return self._unit
+
+    @property
+    def windows(self) -> tuple[tuple[float, float], ...]:
+        """When steps ran, from the first start to the last end; steps that overlap are one."""
+        steps: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            start, end = steps.get(span.step, (span.start, span.end))
+            steps[span.step] = min(start, span.start), max(end, span.end)
+        return merged(steps.values())
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, time between steps included."""
+        windows = self.windows
+        return windows[-1][1] - windows[0][0] if windows else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each row the time that it spent on actions; a transfer is none."""
+        actions: list[list[tuple[float, float]]] = [[] for _ in self.rows]
+        for span in self.spans:
+            if span.kind != "transfer":
+                actions[span.row].append((span.start, span.end))
+        return tuple(total(merged(row)) for row in actions)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction, from 0 to 1, of the rows' time that they idled; only steps count."""
+        return idle(math.fsum(self.busy), len(self.rows) * total(self.windows))
+
+    def table(self) -> str:
+        """A line for each row: how long it was busy, and what each kind took there."""
+        rows = zip(self.rows, self.busy, strict=True)
+        return f"{table(self.spans, [*rows], total(self.windows), self.unit)}\n{_summary(self)}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file; what it is follows from its suffix.
+
+        ``.svg`` and ``.png`` are pictures. ``.json`` is a trace in Chrome's format, which
+        https://ui.perfetto.dev opens: a thread for each row, and beside it those of its transfers.
+        Where the unit of time is none that is known, it is shown as a second.
+
+        Raises:
+            ValueError: if the suffix is another one.
+            ImportError: if a picture needs matplotlib, which is missing.
+        """
+        suffix = _suffix(path, ".json", ".svg", ".png")
+        if suffix == ".json":
+            Path(path).write_text(json.dumps(_trace(self)), encoding="utf-8")
+        else:
+            _write(self.figure(), path, suffix)
+
+    def figure(self) -> Figure:
+        """A picture. It knows nothing of pyplot, so any thread can make one, and no window opens.
+
+        Raises:
+            ImportError: if matplotlib is missing.
+        """
+        factor, unit = handy(self.unit, self.makespan)
+        return _draw([(self.title, self, 0.0, factor)], f"time ({unit})")
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows, if it can."""
+        try:
+            figure = self.figure()
+        except ImportError:
+            return None
+        file = StringIO()
+        figure.savefig(file, format="svg")
+        return file.getvalue()
+
+    def __repr__(self) -> str:
+        name = f"{type(self).__name__} {self.title!r}" if self.title else type(self).__name__
+        return f"<{name}: {len(self.spans)} spans on {len(self.rows)} rows, {_summary(self)}>"
+
+
+def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure:
+    """Several timelines one above the other, each from its first start, on one axis.
+
+    Args:
+        timelines: by what stands above each.
+        scale: draw all equally long, the axis being the percentage of each one's own makespan:
+            the way to hold what was simulated, in units, against what was measured, in seconds.
+
+    Raises:
+        ValueError: if there is none, or if their units differ and they are not scaled.
+        ImportError: if matplotlib is missing.
+    """
+    units = list(dict.fromkeys(timeline.unit for timeline in timelines.values()))
+    if not units:
+        raise ValueError(f"timelines={timelines} is empty; give at least one, by name")
+    if len(units) > 1 and not scale:
+        raise ValueError(
+            f"timelines have the units {', '.join(units)}, and so no time axis in common; "
+            "scale=True draws each by its own makespan"
+        )
+    longest = max(timeline.makespan for timeline in timelines.values())
+    factor, unit = handy(units[0], longest)
+    panels = []
+    for name, timeline in timelines.items():
+        start = min((span.start for span in timeline.spans), default=0.0)
+        share = 100 / (timeline.makespan or 1.0)
+        panels.append((name, timeline, start, share if scale else factor))
+    return _draw(panels, "time (% of the makespan)" if scale else f"time ({unit})")
+
+
+def save_comparison(
+    path: str | os.PathLike[str], timelines: Mapping[str, Timeline], *, scale: bool = False
+) -> None:
+    """Writes what :func:`compare` draws, as ``.svg`` or ``.png``.
+
+    Raises:
+        ValueError: as :func:`compare` does, and if the suffix is another one.
+        ImportError: if matplotlib is missing.
+    """
+    suffix = _suffix(path, ".svg", ".png")
+    _write(compare(timelines, scale=scale), path, suffix)
+
+
+def _suffix(path: str | os.PathLike[str], *known: str) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix not in known:
+        raise ValueError(
+            f"path={os.fspath(path)!r} must end in {', '.join(known[:-1])} or {known[-1]}"
+        )
+    return suffix
+
+
+def _write(figure: Figure, path: str | os.PathLike[str], suffix: str) -> None:
+    figure.savefig(path, format=suffix[1:], dpi=150)
+
+
+def _draw(parts: Sequence[tuple[str, Timeline, float, float]], axis: str) -> Figure:
+    """Draws each under its name, with times that are shifted to a start and then scaled."""
+    try:
+        import matplotlib.figure  # noqa: F401  # asked for here, needed there
+    except ImportError as error:
+        raise ImportError(
+            f'a picture needs matplotlib: pip install "syncpipe[plot]" ({error})'
+        ) from error
+    from syncpipe.timeline.layout import Panel
+    from syncpipe.timeline.picture import draw
+
+    panels = []
+    for title, timeline, start, factor in parts:
+        spans, windows = timeline.spans, timeline.windows
+        shares = tuple(idle(busy, total(windows)) for busy in timeline.busy)
+        facts = f"{_contents(timeline)}, {_summary(timeline)}" if spans else "nothing ran"
+        panels.append(Panel(title, facts, timeline.rows, shares, spans, windows, start, factor))
+    return draw(panels, axis)
+
+
+def _contents(timeline: Timeline) -> str:
+    actions = [span for span in timeline.spans if span.kind != "transfer"]
+    counts = {
+        "step": len({span.step for span in actions}),
+        "micro-batch": len({span.i for span in actions}),
+        "stage": len({span.j for span in actions}),
+    }
+    words = [
+        f"{count} {what}{'es' if what == 'micro-batch' else 's'}" if count != 1 else f"1 {what}"
+        for what, count in counts.items()
+        if what != "step" or count > 1
+    ]
+    return ", ".join(words)
+
+
+def _summary(timeline: Timeline) -> str:
+    factor, unit = handy(timeline.unit, timeline.makespan)
+    makespan = f"makespan {number(timeline.makespan * factor)} {unit}"
+    return f"{makespan}, bubble {timeline.bubble:.1%}"
+
+
+def _trace(timeline: Timeline) -> dict[str, Any]:
+    """Chrome's trace event format: complete events ("X"), and metadata ("M") that name threads."""
+    threads: list[tuple[str, list[Span]]] = []
+    for row, name in enumerate(timeline.rows):
+        own = [span for span in timeline.spans if span.row == row]
+        threads.append((name, [span for span in own if span.kind != "transfer"]))
+        # Viewers nest what overlaps on a thread; transfers on several links overlap anyhow.
+        placed = lanes(span for span in own if span.kind == "transfer")
+        for lane in range(1 + max((lane for lane, _ in placed), default=-1)):
+            label = f"{name} transfers" + (f" {lane + 1}" if lane else "")
+            threads.append((label, [span for other, span in placed if other == lane]))
+    events = [_metadata("process_name", 0, name=timeline.title or "syncpipe")]
+    # From 2, as thread 1 of process 1 is for viewers the main thread.
+    for tid, (name, spans) in enumerate(threads, start=2):
+        events.append(_metadata("thread_name", tid, name=name))
+        events.append(_metadata("thread_sort_index", tid, sort_index=tid))
+        events += [_event(span, tid, SECONDS.get(timeline.unit, 1.0) * 1e6) for span in spans]
+    return {"traceEvents": events, "otherData": {"unit": timeline.unit}}
+
+
+def _metadata(what: str, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 1, "tid": tid, "args": args}
+
+
+def _event(span: Span, tid: int, microseconds: float) -> dict[str, Any]:
+    args: dict[str, Any] = {"i": span.i, "j": span.j, "step": span.step}
+    if span.kind == "transfer":
+        args |= {"target": span.target, "backward": span.backward}
+    return {
+        "ph": "X",
+        "name": f"{span.kind} {span.i}",
+        "cat": span.kind,
+        "pid": 1,
+        "tid": tid,
+        "ts": span.start * microseconds,
+        "dur": span.duration * microseconds,
+        "args": args,
+    }

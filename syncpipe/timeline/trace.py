@@ -1,0 +1,80 @@
+"""What a pipe really did: a timeline that writes itself while the pipe runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+from syncpipe.runtime.recorder import Moment, Record, Recorder
+from syncpipe.timeline.timeline import Span, Timeline
+
+__all__ = ["Trace"]
+
+
+class Trace(Timeline):
+    """A timeline of everything that a pipe does from ``__enter__`` to ``__exit__``.
+
+    It is made by ``Pipe.trace()``, which says more. On an accelerator the times are those of the
+    device. Reading them waits for the device, recording them does not.
+
+    Args:
+        rows: what the workers are called.
+        attach: called with the trace when it begins, and with None when it ends.
+        title: stands above pictures.
+    """
+
+    def __init__(
+        self, rows: Sequence[str], attach: Callable[[Trace | None], None], title: str = ""
+    ) -> None:
+        super().__init__([], rows, "s", title)
+        self._attach = attach
+        self._records: list[Record] = []
+        self._origins: dict[torch.device, Moment] = {}
+        self._steps = itertools.count()
+
+    def __enter__(self) -> Trace:
+        self._attach(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._attach(None)
+
+    def recorder(self) -> Recorder:
+        """What records the next call."""
+        return Recorder(self._records, self._origins, next(self._steps))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything so far, in the order in which it started; times are in seconds."""
+        found = []
+        for record in list(self._records):
+            if record.start is not None and record.end is not None:
+                found.append((record, record.start.seconds, record.end.seconds))
+        recomputed = {(r.step, r.i, r.j): end for r, _, end in found if r.kind == "recompute"}
+        begin = min((start for _, start, _ in found), default=0.0)
+        spans = []
+        for record, start, end in found:
+            if record.kind == "backward":  # what autograd needed for it was recomputed inside
+                start = min(end, max(start, recomputed.get((record.step, record.i, record.j), 0.0)))
+            spans.append(
+                Span(
+                    record.kind,
+                    record.i,
+                    record.j,
+                    record.row,
+                    start - begin,
+                    max(start, end) - begin,
+                    record.target,
+                    record.step,
+                    record.backward,
+                )
+            )
+        return tuple(sorted(spans, key=lambda span: span.start))

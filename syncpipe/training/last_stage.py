@@ -1,0 +1,141 @@
+"""What comes after the last stage: the loss, and the outputs for the caller."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.thread_state import without_autocast
+from syncpipe.stages.pipeline import Call
+from syncpipe.training.border import ANCHOR
+from syncpipe.training.kept import Kept, cut, ends_of, leaves_of
+from syncpipe.training.leaves import Leaves
+from syncpipe.training.objective import Objective
+from syncpipe.tree import compact, distinct, map_tensors
+
+__all__ = ["LastStage"]
+
+
+class LastStage:
+    """Takes the outputs of the last stage. Used by the worker of that stage.
+
+    Args:
+        call: the call.
+        objective: makes losses of the outputs; None if the outputs are all that is wanted.
+        leaves: what gets gradients; None if nothing does.
+        keep_outputs: whether the outputs are wanted.
+
+    Attributes:
+        outputs: for each micro-batch its output, detached; None if they are not wanted.
+        beside: leaves that the loss itself depends on, with the gradient yet to be added.
+        goes_back: whether any loss needed a gradient.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        objective: Objective | None,
+        leaves: Leaves | None = None,
+        *,
+        keep_outputs: bool,
+    ) -> None:
+        self._batch = call.batch
+        self._stage = call.pipeline.stages[-1]
+        self._objective = objective
+        self._leaves: Any = leaves
+        self._call = call
+        self._draws: int | None = None  # generators that the loss function draws from
+        self.outputs: list[Any] | None = [None] * call.batch.m if keep_outputs else None
+        self.beside: dict[Tensor, Tensor] = {}
+        self.goes_back = False
+
+    def take(self, i: int, output: Any, target: Any, size: int, kept: Kept) -> None:
+        """Takes the output of a micro-batch.
+
+        Args:
+            i: the micro-batch.
+            output: what the last layer returned.
+            target: its target.
+            size: the number of samples in it.
+            kept: learns how the cell goes back.
+        """
+        if self.outputs is not None:
+            self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
+        if self._objective is not None:
+            if self._batch.state.grad:
+                output, target = self._cut(output, target, kept)
+            root = self._loss(self._objective, i, (output, target), size)
+            if root.requires_grad:
+                self.goes_back = True
+                kept.root = root
+                self._look(kept, output, target)
+        if self.outputs is not None and self._batch.m > 1:  # loss_fn may have written into it
+            self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
+
+    def _cut(self, output: Any, target: Any, kept: Kept) -> tuple[Any, Any]:
+        """Begins the graph of the loss, which is one of its own.
+
+        So it is not recomputed with its cell: it stores little, and may have side effects.
+        """
+        ends = ends_of(distinct(output))
+        kept.output, output = cut(output)
+        kept.expected.append(len(ends))
+        if kept.again is None:
+            kept.ends.append(ends)
+        kept.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
+        if kept.targets:
+            kept.target, target = cut(target)
+        return output, target
+
+    def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
+        try:
+            result, self._draws = self._stage.beyond(
+                i, self._batch, objective.call, given, self._draws, objective.name
+            )
+            root = objective.root(i, result, size)
+            # The caller goes on with what was noted.
+            noted = (objective._losses[i], objective._weights[i], objective._base)
+            self._call.hand_over(-1, noted)
+            return root
+        except BaseException as error:
+            annotate(error, f"in loss_fn, micro-batch {i}")
+            raise
+
+    def _look(self, kept: Kept, output: Any, target: Any) -> None:
+        """Looks for leaves that the loss itself depends on."""
+        assert kept.root is not None
+        j, leaves = self._stage.j, leaves_of([kept.root.grad_fn])
+        if self._leaves.are_of(j, leaves):
+            self._leaves.look(j, leaves)
+            return
+        leaves = [leaf for leaf in leaves if leaf is not ANCHOR]
+        self._leaves.watch(j, leaves)
+        with without_autocast(self._batch.state):
+            self._go_back_alone(kept, output, target, leaves)
+
+    def _go_back_alone(self, kept: Kept, output: Any, target: Any, leaves: list[Tensor]) -> None:
+        """Backward of a loss that depends on parameters of other workers.
+
+        Two threads that add to one gradient add in any order. So the loss goes back here and now,
+        and what its leaves get is added when all workers are through.
+        """
+        assert kept.root is not None
+        crossed = [(kept.output, output), (kept.target, target)]
+        borders = [(border, tree) for border, tree in crossed if border is not None]
+        begins = [[t for t in distinct(tree) if t.requires_grad] for _, tree in borders]
+        inputs = [*chain(*begins), *leaves]
+        grads = iter(torch.autograd.grad(kept.root, inputs, allow_unused=True))
+        kept.root = None
+        for (border, _), tensors in zip(borders, begins, strict=True):
+            border.grads = list(islice(grads, len(tensors)))
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                if leaf in self.beside:
+                    self.beside[leaf] += grad
+                else:  # memory of its own: two gradients may be one tensor, or expanded
+                    self.beside[leaf] = torch.zeros_like(leaf) + grad
+                self._call.hand_over(-1, self.beside[leaf])

@@ -1,0 +1,178 @@
+"""The leaves of the graphs of one call: who adds to their gradients, and what these were before.
+
+Parameters are known from the start. Other leaves (in a plain list, in a closure) come to light in
+the graph of a cell, which is looked at before it goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.layers.placement import check_shared
+from syncpipe.stages.pipeline import Call
+from syncpipe.training.border import ANCHOR
+from syncpipe.training.gradients import Gradients
+from syncpipe.tree import described
+
+__all__ = ["Leaves"]
+
+
+class Leaves:
+    """What the workers of one call may add gradients to, each of them to leaves of its own.
+
+    Args:
+        call: the call.
+        gradients: learns of every leaf before it gets a gradient.
+
+    Raises:
+        RuntimeError: a layer starts collectives of its own in backward.
+        ValueError: stages on different devices share a parameter.
+    """
+
+    def __init__(self, call: Call, gradients: Gradients) -> None:
+        stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
+        self._call = call
+        self._gradients = gradients
+        self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
+        self._parameters = [_parameters_of(stage.partition) for stage in stages]
+        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+        self._fresh: list[list[Tensor] | None] = [None for _ in stages]
+        for j, parameters in enumerate(self._parameters):
+            if not all(self._own(j, parameter) for parameter in parameters):  # tied since the cut
+                workers = [call.pipeline.workers[w] for w in self._worker_of]
+                check_shared([stage.partition for stage in stages], workers)
+        gradients.watch(chain(*self._parameters))
+
+    def look(self, j: int, leaves: list[Tensor]) -> None:
+        """Call before a graph of stage ``j`` goes back.
+
+        Args:
+            j: the stage.
+            leaves: those of the graph.
+
+        Raises:
+            RuntimeError: another worker adds to the gradient of one of its leaves.
+        """
+        if self._fresh[j] is None:
+            self._fresh[j] = self._without_grad(j, self._parameters[j])
+        known = self._known[j]
+        new = [leaf for leaf in leaves if id(leaf) not in known]
+        if new:
+            self._claim(j, new)
+
+    def got(self, j: int) -> None:
+        """Gives the leaves of stage ``j`` that just got their first gradient memory for it.
+
+        To save a copy autograd makes it of a tensor that nobody else refers to. But it does not
+        look behind views: of ``x + p.view(...)`` both gradients are one memory. While that of ``x``
+        is on its way to another stage, or waits for its weight half, the next micro-batch would be
+        added to it in place.
+        """
+        fresh = self._fresh[j]
+        if fresh:
+            for leaf in fresh:
+                if type(leaf.grad) is Tensor and _is_shared(leaf.grad):
+                    leaf.grad = leaf.grad.clone()
+            rest = [leaf for leaf in fresh if leaf.grad is None]
+            if len(rest) < len(fresh):
+                self._call.hand_over(j, [leaf.grad for leaf in fresh])
+                self._fresh[j] = rest
+
+    def are_of(self, j: int, leaves: Iterable[Tensor]) -> bool:
+        """Whether no other worker than that of stage ``j`` is known to add to any of them."""
+        owners = [self._owner.get(id(leaf), (leaf, j))[1] for leaf in leaves]
+        return all(self._worker_of[k] == self._worker_of[j] for k in owners)
+
+    def watch(self, j: int, leaves: Iterable[Tensor]) -> None:
+        """Notes leaves that others than stage ``j``, where they came to light, will add to."""
+        self._call.for_caller(j, self._gradients.watch, leaves)
+
+    def _own(self, j: int, leaf: Tensor) -> bool:
+        """Makes a leaf one of the worker of stage ``j``, if it is not another worker's."""
+        _, owner = self._owner.setdefault(id(leaf), (leaf, j))  # atomic
+        return self._worker_of[owner] == self._worker_of[j]
+
+    def _claim(self, j: int, leaves: list[Tensor]) -> None:
+        for leaf in leaves:
+            if not self._own(j, leaf):
+                raise RuntimeError(self._shared(j, leaf))
+        self.watch(j, leaves)
+        fresh = self._fresh[j]
+        assert fresh is not None
+        fresh += self._without_grad(j, leaves)
+        self._known[j].update(map(id, leaves))
+
+    def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
+        """Those that will get their first gradient; the caller goes on with the others', too."""
+        self._call.hand_over(j, [leaf.grad for leaf in leaves])
+        return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
+
+    def _shared(self, j: int, leaf: Tensor) -> str:
+        first, second = map(self._named, sorted((self._owner[id(leaf)][1], j)))
+        return (
+            f"{described(leaf)}, a tensor that requires grad, is used by {first} and by "
+            f"{second}. Two workers would add to one gradient at the same time, in any order: "
+            "choose a balance that puts both layers on one device, use pipe(x), or give each stage "
+            "a tensor of its own"
+        )
+
+    def _named(self, j: int) -> str:
+        pipeline = self._call.pipeline
+        loss = " or loss_fn" if j == len(pipeline.stages) - 1 else ""
+        device = pipeline.workers[self._worker_of[j]].device
+        return f"stage {j} ({pipeline.stages[j].layers_in_words}{loss}, on {device})"
+
+
+def _parameters_of(partition: nn.Module) -> list[Tensor]:
+    """The parameters of a partition, whose layers can be trained here.
+
+    Raises:
+        RuntimeError: a layer starts collectives of its own in backward.
+    """
+    found: dict[int, Tensor] = {}
+    for module in partition.modules():
+        kind: Any = type(module)
+        if _wrapper(kind):
+            raise RuntimeError(
+                f"a layer is wrapped in {_wrapper(kind)}, which starts collectives of its "
+                "own in backward. Under train_batch the workers of each process would start them "
+                "in any order, once for each micro-batch. Wrap the whole pipe instead, "
+                "DistributedDataParallel(pipe), and call that; or leave the layers as they are "
+                "and average .grad over the processes after train_batch"
+            )
+        found.update((id(p), p) for p in module._parameters.values() if p is not None)
+    return list(found.values())
+
+
+@lru_cache(maxsize=1024)
+def _wrapper(kind: type) -> str:
+    """The class of PyTorch's by which modules start collectives; empty where there is none."""
+    for base in kind.__mro__:
+        if base.__module__.startswith(_COMMUNICATE):
+            return base.__name__
+    return ""
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and _users(tensor) > _ALONE
+
+
+def _users(tensor: Tensor) -> int:
+    count: int = _C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+_C: Any = torch._C
+_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
+_COMMUNICATE = (
+    "torch.nn.parallel.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.replicate",
+)

@@ -1,0 +1,210 @@
+"""The training driver: ``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``.
+
+The loss is computed inside the pipeline, so a micro-batch can go back while others still go
+forward. What the workers do is in ``cells``; here is what comes before and after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import setitem
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.microbatch import gather
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.streams import moved
+from syncpipe.schedules import build
+from syncpipe.schedules.schedule import forward_program, training_program
+from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.training.cells import Cells
+from syncpipe.training.gradients import Gradients
+from syncpipe.training.last_stage import LastStage
+from syncpipe.training.leaves import Leaves
+from syncpipe.training.objective import REDUCTIONS, Objective
+from syncpipe.training.sources import Source
+
+__all__ = ["evaluate", "train"]
+
+
+def train(
+    pipeline: Pipeline,
+    source: Source,
+    *,
+    loss_fn: Callable[..., Any],
+    schedule: Any,
+    slots: Any,
+    loss_reduction: str,
+    grad_scaler: Any,
+    return_outputs: bool,
+    checkpoint: Sequence[str],
+    inline: bool,
+    recorder: Recorder | None,
+) -> Any:
+    """Forward and backward of a mini-batch; see ``Pipe.train_batch``."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "train_batch needs gradients, but grad mode is off (torch.no_grad or "
+            "torch.inference_mode): call it outside of that, or use eval_batch"
+        )
+    _check_loss_fn(loss_fn, loss_reduction)
+    if pipeline.engine.running() is not None:
+        raise RuntimeError(
+            "train_batch was called inside of a call of the same pipe (by its loss_fn, its "
+            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
+            "before or after that; eval_batch and pipe(input) can be called inside"
+        )
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
+        raise TypeError(
+            f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
+        )
+    options = {} if slots is None else {"slots": slots}
+    plan = build(schedule, source.m, pipeline.worker_of, **options)
+    objective = Objective(
+        loss_fn, reduction=loss_reduction, m=source.m, total=source.total, scaler=grad_scaler
+    )
+    # One after the other: what a call that fails puts back must be its own.
+    with pipeline.training:
+        gradients = Gradients()
+        try:
+            call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
+            leaves = Leaves(call, gradients)
+            last = LastStage(call, objective, leaves, keep_outputs=return_outputs)
+            task = Cells(call, source, last, splits=plan.splits, leaves=leaves)
+            call.run(training_program(plan, call.rematerialized), task, source.entering())
+            results = _results(call, last, objective)
+            _complete(task, last, objective, gradients)
+        except BaseException:
+            gradients.restore()
+            raise
+    return results
+
+
+def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gradients) -> None:
+    """Gradients of the micro-batches are added up; makes them those of the mini-batch.
+
+    Whoever has to average them over processes does it after this.
+    """
+    if not last.goes_back:
+        raise RuntimeError(
+            "the loss does not require grad, so there is nothing to train: all parameters are "
+            "frozen, or loss_fn detaches what it is given"
+        )
+    for leaf, grad in last.beside.items():  # whose hooks have seen it
+        if leaf.grad is None:
+            leaf.grad = grad
+        else:
+            leaf.grad += grad
+    factor = objective.factor()
+    if factor is not None:
+        gradients.scale(factor)
+    if task.returned:
+        tensors = [tensor for tensor, _ in task.returned]
+        grads = [grad.to(tensor.device) for tensor, grad in task.returned]
+        if isinstance(factor, Tensor):
+            grads = [grad * moved(factor, grad.device) for grad in grads]
+        elif factor is not None:
+            grads = [grad * factor for grad in grads]
+        torch.autograd.backward(tensors, grads)
+
+
+def evaluate(
+    pipeline: Pipeline,
+    source: Source,
+    *,
+    module: nn.Module,
+    modules: Sequence[nn.Module],
+    loss_fn: Callable[..., Any] | None,
+    loss_reduction: str,
+    checkpoint: Sequence[str],
+    inline: bool,
+    recorder: Recorder | None,
+) -> Any:
+    """Forward of a mini-batch; see ``Pipe.eval_batch``."""
+    objective = None
+    if loss_fn is not None:
+        _check_loss_fn(loss_fn, loss_reduction)
+        objective = Objective(loss_fn, reduction=loss_reduction, m=source.m, total=source.total)
+
+    def run() -> Any:
+        call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
+        last = LastStage(call, objective, keep_outputs=objective is None)
+        program = forward_program(source.m, pipeline.worker_of)
+        call.run(program, Cells(call, source, last), source.entering())
+        return _results(call, last, objective)
+
+    # The modes of a module are everybody's: training waits, and another evaluation. If it is the
+    # training that asks for this (loss_fn does), its other workers wait.
+    running = pipeline.engine.running()
+    if running is not None:
+        with torch.no_grad():
+            return running.alone(lambda: _in_eval_mode(module, list(modules), run))
+    with pipeline.training, torch.no_grad():
+        return _in_eval_mode(module, list(modules), run)
+
+
+def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
+    """What the caller gets: the loss, the outputs, or both."""
+    with torch.no_grad():
+        loss = None if objective is None else objective.loss()
+        call.hand_over(-1, (loss, last.outputs))
+        if last.outputs is None:
+            return loss
+        outputs = gather(last.outputs)
+    return outputs if loss is None else (loss, outputs)
+
+
+def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:
+    """Runs something with a module in ``eval()`` mode; each part of it then gets back its own mode.
+
+    By the modules' own ``eval`` and ``train``, which may do more than to set a flag: merge weights,
+    or pass the mode on to what is in plain lists.
+    """
+    modes = [each.training for each in modules]
+    if not any(modes):
+        return run()
+    plain = [each for each in modules if "training" in each.__dict__]
+    script = [each for each in modules if "training" not in each.__dict__]  # TorchScript's
+    undo = chain(  # not by `setattr`, where Ctrl-C could come in between
+        map(setitem, [m.__dict__ for m in plain], repeat("training"), [m.training for m in plain]),
+        map(setattr, script, repeat("training"), [m.training for m in script]),
+    )
+    try:
+        module.eval()
+        return run()
+    finally:
+        try:
+            try:
+                _back_in(modules, modes)
+            except BaseException:  # Ctrl-C in a `train` of the user's
+                _back_in(modules, modes)
+                raise
+        finally:
+            try:
+                deque(undo, maxlen=0)
+            finally:  # has nothing left to do, unless Ctrl-C came right before it
+                deque(undo, maxlen=0)
+
+
+def _back_in(modules: list[nn.Module], modes: list[bool]) -> None:
+    """Has each module go back to its own mode, parents first, who take their children along."""
+    for _ in range(2):  # a child of two parents may have followed the other one
+        for module, mode in zip(modules, modes, strict=True):
+            if module.training != mode:
+                module.train(mode)
+
+
+def _check_loss_fn(loss_fn: Any, reduction: str) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn must be callable, as loss_fn(output, target), not {type(loss_fn).__name__}"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"loss_reduction={reduction!r}: must be one of {', '.join(map(repr, REDUCTIONS))}, "
+            "whichever loss_fn does over the samples of a micro-batch"
+        )

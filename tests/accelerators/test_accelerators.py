@@ -1,0 +1,410 @@
+"""Four accelerators, real or simulated: the results are the plain model's on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+from syncpipe.runtime.worker import Worker
+from tests.accelerators.test_gpu import Add, Remember, Residual
+from tests.support import accelerator as acc
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+
+WIDTH, ROWS, CHUNKS = 8, 12, 4
+MODES = ["always", "except_last", "never"]
+SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1"]
+
+
+def two_workers() -> list[Any]:
+    a, b = Worker(acc.device(1)), Worker(acc.device(1))
+    return [a, b, a, b]
+
+
+LAYOUTS: dict[str, Callable[[], list[Any]]] = {
+    "four": lambda: [acc.device(k) for k in range(4)],
+    "backwards": lambda: [acc.device(k) for k in (3, 1, 2, 0)],
+    "interleaved": lambda: [acc.device(k) for k in (0, 1, 0, 1)],
+    "workers": lambda: [Worker(acc.device(k)) for k in range(4)],
+    "two workers on one": two_workers,
+    "host between": lambda: [acc.device(0), "cpu:0", acc.device(1), acc.device(2)],
+    "host at the ends": lambda: ["cpu:0", acc.device(1), acc.device(2), "cpu:1"],
+    "in turns": lambda: ["cpu:0", acc.device(1), "cpu:1", acc.device(0)],
+}
+MIXED = ["host between", "host at the ends", "in turns"]
+
+
+def model() -> nn.Sequential:
+    """Seven layers; a skip from the first stage to the last."""
+    return nn.Sequential(
+        Remember(), nn.Linear(WIDTH, WIDTH), Residual(WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), Add(), nn.Linear(WIDTH, WIDTH),
+    ).double()  # fmt: skip
+
+
+def pipe_of(module: nn.Sequential, layout: str, **arguments: Any) -> Pipe:
+    n = len(module)
+    balance = [n // 4 + (j < n % 4) for j in range(4)]
+    return Pipe(
+        copy.deepcopy(module), balance, devices=LAYOUTS[layout](), chunks=CHUNKS, **arguments
+    )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x, target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    return x, target
+
+
+def expected(module: nn.Sequential, x: Tensor, target: Tensor, loss_fn: Any) -> list[Tensor]:
+    """Loss and gradients of the plain model on the CPU."""
+    module = copy.deepcopy(module)
+    x = x.detach().clone().requires_grad_()
+    parts = []
+    for piece, goal in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+        result = loss_fn(module(piece), goal)
+        parts.append(result if isinstance(result, tuple) else (result, torch.tensor(1.0)))
+    loss = sum(part * weight for part, weight in parts) / sum(weight for _, weight in parts)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def trained(pipe: Pipe, x: Tensor, target: Tensor, loss_fn: Any, **arguments: Any) -> list[Tensor]:
+    """The same of a pipe; everything is read on the streams on which it was asked for."""
+    pipe.zero_grad()
+    x = x.detach().to(pipe.devices[0]).requires_grad_()
+    loss = pipe.train_batch(x, target, loss_fn=loss_fn, **arguments)
+    return [loss, x.grad, *(p.grad for p in pipe.parameters())]
+
+
+def assert_close(found: list[Tensor], right: list[Tensor]) -> None:
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-12)
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights differ from micro-batch to micro-batch, and are where the loss is."""
+    return F.mse_loss(output, target), (target > 0).sum()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_weighted_loss(layout, schedule):
+    """What puts the gradients right in the end is computed on the last device, late."""
+    plain = model()
+    for k, checkpoint in enumerate(MODES):
+        pipe = pipe_of(plain, layout, checkpoint=checkpoint)
+        x, target = data()
+        right = expected(plain, x, target, weighted)
+        with acc.late(k):
+            assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
+
+
+@pytest.mark.parametrize("layout", ["host at the ends", "in turns"])
+def test_weights_of_another_device(layout):
+    """A weight on an accelerator, of a loss on the host or the other way round."""
+    plain = model()
+
+    def elsewhere(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        other = acc.device(2) if output.device.type == "cpu" else torch.device("cpu")
+        return F.mse_loss(output, target), (target.to(other) > 0).double().sum()
+
+    pipe = pipe_of(plain, layout)
+    x, target = data()
+    right = expected(plain, x, target, weighted)
+    for k in range(5):
+        with acc.late(k):
+            assert_close(trained(pipe, x, target, elsewhere), right)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward(layout, checkpoint):
+    """``pipe(x)`` and a backward, from input on the host and losses on any device."""
+    plain = model()
+    pipe = pipe_of(plain, layout, checkpoint=checkpoint)
+    for k in range(3):
+        x, target = data()
+        right = expected(plain, x, target, F.mse_loss)
+        pipe.zero_grad()
+        with acc.late(k):
+            x = x.requires_grad_()
+            y = pipe(x.to(pipe.devices[0]))
+            loss = F.mse_loss(y, target.to(y.device))
+            loss.backward()
+            assert_close([loss.detach(), x.grad, *(p.grad for p in pipe.parameters())], right)
+
+
+class Index(nn.Module):
+    """Makes a tensor on the current device, as layers with kernels of their own do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return x * 2
+        here = torch.device(x.device.type, torch.accelerator.current_device_index())
+        return x * torch.full((), 2.0, dtype=x.dtype, device=here)
+
+
+@pytest.mark.parametrize("layout", ["four", "interleaved", "in turns"])
+def test_the_device_of_a_stage_is_current(layout):
+    plain = nn.Sequential(Index(), nn.Linear(WIDTH, WIDTH), Index(), Index()).double()
+    for checkpoint in MODES:
+        pipe = pipe_of(plain, layout, checkpoint=checkpoint)
+        x, target = data()
+        assert_close(trained(pipe, x, target, F.mse_loss), expected(plain, x, target, F.mse_loss))
+        pipe(x.to(pipe.devices[0])).sum().backward()
+        assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["four", "workers", "host between", "interleaved"])
+def test_streams_of_the_caller(layout, schedule):
+    """On each device the caller has a stream, gives what is not there yet, and writes into it."""
+    plain = model()
+    pipe = pipe_of(plain, layout)
+    x, target = data()
+    right = expected(plain, x, target, weighted)
+    first, last = pipe.devices[0], pipe.devices[-1]
+    source, goal = x.to(first), target.to(last)
+    acc.synchronize()
+    for k in range(3):
+        with ExitStack() as stack:
+            for device in reversed(range(acc.count())):
+                stack.enter_context(torch.Stream(device=acc.device(device)))
+            stack.enter_context(acc.late(k))
+            given, wanted = torch.zeros_like(source), torch.zeros_like(goal)
+            given.copy_(source)
+            wanted.copy_(goal)
+            given.requires_grad_()
+            pipe.zero_grad()
+            loss = pipe.train_batch(given, wanted, loss_fn=weighted, schedule=schedule)
+            with torch.no_grad():  # these wait until the pipe has read them
+                given.fill_(float("nan"))
+                wanted.fill_(float("nan"))
+            found = [loss, given.grad, *(p.grad for p in pipe.parameters())]
+            assert_close([tensor * 1 for tensor in found], right)
+        acc.synchronize()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["four", "workers", "in turns", "two workers on one"])
+def test_micro_batches_from_the_host(layout, schedule, pinned):
+    plain = model()
+    pipe = pipe_of(plain, layout)
+    for k in range(2):
+        x, target = data()
+        right = expected(plain, x, target, F.mse_loss)
+        del right[1]  # of the input, which needs none here
+        pipe.zero_grad()
+        pieces = zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
+        if pinned:
+            pieces = ((a.pin_memory(), b.pin_memory()) for a, b in pieces)
+        with acc.late(k):
+            loss = pipe.train_batch(data_iter=pieces, loss_fn=F.mse_loss, schedule=schedule)
+            assert_close([loss, *(p.grad for p in pipe.parameters())], right)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eval_batch(layout):
+    plain = model()
+    pipe = pipe_of(plain, layout)
+    x, target = data()
+    right = [expected(plain, x, target, weighted)[0], plain(x).detach()]
+    with acc.late():
+        loss = pipe.eval_batch(x.to(pipe.devices[0]), target, loss_fn=weighted)
+        outputs = pipe.eval_batch(x.to(pipe.devices[0]))
+        assert_close([loss, outputs], right)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+def test_interleaved_devices(schedule):
+    plain = model()
+    pipe = pipe_of(plain, "interleaved", checkpoint="always")
+    for k in range(3):
+        x, target = data()
+        with acc.late(k):
+            assert_close(
+                trained(pipe, x, target, weighted, schedule=schedule),
+                expected(plain, x, target, weighted),
+            )
+
+
+class Breaks(nn.Module):
+    """Fails when it is told to, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+        self.left = 0
+
+    def come(self, when: str) -> None:
+        if when == self.when:
+            self.left -= 1
+            if self.left == 0:
+                raise ValueError(f"in {when}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.come("forward")
+        if x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda _: self.come("backward"))
+        return x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
+def test_an_exception_on_device_2(layout, schedule, where):
+    """It arrives as itself, gradients are as before the call, and the pipe works again."""
+    plain = nn.Sequential(*model()[1:3], Breaks(), nn.Linear(WIDTH, WIDTH).double())
+    pipe = pipe_of(plain, layout, checkpoint="never")
+    x, target = data()
+    right = expected(plain, x, target, weighted)
+    assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
+    before = [p.grad.clone() for p in pipe.parameters()]
+    breaks = pipe[2]
+    for k in range(1, CHUNKS + 1):
+        breaks.when, breaks.left = where, k
+
+        def loss_fn(output: Tensor, target: Tensor) -> Any:
+            breaks.come("loss")
+            return weighted(output, target)
+
+        with acc.late(k), pytest.raises(ValueError, match=f"in {where}"):
+            pipe.train_batch(x.to(pipe.devices[0]), target, loss_fn=loss_fn, schedule=schedule)
+        for p, grad in zip(pipe.parameters(), before, strict=True):
+            assert torch.equal(p.grad, grad)
+        if where != "loss":
+            breaks.left = k
+            with pytest.raises(ValueError, match=f"in {where}"):
+                pipe(x.to(pipe.devices[0])).sum().backward()
+            # ``backward()`` leaves what it has added, and the workers' streams may be adding still.
+            for device in pipe.devices:
+                torch.accelerator.synchronize(device)
+            for p, grad in zip(pipe.parameters(), before, strict=True):
+                p.grad = grad.clone()
+    breaks.when = ""
+    assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
+
+
+ACCELERATORS = ["four", "backwards", "interleaved", "workers", "two workers on one"]
+
+
+def test_dropout_draws_the_same_everywhere():
+    """Whatever the devices, the balance and the mode; and in the same run again."""
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh(), nn.Dropout(), nn.Linear(WIDTH, WIDTH)
+    ).double()
+    x, target = data()
+    results = []
+    for layout in ACCELERATORS:
+        for checkpoint, balance in zip(
+            MODES, ([2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 2]), strict=True
+        ):
+            pipe = Pipe(
+                copy.deepcopy(plain), balance, devices=LAYOUTS[layout](), chunks=CHUNKS,
+                checkpoint=checkpoint,
+            )  # fmt: skip
+            with acc.late():
+                torch.manual_seed(3)
+                results.append([t.cpu() for t in trained(pipe, x, target, F.mse_loss)])
+                torch.manual_seed(3)
+                pipe.zero_grad()
+                given = x.to(pipe.devices[0]).requires_grad_()
+                loss = F.mse_loss(pipe(given), target.to(pipe.devices[-1]))
+                loss.backward()
+                found = [loss.detach(), given.grad, *(p.grad for p in pipe.parameters())]
+                results.append([t.cpu() for t in found])
+    for result in results[1:]:
+        assert_close(result, results[0])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm(layout, deferred):
+    """Running statistics: of each micro-batch, or (deferred) of the mini-batch."""
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH)
+    ).double()
+    for checkpoint in MODES:
+        pipe = pipe_of(plain, layout, checkpoint=checkpoint, deferred_batch_norm=deferred)
+        other = copy.deepcopy(plain)
+        for k in range(2):
+            x, _ = data()
+            with torch.no_grad():
+                for piece in x.chunk(1 if deferred else CHUNKS):
+                    other[:2](piece)
+            with acc.late(k):
+                pipe.train_batch(x.to(pipe.devices[0]), loss_fn=torch.sum)
+                pipe.eval()
+                pipe.eval_batch(x.to(pipe.devices[0]))
+                pipe.train()
+            for ours, theirs in zip(pipe[1].buffers(), other[1].buffers(), strict=True):
+                torch.testing.assert_close(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb_h1"])
+def test_autocast(schedule, checkpoint):
+    plain = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
+    pipe = pipe_of(plain, "four", checkpoint=checkpoint)
+    dtypes = []
+    for layer in pipe:
+        layer.linear.register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+    plain.to(acc.device())
+    x, target = (t.float().to(acc.device()) for t in data())
+    with torch.autocast(acc.kind(), dtype=torch.bfloat16):
+        loss = sum(
+            F.mse_loss(plain(piece), goal) / CHUNKS
+            for piece, goal in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
+        )
+        if schedule is not None:
+            pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
+        else:
+            ours = F.mse_loss(pipe(x), target.to(acc.device(3)))
+    if schedule is None:
+        ours.backward()  # outside: a recomputation has to bring autocast back
+    loss.backward()
+    assert {*dtypes} == {torch.bfloat16}
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad.cpu(), rtol=2e-2, atol=1e-3)
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd, one by one": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "adam, together": functools.partial(torch.optim.Adam, lr=0.01, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
+def test_optimizers(layout, name):
+    """Some steps, with clipped gradients and no wait in between."""
+    plain = model()
+    pipe = pipe_of(plain, layout)
+    theirs, ours = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](pipe.parameters())
+    with acc.late():
+        for _ in range(3):
+            x, target = data()
+            ours.zero_grad()
+            pipe.train_batch(x.to(pipe.devices[0]), target, loss_fn=weighted)
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+            ours.step()
+            for p, grad in zip(
+                plain.parameters(), expected(plain, x, target, weighted)[2:], strict=True
+            ):
+                p.grad = grad
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+        assert_close([p.detach() for p in pipe.parameters()], [*plain.parameters()])

@@ -1,0 +1,104 @@
+"""Nothing is left of a step on any of four accelerators, real or simulated.
+
+``SYNCPIPE_STEPS=500`` runs longer than the tests do on their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+from tests.accelerators.test_accelerators import LAYOUTS, WIDTH, model
+from tests.support import accelerator as acc
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+
+STEPS = int(os.environ.get("SYNCPIPE_STEPS", "12"))
+MODES = ["always", "except_last", "never"]
+
+
+def used() -> tuple[int, int]:
+    gc.collect()
+    return acc.allocated(), acc.blocks()
+
+
+def assert_nothing_stays(step: Any, steps: int = STEPS) -> None:
+    """After many steps as much memory is in use as after five."""
+    for _ in range(5):
+        step()
+    before = used()
+    for _ in range(steps - 5):
+        step()
+    assert used() == before
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(output, target), (target > 0).sum()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["four", "workers", "interleaved", "in turns"])
+def test_training(layout, how, checkpoint):
+    if how == "interleaved_1f1b" and layout in ("four", "workers"):
+        pytest.skip("one stage on each device")
+    pipe = Pipe(
+        model(), [2, 2, 2, 1], devices=LAYOUTS[layout](), chunks=2, checkpoint=checkpoint
+    )  # fmt: skip
+    x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0], requires_grad=True)
+    target = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[-1])
+
+    def step() -> None:
+        if how == "pipe(x)":
+            F.mse_loss(pipe(x), target).backward()
+        else:
+            pipe.train_batch(x, target, loss_fn=weighted, schedule=how)
+        pipe.zero_grad()
+        x.grad = None
+
+    assert_nothing_stays(step)
+
+
+@pytest.mark.parametrize("layout", ["four", "in turns"])
+def test_all_else(layout):
+    """Evaluation, traces, failures, iterators, skipped backwards, statistics."""
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH)
+    )
+    pipe = Pipe(
+        plain, [1] * 4, devices=LAYOUTS[layout](), chunks=2, deferred_batch_norm=True
+    )  # fmt: skip
+    x, target = torch.randn(4, WIDTH, device=pipe.devices[0]), torch.randn(4, WIDTH)
+
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("as it was told")
+
+    def step() -> None:
+        pipe(x)  # never goes back
+        pipe.eval_batch(x, target, loss_fn=F.mse_loss)
+        with pipe.trace() as trace:
+            pipe.train_batch(x, target, loss_fn=F.mse_loss)
+        assert trace.spans
+        with pytest.raises(ValueError, match="as it was told"):
+            pipe.train_batch(x, target, loss_fn=fails)
+        pieces = zip(x.cpu().chunk(2), target.chunk(2), strict=True)
+        pipe.train_batch(data_iter=pieces, loss_fn=F.mse_loss)
+        pipe.zero_grad()
+
+    assert_nothing_stays(step)
+
+
+def test_a_pipe_that_is_gone():
+    def step() -> None:
+        pipe = Pipe(model(), [2, 2, 2, 1], devices=LAYOUTS["four"](), chunks=2)
+        x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0])
+        pipe.train_batch(x, loss_fn=torch.sum)
+
+    assert_nothing_stays(step, 15)

@@ -1,0 +1,200 @@
+"""A pipe on four accelerators, real or simulated, is a module like any other."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+from tests.accelerators.test_accelerators import (
+    CHUNKS,
+    LAYOUTS,
+    assert_close,
+    data,
+    expected,
+    model,
+    pipe_of,
+    trained,
+    weighted,
+)
+from tests.support import accelerator as acc
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+
+
+def saved(state: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), (other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(p.cpu(), q.cpu())
+
+
+@pytest.mark.parametrize("place", ["cpu", "first", "turned", None])
+def test_a_state_dict_goes_to_other_devices(place):
+    """``map_location`` in all its forms; the weights end up where the pipe has its stages."""
+    pipe = pipe_of(model(), "four")
+    kind = acc.kind()
+    where: Any = {
+        "cpu": "cpu",
+        "first": acc.device(),
+        "turned": {f"{kind}:{k}": f"{kind}:{(k + 1) % 4}" for k in range(4)},
+        None: None,
+    }[place]
+    with acc.late():
+        state = torch.load(saved(pipe.state_dict()), map_location=where)
+    devices = {str(tensor.device) for tensor in state.values()}
+    assert devices == {"cpu": {"cpu"}, "first": {f"{kind}:0"}}.get(
+        place, {f"{kind}:{(k + (place == 'turned')) % 4}" for k in range(4)} & devices
+    )
+    other, plain = pipe_of(model(), "backwards"), model()
+    homes = [p.device for p in other.parameters()]
+    other.load_state_dict(state)
+    plain.load_state_dict(state)
+    assert [p.device for p in other.parameters()] == homes
+    assert_same_weights(other, pipe)
+    assert_same_weights(plain, pipe)
+    x, target = data()
+    assert_close(trained(other, x, target, weighted), expected(plain, x, target, weighted))
+
+
+@pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(how, layout):
+    """They are where the first one is, and trained apart from it."""
+    plain = model()
+    pipe = pipe_of(plain, layout)
+    x, target = data()
+    trained(pipe, x, target, weighted)  # its threads and streams are made
+    with acc.late():
+        if how == "deepcopy":
+            twin = copy.deepcopy(pipe)
+        elif how == "pickle":
+            twin = pickle.loads(pickle.dumps(pipe))
+        else:
+            twin = torch.load(saved(pipe), weights_only=False)
+    assert twin.devices == pipe.devices
+    before = [p.grad.clone() for p in pipe.parameters()]
+    right = expected(plain, x, target, weighted)
+    assert_close(trained(twin, x, target, weighted), right)
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb_h1"])
+@pytest.mark.parametrize("layout", ["four", "workers"])
+def test_a_scaler(layout, schedule):
+    """It unscales gradients on all devices, and passes over a step that overflows on one."""
+    plain = model().float()
+    pipe = pipe_of(plain, layout)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(acc.kind(), init_scale=2.0**4, growth_interval=100)
+    for k in range(4):
+        x, target = (tensor.float() for tensor in data())
+        if k == 2:
+            target[-1] = float("inf")
+        optimizer.zero_grad()
+        given, goal = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
+        with acc.late(k):
+            if schedule is None:
+                scaler.scale(F.mse_loss(pipe(given), goal)).backward()
+            else:
+                pipe.train_batch(
+                    given, goal, loss_fn=F.mse_loss, schedule=schedule, grad_scaler=scaler
+                )
+            scaler.step(optimizer)
+            scaler.update()
+        if k == 2:
+            assert scaler.get_scale() == 2.0**3
+            continue
+        for p, grad in zip(
+            plain.parameters(), expected(plain, x, target, F.mse_loss)[2:], strict=True
+        ):
+            p.grad = grad
+        theirs.step()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_and_grad(four_devices):
+    """``autograd.grad`` and hooks on parameters, on the stream and device of their stage."""
+    plain = model()
+    pipe = pipe_of(plain, "four", checkpoint="always")
+    x, target = data()
+    right = expected(plain, x, target, F.mse_loss)
+    seen = []
+    for p in pipe.parameters():
+        p.register_hook(lambda grad: seen.append(grad.device))
+    with acc.late():
+        loss = F.mse_loss(pipe(x.to(four_devices[0])), target.to(four_devices[3]))
+        assert_close([*torch.autograd.grad(loss, [*pipe.parameters()])], right[2:])
+    assert {*seen} == {p.device for p in pipe.parameters()}
+
+
+def test_the_default_is_all_accelerators(four_devices):
+    pipe = Pipe(model(), [2, 2, 2, 1], chunks=CHUNKS)
+    assert pipe.devices == four_devices
+    numbers = Pipe(model(), [2, 2, 2, 1], devices=[3, 0, 1, 0], chunks=CHUNKS)
+    assert numbers.devices == [four_devices[k] for k in (3, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("layout", ["four", "in turns"])
+def test_a_pipe_of_layers_that_are_there_already(layout):
+    """As in ``torch.distributed.pipeline.sync``: no balance, devices are where the layers are."""
+    places = [
+        worker if isinstance(worker, torch.device) else torch.device("cpu")
+        for worker in LAYOUTS[layout]()
+    ]
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
+    layers = copy.deepcopy(plain)
+    for layer, place in zip(layers, places, strict=True):
+        layer.to(place)
+    pipe = Pipe(layers, chunks=CHUNKS)
+    assert [device.type for device in pipe.devices] == [place.type for place in places]
+    x, target = data()
+    assert_close(trained(pipe, x, target, weighted), expected(plain, x, target, weighted))
+
+
+def test_moving_a_pipe_is_refused(four_devices):
+    pipe = pipe_of(model(), "four")
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        pipe.to(four_devices[1])
+    assert [p.device for p in pipe[1].parameters()] == [four_devices[0]] * 2
+    assert isinstance(pipe.half(), Pipe)
+
+
+def test_two_pipes_on_the_same_devices_at_a_time():
+    """From two threads, each with its own pipe."""
+    plain = model()
+    x, target = data()
+    right = expected(plain, x, target, weighted)
+    found: list[list[Tensor]] = []
+    pipes = [pipe_of(plain, "four"), pipe_of(plain, "backwards")]
+
+    def work(pipe: Pipe) -> None:
+        for _ in range(3):
+            found.append([t.cpu() for t in trained(pipe, x, target, weighted)])
+
+    threads = [threading.Thread(target=work, args=(pipe,)) for pipe in pipes]
+    with acc.late():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 6
+    for result in found:
+        assert_close(result, right)

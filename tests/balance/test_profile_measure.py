@@ -1,0 +1,376 @@
+"""What is measured of layers: times, sizes and skips; and balances that are made of that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncpipe.balance.measure as measure
+from syncpipe import NoChunk
+from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
+from syncpipe.balance.measure import profile
+from syncpipe.balance.profile import SkipProfile
+from syncpipe.skip import Namespace
+from tests.support.models import Fork, Join, Receive, Send
+from tests.support.skips import Around
+
+# --- time, by a clock that only layers move -----------------------------------------------------
+
+
+class Clock:
+    """A stopwatch of its own for each test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self, device: torch.device) -> tuple[Callable[[], float], Any]:
+        return (lambda: self.now), (lambda start, end: end - start)
+
+
+class Takes(nn.Module):
+    """Takes a second for each sample in forward, and two of them in backward."""
+
+    def __init__(self, clock: Clock, seconds: float, late: tuple[float, ...] = ()) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.late = clock, seconds, list(late)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Takes:
+        return Takes(self.clock, self.seconds, tuple(self.late))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.seconds * len(x) + (self.late.pop(0) if self.late else 0)
+        return Ticks.apply(x * self.weight, self.clock, 2 * self.seconds)
+
+
+class Ticks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.clock.now += ctx.seconds * len(grads[0])
+        return grads[0], None, None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "stopwatch", clock)
+    return clock
+
+
+def test_forward_and_backward_apart_for_each_size(clock: Clock) -> None:
+    model = nn.Sequential(Takes(clock, 1), nn.ReLU(), Takes(clock, 3))
+    layers = profile(model, torch.rand(8, 2), timeout=0.0).layers
+    assert [layer.forward for layer in layers] == [
+        {2: 2, 4: 4, 8: 8},
+        {2: 0, 4: 0, 8: 0},
+        {2: 6, 4: 12, 8: 24},
+    ]
+    assert [layer.backward[8] for layer in layers] == [16, 0, 48]
+
+
+def test_the_first_run_and_a_slow_one_do_not_count(clock: Clock) -> None:
+    model = nn.Sequential(Takes(clock, 1, late=(1000, 0, 50)))
+    assert profile(model, torch.rand(4, 2), sizes=[4], timeout=0.05).layers[0].forward == {4: 4}
+
+
+def test_what_needs_no_gradient_has_no_backward(clock: Clock) -> None:
+    found = profile(nn.Sequential(nn.Flatten(), Takes(clock, 1)), torch.rand(2, 2), timeout=0.0)
+    assert found.layers[0].backward == {2: 0}
+    assert found.layers[1].backward == {2: 4}
+
+
+def test_without_time_layers_run_once(clock: Clock) -> None:
+    model = nn.Sequential(Takes(clock, 1), Takes(clock, 1))
+    layers = profile(model, torch.rand(4, 2), sizes=[4], time=False).layers
+    assert clock.now == 8
+    assert all(layer.forward == layer.backward == {4: 0} for layer in layers)
+
+
+def test_rounds_go_on_while_there_is_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setattr(measure.clock, "monotonic", lambda: clock.now)
+
+    def rounds(timeout: float) -> float:
+        start = clock.now
+        profile(nn.Sequential(Takes(clock, 1)), torch.rand(1, 2), sizes=[1], timeout=timeout)
+        return (clock.now - start) / 3
+
+    assert rounds(0) == 2  # to warm up, and one
+    assert rounds(1) == 1 + 2
+    assert rounds(2) == 1 + measure.LEAST
+    assert rounds(30) == 1 + 10
+    assert rounds(1e6) == 1 + measure.MOST
+
+
+def test_time_is_measured_with_the_threads_that_a_worker_has() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return x
+
+    seen: list[int] = []
+    profile(nn.Sequential(Asks()), torch.rand(2), sizes=[2], timeout=0.0, threads=3)
+    assert set(seen) == {3}
+
+
+# --- values of any kind -------------------------------------------------------------------------
+
+
+def test_layers_get_their_real_input_in_train_mode() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            assert x.requires_grad
+            assert torch.equal(x, expected[: len(x)])
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 3), Asks()).eval()
+    x = torch.rand(8, 3)
+    expected = model[0](x).detach()
+    assert profile(model, x, timeout=0.0).sizes == (2, 4, 8)
+
+
+def test_trees_skips_and_integers() -> None:
+    a, b = Namespace(), Namespace()
+    model = nn.Sequential(
+        nn.Embedding(10, 3),
+        Send().isolate(a),
+        Fork(),
+        Send("int").isolate(b),
+        nn.Identity(),
+        Receive().isolate(a),
+        Receive().isolate(b),
+        Join(),
+    )
+    found = profile(model, torch.randint(10, (4, 4)), sizes=[2, 4], timeout=0.0)
+    x = {2: 96, 4: 192}
+    assert found.input_bytes == {2: 64, 4: 128}
+    assert found.skips == (
+        SkipProfile("skip", 1, 5, x),
+        SkipProfile("skip", 3, 6, {2: 16, 4: 32}),
+    )
+    tree = {n: 2 * x[n] + 8 * n + x[n] // 4 for n in (2, 4)}  # x, side, rows and mask
+    assert found.layers[2].output_bytes == found.layers[6].output_bytes == tree
+    assert found.layers[7].output_bytes == x
+
+
+def test_skips_of_submodules() -> None:
+    inside = Around(a=Send(), b=Receive())
+    model = nn.Sequential(nn.Linear(3, 3), inside, Around(a=Send()), nn.ReLU(), Around(a=Receive()))
+    found = profile(model, torch.rand(2, 3), timeout=0.0)
+    assert found.skips == (SkipProfile("skip", 2, 4, {2: 24}),)
+
+
+def test_a_layer_that_changes_its_input() -> None:
+    class Takes(nn.Module):
+        def forward(self, tree: dict[str, Any]) -> Tensor:
+            label, x = tree.pop("label"), tree.pop("x")
+            assert label == "fork"
+            seen.append(x.detach().clone())
+            output: Tensor = x.mul_(2)
+            return output
+
+    seen: list[Tensor] = []
+    profile(nn.Sequential(nn.Linear(3, 3), Fork(), Takes()), torch.rand(2, 4, 3), timeout=0.0)
+    assert len(seen) > 1
+    assert all(torch.equal(x, seen[0]) for x in seen)
+
+
+def test_what_goes_whole_to_every_micro_batch() -> None:
+    class Uses(nn.Module):
+        def forward(self, tree: dict[str, Any]) -> Tensor:
+            x, mask = tree["x"], tree["mask"]
+            assert tree["name"] == "as it is"
+            sizes.append((len(x), len(mask)))
+            return x * mask[0]
+
+    sizes: list[tuple[int, int]] = []
+    sample = {"x": torch.rand(8, 3), "mask": NoChunk(torch.ones(5, 3)), "name": "as it is"}
+    profile(nn.Sequential(Uses()), sample, sizes=[2, 8], time=False)
+    assert sizes == [(2, 5), (8, 5)]
+
+
+def test_tied_parameters_count_once() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    frozen = nn.BatchNorm1d(3).requires_grad_(False)
+    layers = profile(nn.Sequential(first, second, frozen), torch.rand(4, 3), time=False).layers
+    assert [x.parameter_bytes for x in layers] == [48, 12, 24]
+    assert [x.frozen_bytes for x in layers] == [0, 0, 24]
+    assert [x.buffer_bytes for x in layers] == [0, 0, 32]
+
+
+def test_layers_have_their_names_and_a_place() -> None:
+    model = nn.Sequential()
+    model.add_module("stem", nn.Linear(3, 3))
+    found = profile(model, torch.rand(1, 3), timeout=0.0)
+    assert [layer.name for layer in found.layers] == ["stem"]
+    assert found.device == "cpu"
+    assert found.sizes == (1,)
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"sizes": [9]}, ValueError, r"sizes=\[9\].*which has 8"),
+        ({"sizes": [0]}, ValueError, r"sizes=\[0\]"),
+        ({"sizes": []}, ValueError, r"sizes=\[\]"),
+        ({"sizes": 4}, TypeError, r"\[4\]"),
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+        ({"timeout": float("nan")}, ValueError, "timeout=nan"),
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"device": "nowhere"}, ValueError, "device='nowhere'"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        profile(nn.Sequential(nn.Linear(3, 3)), torch.rand(8, 3), **arguments)
+
+
+def test_samples_that_cannot_be_cut() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="NoChunk"):
+        profile(model, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="no samples"):
+        profile(model, torch.rand(0, 3))
+    with pytest.raises(ValueError, match="whole number of rows"):
+        profile(model, (torch.rand(8, 3), torch.rand(3, 3)), sizes=[4])
+
+
+def test_models_that_no_pipe_takes() -> None:
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        profile(nn.Linear(3, 3), torch.rand(8, 3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no later layer pops"):
+        profile(nn.Sequential(Send()), torch.rand(8, 3))
+    with pytest.raises(ValueError, match="no layers"):
+        profile(nn.Sequential(), torch.rand(8, 3))
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+def test_a_bar_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    profile(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2), timeout=0.0, progress=True)
+    assert "0/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_no_bar_for_what_is_quick_or_unseen(
+    progress: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if progress is None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    profile(nn.Sequential(nn.ReLU()), torch.rand(2), timeout=0.0, progress=progress)
+    assert "layer" not in capsys.readouterr().err
+
+
+def test_tqdm_is_missed_only_by_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    profile(nn.Sequential(nn.ReLU()), torch.rand(2), timeout=0.0)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        profile(nn.Sequential(nn.ReLU()), torch.rand(2), progress=True)
+
+
+# --- balances -----------------------------------------------------------------------------------
+
+
+def best(costs: list[float], partitions: int) -> float:
+    """The largest stage of the best cut, by trying them all."""
+    ends = [(0, *cut, len(costs)) for cut in combinations(range(1, len(costs)), partitions - 1)]
+    return min(max(sum(costs[a:b]) for a, b in pairwise(e)) for e in ends)
+
+
+def test_a_balance_by_time(clock: Clock) -> None:
+    seconds = [1.0, 5.0, 2.0, 2.0, 3.0, 1.0]
+    model = nn.Sequential(*[Takes(clock, time) for time in seconds])
+    balance = balance_by_time(3, model, torch.rand(2, 3), timeout=0.0)
+    assert len(balance) == 3
+    starts = [sum(balance[:j]) for j in range(4)]
+    stages = [sum(seconds[a:b]) for a, b in pairwise(starts)]
+    assert max(stages) == best(seconds, 3)
+
+
+def test_a_balance_by_size() -> None:
+    model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(3)], nn.Linear(30, 90))
+    assert balance_by_size(2, model, torch.rand(2, 30)) == [3, 1]
+    # 200 samples of 30 floats for each layer outweigh its 930 parameters.
+    assert balance_by_size(2, model, torch.rand(200, 30)) == [2, 2]
+    assert balance_by_size(2, model, torch.rand(200, 30), chunks=100) == [3, 1]
+    assert balance_by_size(2, model, torch.rand(200, 30), param_scale=100.0) == [3, 1]
+
+
+def test_what_layers_share_weighs_once() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Flatten(), nn.Linear(3, 3))
+    x = torch.rand(64, 3, requires_grad=True)
+    assert balance_by_size(2, model, x) == [3, 1]
+
+
+def test_the_optimizer_says_how_much_parameters_weigh() -> None:
+    model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(3)], nn.Linear(30, 90))
+    x = torch.rand(40, 30)
+    for scale in (2.0, 3.0, 4.0):
+        make = {
+            2.0: partial(torch.optim.SGD, lr=0.1),
+            3.0: partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            4.0: torch.optim.Adam,
+        }[scale]
+        balance = balance_by_size(2, model, x, optimizer=make)
+        assert balance == balance_by_size(2, model, x, param_scale=scale)
+    with pytest.raises(ValueError, match="both given"):
+        balance_by_size(2, model, x, param_scale=3.0, optimizer=torch.optim.Adam)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scale"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 2),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3),
+        (torch.optim.RMSprop, 3),
+        (torch.optim.Adagrad, 3),
+        (torch.optim.Adam, 4),
+        (torch.optim.AdamW, 4),
+        (partial(torch.optim.Adam, amsgrad=True), 5),
+    ],
+)
+def test_what_an_optimizer_keeps(optimizer: Any, scale: float) -> None:
+    assert param_scale_of(optimizer) == scale
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.LBFGS, "adam", torch.optim.SGD([torch.ones(1)], lr=0.1), list]
+)
+def test_what_is_no_optimizer(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match="optimizer="):
+        param_scale_of(optimizer)
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+def test_more_partitions_than_layers(balance: Callable[..., list[int]]) -> None:
+    with pytest.raises(ValueError, match="4"):
+        balance(4, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2))
+
+
+def test_a_skippable_model_can_be_balanced() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Send(), nn.Linear(3, 3), Receive())
+    x = torch.rand(4, 3)
+    assert sum(balance_by_time(2, model, x, timeout=0.0)) == 4
+    sizes = balance_by_size(2, model, x, device="meta")
+    assert sizes == balance_by_size(2, model, x)

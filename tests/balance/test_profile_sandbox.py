@@ -1,0 +1,347 @@
+"""Profiling leaves no trace: the model, its gradients and all settings are as they were."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from syncpipe.balance.by_cost import balance_by_size, balance_by_time
+from syncpipe.balance.measure import profile
+from syncpipe.balance.profile import Profile
+from syncpipe.runtime.rematerialization.snapshot import version_of
+from tests.support.models import Counter, Noise, Receive, Send
+
+SHAPE = (4, 4, 3)
+TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
+WITHOUT_TIME = {"timeout": 0.0, "sizes": [4]}
+
+
+class Python(nn.Module):
+    """Leaves attributes behind, and draws from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(random.gauss(0, 1))
+        self.last = x
+        return x * 1.5
+
+
+class Fails(nn.Module):
+    """Raises in forward, or in backward; has touched all that it can reach before."""
+
+    def __init__(self, error: BaseException, when: str) -> None:
+        super().__init__()
+        self.error, self.when = error, when
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(True)
+        random.random()
+        y = torch.nn.functional.dropout(self.norm(x))
+        if self.when == "forward":
+            raise self.error
+        return Raises.apply(y, self.error)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.error
+
+
+def layers() -> list[nn.Module]:
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    return [
+        nn.Conv1d(4, 4, 1),
+        nn.BatchNorm1d(4),
+        Send(),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        Counter(),
+        frozen,
+        Python(),
+        Noise(),
+        Receive(),
+        nn.Linear(3, 3).eval(),
+    ]
+
+
+def trained(*modules: nn.Module) -> nn.Sequential:
+    """A model with gradients, statistics and hooks."""
+    model = nn.Sequential(*modules)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: None)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    return model
+
+
+def snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
+    """All that profiling might change; tensors as values, the rest by identity."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "sample": sample}
+    grads = {name: tensor.grad for name, tensor in tensors.items()}
+    found: dict[str, Any] = {
+        "values": {name: tensor.tolist() for name, tensor in tensors.items()},
+        "versions": {name: version_of(tensor) for name, tensor in tensors.items()},
+        "which": {name: id(tensor) for name, tensor in tensors.items()},
+        "trained": {name: tensor.requires_grad for name, tensor in tensors.items()},
+        "grads": {n: None if grad is None else grad.tolist() for n, grad in grads.items()},
+        "which grads": {name: id(grad) for name, grad in grads.items()},
+        "cpu": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "threads": torch.get_num_threads(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "saving": TOP_HOOKS(True),
+    }
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            shown = tuple(value) if isinstance(value, (dict, list)) else value
+            found[f"{name}.{key}"] = shown if isinstance(shown, (tuple, int)) else id(shown)
+    return found
+
+
+def assert_untouched(
+    call: Callable[[nn.Sequential, Tensor], Any],
+    model: nn.Sequential,
+    error: type[BaseException] | None = None,
+) -> Any:
+    torch.set_autocast_cache_enabled(True)
+    sample = torch.rand(SHAPE, requires_grad=True)
+    before = snapshot(model, sample)
+    result = None
+    if error is None:
+        result = call(model, sample)
+    else:
+        with pytest.raises(error):
+            call(model, sample)
+    after = snapshot(model, sample)
+    for what in before.keys() | after.keys():
+        assert after.get(what) == before.get(what), what
+    return result
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_a_profile_leaves_everything_as_it_was(device: str | None) -> None:
+    found = assert_untouched(
+        lambda model, x: profile(model, x, timeout=0.01, threads=2, device=device),
+        trained(*layers()),
+    )
+    assert isinstance(found, Profile)
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+def test_a_balance_leaves_everything_as_it_was(balance: Callable[..., list[int]]) -> None:
+    found = assert_untouched(lambda model, x: balance(3, model, x), trained(*layers()))
+    assert sum(found) == len(layers())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradients_are_measured_whatever_the_caller_has_switched_off(mode: Any) -> None:
+    model = trained(*layers())
+    with mode():
+        found = assert_untouched(lambda model, x: profile(model, x, **WITHOUT_TIME), model)
+    assert found.layers[0].stored_bytes[4] > 0
+    assert found.layers[0].backward[4] > 0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("by hand"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", range(len(layers()) + 1))
+def test_an_exception_in_any_layer(place: int, error: BaseException, when: str) -> None:
+    modules = layers()
+    modules.insert(place, Fails(error, when))
+    with torch.no_grad():
+        assert_untouched(
+            lambda model, x: profile(model, x, threads=2, **WITHOUT_TIME),
+            trained(*modules),
+            type(error),
+        )
+
+
+class _Interrupt:
+    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
+
+    def __init__(self, at: int) -> None:
+        self.calls, self.at = 0, at
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
+def _interrupted(at: int, call: Callable[[], Any]) -> tuple[int, bool]:
+    """Calls a function; returns how many functions it began, and whether Ctrl-C came through."""
+    interrupt = _Interrupt(at)
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return interrupt.calls, True
+    finally:
+        sys.settrace(before)
+    return interrupt.calls, False
+
+
+# A destructor, or the callback of a weak reference, cannot pass an exception on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_place() -> None:
+    model = trained(*layers())
+
+    def interrupted(at: int) -> tuple[int, bool]:
+        found: tuple[int, bool] = assert_untouched(
+            lambda model, x: _interrupted(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
+            model,
+        )
+        return found
+
+    calls, _ = interrupted(0)
+    places = range(1, calls, max(1, calls // 150))
+    stopped = [interrupted(at)[1] for at in places]
+    assert sum(stopped) > 0.9 * len(places)
+
+
+def test_the_error_says_which_layer() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), Fails(ZeroDivisionError("by hand"), "forward"))
+    with pytest.raises(ZeroDivisionError, match="by hand") as caught:
+        profile(model, torch.rand(SHAPE), sizes=[2, 4])
+    (note,) = caught.value.__notes__
+    assert "layer '1' (Fails)" in note
+    assert "2 samples" in note
+    assert "sizes=[2, 4]" in note
+
+
+def test_gradients_are_not_copied() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training
+            grads.append(self.weight.grad)
+            return super().forward(x)
+
+    grads: list[Tensor | None] = []
+    profile(trained(Looks(3, 3).eval()), torch.rand(SHAPE), sizes=[4], time=False)
+    assert grads == [None]
+
+
+def test_a_layer_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
+    model[1].lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"layer '1' \(Linear\) cannot be copied.*__deepcopy__"):
+        profile(model, torch.rand(SHAPE))
+
+
+def test_a_forward_that_would_go_on_with_the_user_s_parameters() -> None:
+    layer = nn.Linear(3, 3)
+    layer.forward = lambda x: x @ layer.weight  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="a function tied to the module itself"):
+        profile(nn.Sequential(layer), torch.rand(SHAPE))
+
+
+def _old(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still in use
+        return norm(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: _old(nn.utils.weight_norm),
+        lambda: _old(nn.utils.spectral_norm),
+        lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
+        lambda: nn.Sequential(nn.Flatten(0, 1), nn.GRUCell(3, 5)),
+    ],
+    ids=["weight_norm", "spectral_norm", "new_weight_norm", "new_spectral_norm", "gru"],
+)
+def test_layers_with_weights_of_another_kind(
+    layer: Callable[[], nn.Module], device: str | None
+) -> None:
+    model = trained(layer(), nn.ReLU())
+    model(torch.rand(SHAPE))  # leaves a weight with a graph behind
+    found = assert_untouched(
+        lambda model, x: profile(model, x, device=device, **WITHOUT_TIME), model
+    )
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.layers[0].parameter_bytes == size
+
+
+def test_lazy_layers_stay_lazy() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    found = profile(model, torch.rand(4, 3), sizes=[2, 4], timeout=0.0)
+    assert [layer.parameter_bytes for layer in found.layers] == [4 * 20, 4 * 10, 4 * 12]
+    assert all(isinstance(p, nn.UninitializedParameter) for p in model.parameters())
+
+
+def test_a_compiled_layer_runs_its_copy() -> None:
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.forward = torch.compile(self.forward, backend="eager")  # type: ignore[method-assign]
+
+    model = trained(Own(), torch.compile(nn.Linear(3, 3), backend="eager"))  # type: ignore[arg-type]
+    found = assert_untouched(lambda model, x: profile(model, x, time=False, device="meta"), model)
+    assert [layer.stored_bytes[4] for layer in found.layers] == [4 * 48, 4 * 48]
+
+
+def test_a_parameter_keeps_its_class_and_attributes() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Special(torch.ones(3))
+            self.weight.role = "scale"
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert type(self.weight) is Special
+            assert self.weight.role == "scale"
+            return x * self.weight
+
+    assert profile(nn.Sequential(Asks()), torch.rand(SHAPE), time=False).layers[0].parameter_bytes
+
+
+class Closes(nn.Module):
+    """Computes by a function that knows the user's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.function = lambda x: self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_gradients_end_at_the_copies() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.script(nn.Linear(3, 3))
+    model = nn.Sequential(scripted, Closes())
+    profile(model, torch.randn(4, 3), **WITHOUT_TIME)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())

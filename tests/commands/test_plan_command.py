@@ -1,0 +1,204 @@
+"""``python -m syncpipe plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe.__main__ import main
+from syncpipe.balance import LayerProfile, Profile
+from tests.support.models import linear_model
+
+HERE = "tests.commands.test_plan_command"
+DEVICES = ["--devices", "2 x 1GB, 10GB/s", "--batch-size", "64"]
+
+
+def factory() -> nn.Sequential:
+    return linear_model(4)
+
+
+def with_sample() -> tuple[nn.Sequential, torch.Tensor]:
+    return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), torch.zeros(4, 2, dtype=torch.int64)
+
+
+def none() -> None:
+    return None
+
+
+def broken() -> nn.Sequential:
+    raise ValueError("the model's own error")
+
+
+def bad_layer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 5))
+
+
+ready = linear_model(2)
+nothing = 3
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    times = {8: 0.003}
+    sizes = {8: 1000}
+    layers = [
+        LayerProfile(f"layer{k}", times, times, sizes, sizes, parameter_bytes=1000)
+        for k in range(4)
+    ]
+    path = tmp_path / "profile.json"
+    Profile(tuple(layers)).save(path)
+    return str(path)
+
+
+def run(*arguments: str) -> int:
+    return main(["plan", *arguments])
+
+
+@pytest.mark.parametrize(
+    "model", [[f"{HERE}:factory", "--sample", "8x3"], [f"{HERE}:with_sample"],
+              [f"{HERE}:ready", "--sample", "8x3:float32"]]
+)  # fmt: skip
+def test_a_model_is_measured_and_planned(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*model, *DEVICES, "--timeout", "0.05") == 0
+    assert "Plan for mini-batches of 64 samples on 2 devices" in capsys.readouterr().out
+
+
+def test_whole_numbers_are_zeros(capsys: pytest.CaptureFixture[str]) -> None:
+    model = [f"{HERE}:with_sample", "--sample", "8x2:int64"]
+    assert run(*model, *DEVICES, "--timeout", "0.05", "--json") == 0
+    assert sum(json.loads(capsys.readouterr().out)["balance"]) == 2
+
+
+def test_a_profile_is_written_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    model = [f"{HERE}:factory", "--sample", "8x3", "--timeout", "0.05"]
+    assert run(*model, *DEVICES, "--profile", str(path), "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert run("--profile", str(path), *DEVICES, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == first
+
+
+def test_a_plain_list_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"name": "a", "forward_ms": 1, "backward_ms": 2, "activation_bytes": 10,
+             "parameter_bytes": 10, "stored_bytes": 10}  # fmt: skip
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([entry, entry]))
+    times = []
+    for more in ([], ["--samples", "32"]):
+        assert run("--profile", str(path), *DEVICES, "--stages", "1", "--json", *more) == 0
+        times.append(json.loads(capsys.readouterr().out)["step_time"])
+    assert times == pytest.approx([0.006, 0.012])
+
+
+def test_options_reach_the_plan(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--chunks", "4", "--stages", "2", "--schedule", "gpipe", "--memory", "3GB",
+               "--bandwidth", "1GB/s", "--param-scale", "2"]  # fmt: skip
+    assert run("--profile", measured, *DEVICES, *options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["chunks"], len(found["balance"]), found["schedule"]) == (4, 2, "gpipe")
+    assert found["stages"][0]["limit"] == 3e9
+    assert found["stages"][0]["send"] == pytest.approx(2000 / 1e9)
+    assert found["stages"][0]["memory"] == 2 * 2000 + 4 * 2 * 2000
+
+
+def test_devices_of_this_machine(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, "--devices", "cpu:0,cpu:1", "--batch-size", "8") == 0
+    assert "cpu:1" in capsys.readouterr().out
+
+
+def test_a_picture_is_drawn(measured: str, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    assert run("--profile", measured, *DEVICES, "--picture", str(path)) == 0
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_replicas(measured: str, json_too: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, *DEVICES, "--replicas", *json_too) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a model"),
+        (["nothing"], "package.module:factory"),
+        ([f"{HERE}:missing"], "has no 'missing'"),
+        ([f"{HERE}:nothing"], "int"),
+        ([f"{HERE}:none"], "NoneType"),
+        ([".tests:factory"], "package.module:factory"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--picture", "no/such/step.svg"], "no/such"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--picture", "step.gif"], "step.gif"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--profile", "no/such/p.json"], "no/such"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--memory", "much"], "much"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--chunks", "7"], "chunks=7"),
+        (["no.such.module:factory"], "No module named"),
+        ([f"{HERE}:factory"], "--sample is missing"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--samples", "3"], "--samples"),
+        (["--profile", "no/such/file.json"], "no/such"),
+        (["--profile", "no_such_file.json"], "no_such_file.json"),
+    ],
+)
+def test_what_does_not_fit_is_said_on_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, *DEVICES) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m syncpipe plan: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["broken", "bad_layer"])
+def test_errors_of_the_model_come_with_their_traceback(model: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"the model's own|shapes cannot"):
+        run(f"{HERE}:{model}", "--sample", "8x3", *DEVICES)
+
+
+def test_a_number_of_devices_is_a_number(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, "--devices", "1", "--batch-size", "8") == 0
+    assert "on 1 device\n" in capsys.readouterr().out
+
+
+def test_devices_of_this_machine_are_measured_with_their_share_of_threads() -> None:
+    threads = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            threads.append(torch.get_num_threads())
+            return x * 2
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        globals()["looking"] = nn.Sequential(Look(), nn.Linear(3, 3))
+        options = ["--devices", "cpu:0,cpu:1", "--batch-size", "8", "--timeout", "0.01"]
+        assert run(f"{HERE}:looking", "--sample", "8x3", *options) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert set(threads) == {2}
+
+
+def test_no_plan_is_an_exit_status(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, *DEVICES, "--memory", "1kB") == 1
+    assert "no plan fits into memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--sample", "8x"], ["--sample", "0x3"], ["--sample", "8x3:float33"], ["--chunks", "0"]],
+)
+def test_what_cannot_be_read_is_an_error_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(f"{HERE}:factory", *DEVICES, *arguments)
+    assert "usage" in capsys.readouterr().err

@@ -1,0 +1,424 @@
+"""Random models, of layers that are hard on a pipe: what they do in place, hand on, hook and hide.
+
+A model is drawn by a :class:`random.Random`, which hypothesis has, too. Only models are drawn that
+the plain ``nn.Sequential`` can train, and whose gradients it sums in one order.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from syncpipe.skip import Namespace
+from tests.support.models import (
+    CHANNELS,
+    LENGTH,
+    Counter,
+    Fork,
+    Inner,
+    Join,
+    Noise,
+    Receive,
+    Send,
+    Tied,
+    on_x,
+)
+
+__all__ = ["KINDS", "Model", "drawn_model"]
+
+
+# --- layers: each takes a tensor, or the dict that Fork or Twice makes, and works on its "x" -----
+
+
+class Do(nn.Module):
+    """Calls a function that may use leaves of its own, which no module knows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return on_x(self.function, value)
+
+
+def near(leaf: Tensor, x: Tensor) -> Tensor:
+    """A leaf where the layer is; a pipe moves only those that it knows."""
+    return leaf if leaf.device == x.device else leaf.to(x.device)
+
+
+class Hidden(nn.Module):
+    """Parameters in a plain list, used whole and by views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.randn(CHANNELS * LENGTH)), nn.Parameter(torch.ones(1))]
+
+    def forward(self, value: Any) -> Any:
+        def add(x: Tensor) -> Tensor:
+            bias, scale = (near(weight, x) for weight in self.weights)
+            return x * scale + bias.view(1, CHANNELS, LENGTH)
+
+        return on_x(add, value)
+
+
+def closure() -> nn.Module:
+    """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
+    leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
+    layer = Do(lambda x: x + near(leaf, x).view(1, CHANNELS, LENGTH))
+    layer.leaf = lambda: leaf
+    return layer
+
+
+class ParameterViews(nn.Module):
+    """Adds and multiplies by views of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH, CHANNELS + 1))
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x * self.weight[:, 0] + self.weight[:, 1:].t(), value)
+
+
+class Checkpointed(nn.Module):
+    """A layer that re-materializes a part of itself."""
+
+    def __init__(self, *, reentrant: bool, dropout: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(LENGTH, LENGTH), nn.Tanh())
+        if dropout:
+            self.inner.append(nn.Dropout(0.4))
+        self.reentrant = reentrant
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant), value)
+
+
+class Embed(nn.Module):
+    """Adds what an embedding has for the signs of the input."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, LENGTH, max_norm=max_norm)
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x + self.table((x.detach()[..., 0] > 0).long()), value)
+
+
+class TensorHook(nn.Module):
+    """Changes the gradient of an activation of its own."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, value: Any) -> Any:
+        def hooked(x: Tensor) -> Tensor:
+            y = x * 1.5
+            if y.requires_grad:
+                y.register_hook(self.hook)
+            return y
+
+        return on_x(hooked, value)
+
+
+class Residual(nn.Module):
+    """Uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x + torch.tanh(self.linear(x)), value)
+
+
+class Twice(nn.Module):
+    """From a tensor to a tree that has it twice."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x, "again": x}
+
+
+class Meet(nn.Module):
+    """From the tree of Twice back to a tensor."""
+
+    def forward(self, tree: dict[str, Any]) -> Tensor:
+        return tree["x"] - tree["again"] * 0.5
+
+
+class ForkRng(nn.Module):
+    """Draws from the global generator, and puts it back."""
+
+    def forward(self, value: Any) -> Any:
+        def scaled(x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(7)
+                return x * torch.rand(LENGTH).to(x)
+
+        return on_x(scaled, value)
+
+
+class Dawdle(nn.Module):
+    """Takes a different, short time at each call, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delays = random.Random(0)
+
+    def wait(self, *_: Any) -> None:
+        time.sleep(self.delays.random() * 4e-4)
+
+    def forward(self, value: Any) -> Any:
+        def late(x: Tensor) -> Tensor:
+            self.wait()
+            y = x * 1.0
+            if y.requires_grad:
+                y.register_hook(self.wait)
+            return y
+
+        return on_x(late, value)
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(LENGTH, LENGTH)
+
+
+def _frozen() -> nn.Module:
+    return Inner(_linear()).requires_grad_(False)
+
+
+def _hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layer = _linear()
+        getattr(layer, register)(hook)
+        return Inner(layer)
+
+    return make
+
+
+def _parameter_hook() -> nn.Module:
+    layer = _linear()
+    layer.weight.register_hook(lambda grad: grad * 0.5)
+    return Inner(layer)
+
+
+def _noisy(grad: Tensor) -> Tensor:
+    return grad + torch.randn_like(grad)
+
+
+def _add_to_first(x: Tensor) -> Tensor:
+    x[..., 0] += 1.0
+    return x
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer.
+
+    Attributes:
+        make: makes one.
+        passes: may return the memory that it was given.
+        inplace: writes into what it was given.
+        stores: autograd keeps its output, or forbids to change it in place.
+        once: uses what it was given once.
+        draws: from PyTorch's generators, in training.
+        cpu: knows the generator of the CPU only.
+    """
+
+    make: Callable[[], nn.Module]
+    passes: bool = False
+    inplace: bool = False
+    stores: bool = False
+    once: bool = True
+    draws: bool = False
+    cpu: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "linear": Kind(lambda: Inner(_linear())),
+    "conv": Kind(lambda: Inner(nn.Conv1d(CHANNELS, CHANNELS, 1))),
+    "batch_norm": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS))),
+    "momentum_none": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None))),
+    "instance_norm": Kind(lambda: Inner(nn.InstanceNorm1d(CHANNELS, affine=True))),
+    "layer_norm": Kind(lambda: Inner(nn.LayerNorm(LENGTH))),
+    "tanh": Kind(lambda: Inner(nn.Tanh()), stores=True),
+    "gelu": Kind(lambda: Inner(nn.GELU())),
+    "frozen": Kind(_frozen),
+    "tied": Kind(Tied),
+    "counter": Kind(Counter),
+    "residual": Kind(Residual, once=False),
+    "hidden": Kind(Hidden),
+    "closure": Kind(closure),
+    "parameter_views": Kind(ParameterViews),
+    "embedding": Kind(Embed, once=False),
+    "embedding_max_norm": Kind(lambda: Embed(0.5), once=False),
+    "expand": Kind(lambda: Do(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
+    "transposed": Kind(lambda: Do(lambda x: (x * 2).mT.contiguous().mT)),
+    "dawdle": Kind(Dawdle, stores=True),
+    # handed on
+    "identity": Kind(nn.Identity, passes=True),
+    "flatten": Kind(lambda: Inner(nn.Flatten(2)), passes=True),
+    "dropout_0": Kind(lambda: Inner(nn.Dropout(0.0)), passes=True),
+    "view": Kind(lambda: Do(lambda x: x.view_as(x)), passes=True),
+    "slice": Kind(lambda: Do(lambda x: x[:, :CHANNELS]), passes=True),
+    # in place
+    "relu_": Kind(lambda: Inner(nn.ReLU(inplace=True)), inplace=True, passes=True, stores=True),
+    "hardtanh_": Kind(lambda: Inner(nn.Hardtanh(inplace=True)), inplace=True, passes=True),
+    "mul_": Kind(lambda: Do(lambda x: x.mul_(1.5)), inplace=True, passes=True),
+    "add_": Kind(lambda: Do(_add_to_first), inplace=True, passes=True),
+    # part of themselves again
+    "checkpoint": Kind(lambda: Checkpointed(reentrant=False, dropout=False), stores=True),
+    "reentrant": Kind(lambda: Checkpointed(reentrant=True, dropout=False), stores=True),
+    # hooks
+    "tensor_hook": Kind(lambda: TensorHook(lambda grad: grad * 0.75), stores=True),
+    "parameter_hook": Kind(_parameter_hook),
+    "forward_hook": Kind(_hooked("register_forward_hook", lambda m, x, y: y * 1.25)),
+    "forward_pre_hook": Kind(_hooked("register_forward_pre_hook", lambda m, x: (x[0] * 0.5,))),
+    "backward_hook": Kind(
+        _hooked("register_full_backward_hook", lambda m, gx, gy: _doubled(gx)), stores=True
+    ),
+    "backward_pre_hook": Kind(
+        _hooked("register_full_backward_pre_hook", lambda m, gy: _doubled(gy)), stores=True
+    ),
+    # random
+    "dropout": Kind(lambda: Inner(nn.Dropout(0.4)), passes=True, draws=True),
+    "dropout_": Kind(
+        lambda: Inner(nn.Dropout(0.4, inplace=True)), inplace=True, passes=True, draws=True
+    ),
+    "rrelu": Kind(lambda: Inner(nn.RReLU()), draws=True),
+    "noise": Kind(Noise, passes=True, draws=True),
+    "fork_rng": Kind(ForkRng, draws=True, cpu=True),
+    "checkpoint_dropout": Kind(
+        lambda: Checkpointed(reentrant=False, dropout=True), stores=True, draws=True
+    ),
+    "reentrant_dropout": Kind(
+        lambda: Checkpointed(reentrant=True, dropout=True), stores=True, draws=True
+    ),
+    "noisy_hook": Kind(lambda: TensorHook(_noisy), stores=True, draws=True),
+    # from a tensor to a tree, and back
+    "fork": Kind(Fork, once=False),
+    "join": Kind(Join),
+    "twice": Kind(Twice, passes=True, once=False),
+    "meet": Kind(Meet),
+    # skips
+    "send": Kind(Send, passes=True, once=False),
+    "send_int": Kind(lambda: Send("int"), passes=True),
+    "send_none": Kind(lambda: Send("none"), passes=True),
+    "receive": Kind(Receive, passes=True),  # what it pops may be None
+}
+_ENDS = {"fork": "join", "twice": "meet"}
+
+
+def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else grad * 2 for grad in grads)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in words: the kinds of its layers, and the seed of their parameters."""
+
+    layers: tuple[str, ...]
+    seed: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return any(KINDS[kind].draws for kind in self.layers)
+
+    @property
+    def begins_in_place(self) -> bool:
+        """Whether it writes into its input."""
+        for kind in self.layers:
+            if KINDS[kind].inplace:
+                return True
+            if not KINDS[kind].passes:
+                break
+        return False
+
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+        """The same model every time."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return self._built()
+        finally:
+            torch.set_default_dtype(before)
+
+    def _built(self) -> nn.Sequential:
+        torch.manual_seed(self.seed)
+        waiting: list[Namespace] = []
+        model = nn.Sequential()
+        for kind in self.layers:
+            layer = KINDS[kind].make()
+            if kind.startswith("send"):
+                waiting.append(Namespace())
+                layer.isolate(waiting[-1])
+            elif kind == "receive":
+                layer.isolate(waiting.pop(0))
+            model.append(layer)
+        return model
+
+
+def leaves(model: nn.Module) -> dict[str, Tensor]:
+    """All leaves of a model, by name, whether modules know them or not."""
+    found = dict(model.named_parameters())
+    for name, layer in model.named_modules():
+        if isinstance(layer, Hidden):
+            found |= {f"{name}.{k}": weight for k, weight in enumerate(layer.weights)}
+        elif hasattr(layer, "leaf"):
+            found[f"{name}.leaf"] = layer.leaf()
+    return found
+
+
+def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None = None) -> Model:
+    """Draws a model.
+
+    Args:
+        chance: what draws.
+        most: the most layers, but for those that end what others began.
+        kinds: those that may be drawn; None for all.
+    """
+    names = list(KINDS) if kinds is None else list(kinds)
+    layers: list[str] = []
+    writable, shared, waiting, tree = True, False, 0, ""
+
+    def fits(name: str) -> bool:
+        kind = KINDS[name]
+        if (name == "receive" and not waiting) or (name == "meet" and tree != "twice"):
+            return False
+        if (name == "join" and tree != "fork") or (name in _ENDS and tree):
+            return False
+        return (writable or not kind.inplace) and (kind.once or not shared)
+
+    def add(name: str) -> None:
+        nonlocal writable, shared, waiting, tree
+        kind = KINDS[name]
+        layers.append(name)
+        waiting += name.startswith("send") - (name == "receive")
+        tree = name if name in _ENDS else "" if name in _ENDS.values() else tree
+        if kind.inplace or not kind.passes:
+            writable = not kind.stores
+        if not kind.passes:
+            shared = False
+        if name in ("send", "twice"):
+            writable, shared = False, True
+
+    for _ in range(chance.randint(1, most)):
+        name = chance.choice(names)
+        if fits(name):
+            add(name)
+        elif fits("linear"):
+            add("linear")
+    if tree and chance.random() < 0.7:
+        add(_ENDS[tree])
+    while waiting:
+        add("receive")
+    return Model(tuple(layers), chance.randrange(1000))

@@ -1,0 +1,71 @@
+"""Layers compiled with ``torch.compile`` work in a pipe as they do in the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.running import MODES, assert_same, pipe_of, plain, trained
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.linear(x)) + x)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_layers_give_the_plain_loops_bits(mode, backend):
+    layers = nn.Sequential(Block(), nn.Tanh(), Block(), nn.Linear(6, 3))
+    reference = copy.deepcopy(layers)
+    for k in (0, 2):
+        layers[k].compile(backend=backend)
+    compiled = copy.deepcopy(reference)  # the plain loop, compiled too
+    for k in (0, 2):
+        compiled[k].compile(backend=backend)
+    pipe = pipe_of(layers, [2, 2], checkpoint=mode)
+    assert list(pipe.state_dict()) == list(reference.state_dict())
+    for _ in range(3):
+        x = torch.randn(12, 6)
+        result = trained(pipe, pipe, x)
+        assert_same(result, trained(lambda x: plain(compiled, x), compiled, x))
+        for a, b in zip(result, trained(lambda x: plain(reference, x), reference, x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_function_inside_of_a_layer_and_a_wrapped_layer(mode):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.function = torch.compile(lambda x, w: (x @ w).sin(), backend="eager")
+
+        def forward(self, x):
+            return self.function(x, self.weight)
+
+    layers = nn.Sequential(Layer(), torch.compile(nn.Linear(6, 6), backend="eager"), nn.Tanh())
+    pipe = pipe_of(layers, checkpoint=mode)
+    x = torch.randn(8, 6)
+    assert_same(trained(pipe, pipe, x), trained(lambda x: plain(layers, x), layers, x))
+
+
+def test_a_compiled_step_around_a_pipe_runs_the_pipe():
+    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    x = torch.randn(8, 6)
+    step = torch.compile(lambda x: pipe(x * 2) + 1, backend="eager")
+    assert torch.equal(step(x), plain(nn.Sequential(*pipe), x * 2) + 1)

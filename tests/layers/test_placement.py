@@ -1,0 +1,234 @@
+"""Where the partitions of a pipe are: devices, workers, and moves that are refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe import Pipe, Worker
+from tests.support.models import CHECKPOINT_MODES, assert_equals_plain, linear_model
+
+
+def pipe_and_parent() -> tuple[Pipe, nn.Module]:
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), [1, 2])
+    return pipe, nn.Sequential(pipe, nn.Linear(2, 2))
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "cuda()": lambda module: module.cuda(),
+    "cuda(0)": lambda module: module.cuda(0),
+    "cpu()": lambda module: module.cpu(),
+    "xpu()": lambda module: module.xpu(),
+    "to('cpu')": lambda module: module.to("cpu"),
+    "to('meta')": lambda module: module.to("meta"),
+    "to(device=...)": lambda module: module.to(device=torch.device("cpu")),
+    "to('cpu', dtype)": lambda module: module.to("cpu", torch.float64),
+    "to(tensor)": lambda module: module.to(torch.zeros(())),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "to_empty meta": lambda module: module.to_empty(device="meta"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_is_refused_with_the_way_out_and_changes_nothing(move: str) -> None:
+    pipe, _ = pipe_and_parent()
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(TypeError, match=r"Pipe.*devices") as caught:
+        MOVES[move](pipe)
+    assert move.split("(")[0].split()[0] in str(caught.value)
+    for name, tensor in pipe.state_dict().items():
+        assert tensor.device.type == "cpu"
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_of_a_parent_module_is_refused_and_leaves_the_pipe_alone(move: str) -> None:
+    pipe, parent = pipe_and_parent()
+    before, x = copy.deepcopy(pipe.state_dict()), torch.randn(4, 3)
+    with pytest.raises(TypeError, match=r"Pipe.*devices"):
+        MOVES[move](parent)
+    for name, tensor in pipe.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name])
+    pipe(x)
+
+
+def test_a_move_of_a_parent_that_uses_meta_is_refused_for_a_pipe_on_meta_too() -> None:
+    pipe = Pipe(linear_model(2), [1, 1], devices=["cpu", "meta"])
+    with pytest.raises(TypeError, match="Pipe"):
+        nn.ModuleList([pipe]).to_empty(device="cpu")
+    assert [p.device.type for p in pipe.parameters()] == ["cpu", "cpu", "meta", "meta"]
+
+
+CASTS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
+    "to(dtype)": (lambda module: module.to(torch.float64), torch.float64),
+    "to(dtype=)": (lambda module: module.to(dtype=torch.bfloat16), torch.bfloat16),
+    "double": (lambda module: module.double(), torch.float64),
+    "half": (lambda module: module.half(), torch.float16),
+    "bfloat16": (lambda module: module.bfloat16(), torch.bfloat16),
+    "float": (lambda module: module.float(), torch.float32),
+    "share_memory": (lambda module: module.share_memory(), torch.float32),
+    "type": (lambda module: module.type(torch.float64), torch.float64),
+}
+
+
+@pytest.mark.parametrize("through_parent", [False, True])
+@pytest.mark.parametrize("cast", CASTS)
+def test_what_changes_no_device_works_and_the_pipe_runs(cast: str, through_parent: bool) -> None:
+    pipe, parent = pipe_and_parent()
+    pipe(torch.randn(4, 3))  # whatever the pipe remembers must follow
+    module, (change, dtype) = parent if through_parent else pipe, CASTS[cast]
+    assert change(module) is module
+    assert {p.dtype for p in pipe.parameters()} == {dtype}
+    output = pipe(torch.randn(4, 3, dtype=dtype))
+    assert output.dtype == dtype
+    output.sum().backward()
+    assert all(p.grad.dtype == dtype for p in pipe.parameters())
+
+
+def test_share_memory_shares_every_parameter_and_buffer() -> None:
+    pipe, _ = pipe_and_parent()
+    assert all(tensor.is_shared() for tensor in pipe.share_memory().state_dict().values())
+
+
+def test_memory_format_is_changed() -> None:
+    pipe = Pipe(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)), [1, 1])
+    pipe.to(memory_format=torch.channels_last)
+    assert pipe[1].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_train_and_eval_reach_layers_and_partitions() -> None:
+    pipe, parent = pipe_and_parent()
+    assert parent.eval() is parent
+    assert not any(module.training for module in [*pipe.modules(), *pipe.partitions])
+    assert pipe.train() is pipe
+    assert all(module.training for module in [*pipe.modules(), *pipe.partitions])
+
+
+def test_a_model_in_eval_mode_gives_a_pipe_in_eval_mode() -> None:
+    assert not Pipe(linear_model(2).eval(), [1, 1]).training
+
+
+# --- balance=None ----------------------------------------------------------------------------
+
+
+def placed(*where: str | None) -> nn.Sequential:
+    """Linear layers on devices; None is a layer without parameters."""
+    layers = [nn.ReLU() if w is None else nn.Linear(2, 2, device=w) for w in where]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("where", "balance", "devices"),
+    [
+        (["cpu", "meta"], [1, 1], ["cpu", "meta"]),
+        (["cpu", "cpu", "meta"], [2, 1], ["cpu", "meta"]),
+        (["cpu", None, "meta", None], [2, 2], ["cpu", "meta"]),
+        ([None, None, "meta", "cpu"], [3, 1], ["meta", "cpu"]),
+        (["cpu", None, "meta", "cpu"], [2, 1, 1], ["cpu", "meta", "cpu"]),
+    ],
+)
+def test_without_balance_consecutive_layers_on_one_device_form_a_partition(
+    where: list[str | None], balance: list[int], devices: list[str]
+) -> None:
+    pipe = Pipe(placed(*where), chunks=2)
+    assert pipe.balance == balance
+    assert [device.type for device in pipe.devices] == devices
+
+
+def test_a_layer_with_buffers_only_tells_its_device() -> None:
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"), nn.ReLU()
+    )
+    assert Pipe(model).balance == [1, 2]
+
+
+def test_a_layer_on_two_devices_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), placed("cpu", "meta"))
+    with pytest.raises(ValueError, match=r"layer '1' \(Sequential\).*cpu.*meta"):
+        Pipe(model)
+
+
+@pytest.mark.parametrize("where", [["cpu"] * 5, [None] * 5])
+@pytest.mark.parametrize("devices", [None, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_without_balance_and_placement_the_error_shows_code_that_works(
+    where: list[str | None], devices: list[str] | None
+) -> None:
+    module = placed(*where)
+    with pytest.raises(ValueError, match="balance is missing") as caught:
+        Pipe(module, devices=devices)
+    code = re.search(r"^ +(pipe = Pipe\(.*\))$", str(caught.value), re.MULTILINE)
+    assert code, str(caught.value)
+    scope: dict[str, Any] = {"Pipe": Pipe, "module": module}
+    exec(code[1], scope)
+    assert sum(scope["pipe"].balance) == 5
+    assert len(scope["pipe"].balance) >= 2
+
+
+def test_an_empty_module_needs_no_balance() -> None:
+    assert Pipe(nn.Sequential()).balance == []
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def test_without_an_accelerator_each_partition_gets_a_cpu_worker() -> None:
+    pipe = Pipe(linear_model(3), [1, 1, 1])
+    assert pipe.devices == [torch.device("cpu", j) for j in range(3)]
+
+
+def test_devices_come_from_any_iterable() -> None:
+    pipe = Pipe(linear_model(2), [1, 1], devices=(f"cpu:{k}" for k in range(9)))
+    assert pipe.devices == [torch.device("cpu", 0), torch.device("cpu", 1)]
+
+
+def test_making_a_cpu_pipe_touches_no_parameter() -> None:
+    model = linear_model(2)
+    before = [(p, p.data_ptr()) for p in model.parameters()]
+    pipe = Pipe(model, [1, 1], devices=["cpu:0", "cpu:1"])
+    assert [(p, p.data_ptr()) for p in pipe.parameters()] == before
+    assert all(p.device == torch.device("cpu") for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_workers_made_by_hand_serve_partitions_like_devices(checkpoint: str) -> None:
+    shared = Worker("cpu")
+    workers = [shared, Worker("cpu"), shared]
+    x = torch.randn(6, 3, requires_grad=True)
+    arguments: dict[str, Any] = {"devices": workers, "chunks": 3, "checkpoint": checkpoint}
+    pipe = assert_equals_plain(linear_model(4), x, [1, 2, 1], steps=2, **arguments)
+    assert pipe.devices == [torch.device("cpu")] * 3
+
+
+def test_two_workers_on_one_device_run_on_two_threads_and_one_worker_on_none() -> None:
+    import threading
+
+    def names(devices: list[Any]) -> set[int]:
+        seen: set[int] = set()
+        pipe = Pipe(linear_model(2), [1, 1], devices=devices, chunks=2)
+        for layer in pipe:
+            layer.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+        pipe(torch.randn(4, 3))
+        return seen
+
+    mine = threading.get_ident()
+    two = names([Worker("cpu"), Worker("cpu")])
+    assert len(two) == 2
+    assert mine not in two
+    worker = Worker("cpu")
+    assert names([worker, worker]) == {mine}
+    assert names(["cpu:1", "cpu:1"]) == {mine}
+
+
+def test_a_copied_pipe_keeps_its_hand_made_workers_apart() -> None:
+    pipe = Pipe(linear_model(2), [1, 1], devices=[Worker("cpu"), Worker("cpu")], chunks=2)
+    x = torch.randn(4, 3)
+    expected = pipe(x)
+    assert torch.equal(copy.deepcopy(pipe)(x), expected)

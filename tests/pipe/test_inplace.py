@@ -1,0 +1,276 @@
+"""Layers that write into their inputs: what others still need stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+from syncpipe.tree import clones, overlap
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.training import weigh
+
+DEVICES = [["cpu:0"] * 4, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]]
+
+
+class Do(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def both_drivers(pipe: Pipe, x: Any, target: Tensor | None = None) -> list[list[Tensor]]:
+    """The gradients of the parameters after a step of either driver, three times each."""
+
+    def loss_fn(y: Tensor, goal: Tensor | None = None) -> Tensor:
+        return weigh(y) if goal is None else weigh(y * goal)
+
+    seen = []
+    for _ in range(3):
+        pipe.zero_grad()
+        y = pipe(x)
+        loss_fn(y, target).backward()
+        pipe.zero_grad()
+        pipe.train_batch(x, target, loss_fn=loss_fn, loss_reduction="sum")
+        seen.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    return seen
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("hands_on", [nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
+def test_what_a_stage_hands_on_may_be_written_into(hands_on, needs_grad, checkpoint, devices):
+    torch.manual_seed(0)
+    layers = nn.Sequential(hands_on(), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [1, 1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 3)
+    before = x.clone()
+    weigh(torch.cat([plain(c.clone()) for c in x.chunk(3)])).backward()
+    for _ in range(3):
+        given = (x * 1).requires_grad_() * 1 if needs_grad else x
+        pipe.zero_grad()
+        weigh(pipe(given)).backward()
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True)
+        )
+        pipe.train_batch(given.detach(), loss_fn=weigh)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_what_two_stages_hand_on_may_be_written_into(checkpoint):
+    class Beside(nn.Linear):
+        def forward(self, pair: Any) -> Any:
+            return super().forward(pair[0]), pair[1]
+
+    def write(pair: Any) -> Any:
+        pair[1].mul_(2)
+        return pair[0] * pair[1].clone()
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(Beside(3, 3), Beside(3, 3), Do(write))
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [1, 1, 1], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    x, m = torch.randn(4, 3), torch.randn(4, 3)
+    pieces = zip(x.chunk(2), m.chunk(2), strict=True)
+    weigh(torch.cat([plain((a, b.clone())) for a, b in pieces])).backward()
+    for _ in range(3):
+        pipe.zero_grad()
+        weigh(pipe((x, m))).backward()
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+def write_first(pair: Any) -> Tensor:
+    a, b = pair
+    a.mul_(2)
+    return a + b
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
+def test_views_of_one_memory_are_refused_where_one_of_them_is_written_into(
+    driver, checkpoint, chunks
+):
+    layers = nn.Sequential(Do(write_first), nn.Linear(2, 2))
+    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
+    drivers = {"pipe": Pipe.forward, "train_batch": partial(Pipe.train_batch, loss_fn=weigh)}
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="whose memory others use"):
+            drivers[driver](pipe, (x[:, :2], x[:, 1:]))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_parts_of_one_memory_that_do_not_overlap_may_be_written_into(checkpoint, chunks):
+    torch.manual_seed(0)
+    layers = nn.Sequential(Do(write_first), nn.Linear(2, 2))
+    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
+    x = torch.randn(4, 4)
+    pair = x[:, :2], x[:, 2:]
+    expected = [both_drivers(pipe, (pair[0].clone(), pair[1].clone()))[0]] * 3
+    for ours, theirs in zip(both_drivers(pipe, pair), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("source", ["mini-batch", "iterator"])
+def test_a_target_in_the_memory_of_an_input_that_is_written_into_is_refused(
+    source, checkpoint, chunks
+):
+    # The plain model would compare with what the layer left of it.
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        given: dict[str, Any] = {"input": x, "target": x}
+        if source == "iterator":
+            given = {"data_iter": iter([(c, c) for c in x.chunk(chunks)])}
+        with pytest.raises(RuntimeError, match="whose memory others use"):
+            pipe.train_batch(**given, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_target_in_the_memory_of_an_input_is_fine_where_nobody_writes(checkpoint):
+    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+    pipe = Pipe(layers, [1, 2], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3)
+    first, *others = both_drivers(pipe, x, x)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+# --- the first call is like all others -----------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Two products with one input, which autocast casts once if it is a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_the_gradient_of_an_input_under_autocast(checkpoint, chunks):
+    torch.manual_seed(0)
+    layers, start = nn.Sequential(Twice(), nn.Linear(8, 8)), torch.randn(4, 8)
+    pipe = Pipe(
+        copy.deepcopy(layers), [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint
+    )
+
+    def plain(x: Tensor) -> Tensor:
+        return layers(x) if chunks == 1 else torch.cat([layers(c) for c in x.chunk(chunks)])
+
+    grads = []
+    for run in (plain, pipe, pipe, pipe):
+        x = start.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run(x)
+        weigh(y.float()).backward()
+        grads.append(x.grad)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
+def test_an_expanded_tensor_at_a_border(driver, checkpoint):
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(5, 5),
+        Do(lambda x: x[:, :, None].expand(-1, -1, 7)),
+        nn.BatchNorm1d(5),
+        nn.Conv1d(5, 3, 3),
+    )
+    pipe = Pipe(layers, [2, 2], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    x, seen = torch.randn(16, 5), []
+    for _ in range(3):
+        pipe.zero_grad()
+        layers[2].reset_running_stats()
+        if driver == "pipe":
+            weigh(pipe(x)).backward()
+        else:
+            pipe.train_batch(x, loss_fn=weigh)
+        seen.append([t.clone() for p in pipe.parameters() for t in (p.grad,)])
+        seen[-1] += [buffer.clone() for buffer in pipe.buffers()]
+    for other in seen[1:]:
+        assert all(map(torch.equal, seen[0], other))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_one_tensor_several_times_in_the_output(schedule, checkpoint):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Do(lambda y: (y, y, [y])))
+    pipe = Pipe(copy.deepcopy(layers), [1, 2], devices=DEVICES[1], chunks=1, checkpoint=checkpoint)
+
+    def loss_fn(output: Any) -> Tensor:
+        a, b, (c,) = output
+        return weigh(a.tanh() * b.exp() + c.sigmoid() * a + b.sin() * c)
+
+    x = torch.randn(64, 6)
+    loss_fn(layers(x)).backward()
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.train_batch(x, loss_fn=loss_fn, schedule=schedule)
+        for p, q in zip(pipe.parameters(), layers.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[3:],
+        lambda x: x[:, 1:],
+        lambda x: x.t(),
+        lambda x: x[:, :1].expand(-1, 4),
+        lambda x: x.view(-1).unfold(0, 3, 1),
+        lambda x: x[:0],
+        lambda x: x[2, 3],
+        lambda x: x.to(torch.complex64).conj(),
+    ],
+)
+def test_a_copy_has_strides_and_alignment_of_the_original(view):
+    original = view(torch.randn(5, 6, requires_grad=True))
+    (copied,) = clones([original])
+    assert torch.equal(copied, original)
+    assert copied.stride() == original.stride()
+    assert original.is_conj() or (copied.data_ptr() - original.data_ptr()) % 64 == 0
+    assert not original.numel() or copied.untyped_storage() is not original.untyped_storage()
+    (grad,) = torch.autograd.grad(copied, original, ones := torch.ones_like(original))
+    assert torch.equal(grad, ones)
+
+
+def test_overlap_is_told_to_the_element():
+    x = torch.zeros(4, 6)
+    assert overlap(x, x)
+    assert overlap(x[:, :3], x[:, 2:])
+    assert not overlap(x[:, :3], x[:, 3:])
+    assert not overlap(x[:2], x[2:])
+    assert overlap(x[1].expand(3, 6), x[:2])
+    assert not overlap(x, torch.zeros(4, 6))
+    assert not overlap(x[:0], x)

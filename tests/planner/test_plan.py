@@ -1,0 +1,390 @@
+"""``syncpipe.plan``: what it promises, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import syncpipe
+from syncpipe import Pipe, Worker
+from syncpipe.balance import LayerProfile, Profile, SkipProfile
+from syncpipe.planner import Machine, Plan, replicated
+from syncpipe.schedules import build
+from syncpipe.schedules.simulation import simulate
+from tests.support.models import linear_model
+
+FOUR = "4 x 1GB, 10GB/s"
+
+
+def profile_of(
+    times: list[float], stored: float = 1e6, parameters: int = 10**6, **more: Any
+) -> Profile:
+    """Layers that take so many ms for 8 samples, twice that backward."""
+    layers = [
+        LayerProfile(
+            name=f"layer{k}",
+            forward={8: time / 1e3},
+            backward={8: 2 * time / 1e3},
+            output_bytes={8: 10**5},
+            stored_bytes={8: stored},
+            parameter_bytes=parameters,
+        )
+        for k, time in enumerate(times)
+    ]
+    return Profile(tuple(layers), **more)
+
+
+PROFILE = profile_of([3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def planned(profile: Profile = PROFILE, devices: Any = FOUR, **options: Any) -> Plan:
+    return syncpipe.plan(profile, devices=devices, **{"batch_size": 64, **options})
+
+
+# --- what it says is what is simulated, and what a pipe runs ------------------------------------
+
+
+def test_the_step_time_is_that_of_the_schedule_that_a_pipe_will_run() -> None:
+    plan = planned()
+    options = {} if plan.slots is None else {"slots": plan.slots}
+    schedule = build(plan.schedule, plan.chunks, range(len(plan.balance)), **options)
+    again = {"always": plan.chunks, "except_last": plan.chunks - 1, "never": 0}
+    counts = [again[mode] for mode in plan.checkpoint]
+    assert simulate(schedule, plan.simulation.costs, counts).makespan == plan.step_time
+    assert plan.samples_per_second == 64 / plan.step_time
+    assert plan.bubble == plan.simulation.bubble
+    assert plan.certificate == pytest.approx(plan.step_time / plan.bound)
+    assert plan.certificate >= 1
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pipe_takes_its_options_and_train_batch_its_schedule(schedule: str) -> None:
+    model = linear_model(8)
+    plan = planned(devices=["cpu:0", "cpu:1", "cpu:2"], schedule=schedule)
+    pipe = Pipe(model, **plan.options(), devices=plan.devices)
+    assert pipe.balance == plan.balance
+    assert pipe.chunks == plan.chunks
+    assert pipe.checkpoint == tuple(plan.checkpoint)
+    assert len(plan.balance) > 1
+    with pipe.trace() as trace:
+        pipe.train_batch(torch.randn(64, 3), loss_fn=torch.mean)
+    spans = [span for span in trace.spans if span.kind in ("forward", "backward")]
+    for j in range(len(plan.balance)):
+        ran = [(s.kind, s.i) for s in sorted(spans, key=lambda s: s.start) if s.j == j]
+        wanted = [(s.action.kind, s.action.i) for s in plan.simulation.spans if s.action.j == j]
+        assert ran == [action for action in wanted if action[0] in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("devices", ["4 x 1GB, 10GB/s", ["cpu:0", "cpu:1"]])
+def test_the_devices_are_left_to_the_pipe(devices: Any) -> None:
+    assert "devices" not in planned(devices=devices).options()
+
+
+def test_a_plan_knows_the_real_devices_that_it_is_for() -> None:
+    workers = (Worker("cpu"), Worker("cpu"))
+    assert planned(devices=workers, stages=2).devices == workers
+    assert [torch.device(device).index for device in planned(devices=1).devices or ()] == [0]
+    assert planned().devices is None
+
+
+def test_stages_say_what_the_layers_say() -> None:
+    plan = planned(memory="2GB")
+    assert [layer for stage in plan.stages for layer in stage.layers] == [
+        layer.name for layer in PROFILE.layers
+    ]
+    share = 64 / plan.chunks / 8
+    for stage in plan.stages:
+        layers = [layer for layer in PROFILE.layers if layer.name in stage.layers]
+        assert stage.forward == pytest.approx(share * sum(x.forward[8] for x in layers))
+        assert stage.backward == pytest.approx(share * sum(x.backward[8] for x in layers))
+        assert stage.limit == 2e9
+        fixed = 4 * sum(x.parameter_bytes for x in layers)
+        stored = share * sum(x.stored_bytes[8] for x in layers)
+        assert stage.memory == pytest.approx(fixed + stage.in_flight * stored)
+        assert not stage.recomputes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    times=st.lists(st.floats(0.1, 10), min_size=2, max_size=10),
+    memory=st.floats(2e7, 1e9),
+    n=st.integers(1, 5),
+    batch=st.sampled_from([1, 7, 8, 64]),
+)
+def test_every_plan_fits(times: list[float], memory: float, n: int, batch: int) -> None:
+    try:
+        plan = planned(profile_of(times), f"{n} x {memory}B, 1GB/s", batch_size=batch)
+    except ValueError:
+        with pytest.raises(ValueError, match="no plan fits"):
+            planned(profile_of(times), f"{n} x {memory}B, 1GB/s", batch_size=batch)
+        return
+    assert all(stage.memory <= stage.limit for stage in plan.stages)
+    assert sum(plan.balance) == len(times)
+    assert batch % plan.chunks == 0
+    assert len(plan.balance) <= n
+    str(plan)
+
+
+def test_little_memory_recomputes_and_less_is_refused() -> None:
+    profile = profile_of([3] * 8, stored=1e8)
+    roomy = planned(profile, "4 x 8GB, 10GB/s", chunks=8)
+    assert set(roomy.checkpoint) == {"never"}
+    tight = planned(profile, "4 x 0.4GB, 10GB/s", chunks=8)
+    assert set(tight.checkpoint) > {"never"}
+    assert tight.step_time > roomy.step_time
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(profile, "4 x 0.1GB, 10GB/s", chunks=8)
+
+
+def test_stages_that_recompute_store_the_last_under_gpipe_and_none_under_1f1b() -> None:
+    profile = profile_of([3] * 8, stored=1e8)
+    modes = {}
+    for schedule in ("gpipe", "1f1b"):
+        plan = planned(profile, "4 x 0.4GB, 10GB/s", chunks=8, schedule=schedule, stages=4)
+        modes[schedule] = set(plan.checkpoint)
+    assert modes["gpipe"] <= {"never", "except_last"}
+    assert modes["1f1b"] <= {"never", "always"}
+    assert all(len(found - {"never"}) == 1 for found in modes.values())
+
+
+# --- choices ------------------------------------------------------------------------------------
+
+
+def test_what_is_given_is_kept() -> None:
+    plan = planned(chunks=4, stages=2, schedule="gpipe")
+    assert (plan.chunks, len(plan.balance), plan.schedule) == (4, 2, "gpipe")
+    assert plan.slots is None
+    assert planned(chunks=[2, 4]).chunks in (2, 4)
+
+
+def test_nothing_free_is_worse_than_something_given() -> None:
+    best = planned().step_time
+    for less in ({"chunks": 8}, {"stages": 3}, {"schedule": "gpipe"}, {"memory": "0.1GB"}):
+        assert best <= planned(**less).step_time * (1 + 1e-9)
+
+
+def test_an_optimizer_is_measured() -> None:
+    by_class = planned(optimizer=torch.optim.SGD, chunks=4, stages=2, schedule="gpipe")
+    by_scale = planned(param_scale=2.0, chunks=4, stages=2, schedule="gpipe")
+    assert by_class.chosen.memory == by_scale.chosen.memory
+
+
+def test_a_model_is_measured_and_left_alone() -> None:
+    model = linear_model(4).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = syncpipe.plan(
+        model, torch.randn(8, 3), devices=["cpu:0", "cpu:1"], batch_size=8, timeout=0.05
+    )
+    assert [layer.name for layer in plan.profile.layers] == ["0", "1", "2", "3"]
+    assert not model.training
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_has_what_one_decides_by() -> None:
+    plan = planned(memory="1GB")
+    text = str(plan)
+    for what in ("layer0", "of 1.0 GB", "step time", "samples per second", "bubble", "bound"):
+        assert what in text
+    for what in ("an equal number of layers", "torchgpipe", "one device", "data parallelism"):
+        assert what in text
+    assert f"{len(plan.balance)} stages" in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_it_says_when_data_parallelism_is_faster() -> None:
+    text = str(planned(profile_of([3] * 8, parameters=1000)))
+    assert "data parallelism, 4 copies would be" in text
+    assert "DistributedDataParallel" in text
+
+
+def test_it_says_when_nothing_is_faster() -> None:
+    heavy = profile_of([3] * 8, parameters=4 * 10**7)
+    text = str(planned(heavy, "4 x 0.5GB, 10GB/s"))
+    assert "Nothing that was looked at is faster than this plan." in text
+    assert "does not fit" in text
+
+
+def test_one_device_is_a_plan_without_a_pipeline() -> None:
+    plan = planned(devices="1 x 1GB")
+    assert plan.balance == [8]
+    assert "one device, no pipeline" in str(plan)
+    assert plan.step_time == pytest.approx(31 * 3e-3 * 8)
+
+
+def test_what_recomputes_is_marked() -> None:
+    text = str(planned(profile_of([3] * 8, stored=1e8), "4 x 0.4GB, 10GB/s", chunks=8))
+    assert "+ again" in text
+
+
+def test_rivals_are_worse_or_truly_better() -> None:
+    plan = planned()
+    cuts = [rival for rival in plan.rivals if rival.pipeline and rival.time is not None]
+    assert cuts
+    assert all(rival.time >= plan.step_time * (1 - 1e-9) for rival in cuts if rival.time)
+
+
+def test_the_timeline_draws_the_simulation() -> None:
+    plan = planned()
+    timeline = plan.timeline()
+    assert timeline.makespan == pytest.approx(plan.step_time)
+    assert timeline.unit == "s"
+    assert timeline.rows == tuple(stage.device for stage in plan.stages)
+
+
+def test_as_dict_is_json() -> None:
+    data = json.loads(json.dumps(planned(memory=math.inf).as_dict(), allow_nan=False))
+    assert data["balance"] == planned(memory=math.inf).balance
+    assert data["stages"][0]["limit"] is None
+
+
+# --- skips --------------------------------------------------------------------------------------
+
+
+def with_skip(size: float) -> Profile:
+    return profile_of([3] * 8, skips=(SkipProfile("s", 0, 7, {8: size}),))
+
+
+def test_a_skip_takes_memory_where_it_waits_and_time_on_its_way() -> None:
+    given: dict[str, Any] = {"chunks": 8, "stages": 4, "schedule": "1f1b"}
+    without, plan = planned(with_skip(0.0), **given), planned(with_skip(1e7), **given)
+    assert plan.stages[-1].memory >= without.stages[-1].memory + 1e7
+    assert plan.simulation.costs.skips == {(0, 3): pytest.approx(1e7 / 10e9)}
+    assert plan.step_time == without.step_time  # it is there long before it is needed
+
+
+def test_a_skip_that_is_slower_than_the_layers_sets_the_pace() -> None:
+    given: dict[str, Any] = {"devices": "4 x 100GB, 10GB/s", "chunks": 8, "stages": 4}
+    plan = planned(with_skip(1e9), **given)
+    assert plan.step_time > 8 * 0.1 > planned(with_skip(0.0), **given).step_time
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_no_plan_fits_names_the_stage_what_is_missing_and_the_way_out() -> None:
+    profile = profile_of([3] * 8, parameters=10**8)
+    with pytest.raises(ValueError, match="no plan fits into memory") as caught:
+        planned(profile, "2 x 1GB, 10GB/s")
+    text = str(caught.value)
+    for what in ("stage 0", "'layer0' to 'layer3'", "1.7 GB", "more than the 1.0 GB", "4 such"):
+        assert what in text
+    assert planned(profile, "4 x 1GB, 10GB/s").balance == [2, 2, 2, 2]
+
+
+def meta_profile() -> Profile:
+    return profile_of([0, 0], device="meta")
+
+
+def test_it_does_not_say_what_was_not_looked_at() -> None:
+    asked = str(planned(stages=2))
+    assert "(2 devices left over: as asked)" in asked
+    assert "No pipeline" not in str(planned(stages=1))
+    assert "No pipeline" not in str(planned(devices="1 x 1GB"))
+
+
+def test_the_best_plan_under_the_other_schedule_is_the_best() -> None:
+    profile, devices = profile_of([1 + k * 7 % 5 for k in range(30)]), "12 x 1GB, 0.5GB/s"
+    plan = planned(profile, devices)
+    other = {"gpipe": "1f1b", "1f1b": "gpipe"}[plan.schedule]
+    (rival,) = [rival for rival in plan.rivals if rival.name.startswith("the best plan under")]
+    assert rival.time == pytest.approx(planned(profile, devices, schedule=other).step_time)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    times=st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
+    memory=st.integers(10**5, 2 * 10**7),
+    n=st.integers(1, 4),
+)
+def test_what_the_error_says_makes_it_fit(times: list[float], memory: int, n: int) -> None:
+    profile = profile_of(times)
+    try:
+        planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=8)
+    except ValueError as error:
+        text = str(error)
+    else:
+        return
+    more = re.search(r"([\d.]+ [kMG]?B) on each device", text)
+    assert more
+    planned(profile, f"{n} x {more[1]}, 1GB/s", batch_size=8)
+    if enough := re.search(r"(\d+) such devices", text):
+        planned(profile, f"{enough[1]} x {memory}B, 1GB/s", batch_size=8)
+    if smaller := re.search(r"batch_size=(\d+)", text):
+        planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=int(smaller[1]))
+
+
+def test_where_nothing_else_fits_micro_batches_go_one_by_one() -> None:
+    profile = profile_of([1] * 4, stored=10**6, parameters=0)
+    plan = planned(profile, "4 x 1.1MB, 1GB/s", batch_size=8, chunks=1)
+    assert plan.balance == [1] * 4
+    few = planned(profile, "4 x 0.3MB, 1GB/s", batch_size=8)
+    assert max(stage.memory for stage in few.stages) <= 3e5
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_more_devices_than_layers(layers: int) -> None:
+    assert len(planned(profile_of([3] * layers), "8 x 1GB, 10GB/s").balance) <= layers
+
+
+def test_devices_may_come_one_by_one() -> None:
+    plan = planned(devices=(name for name in ("cpu:0", "cpu:1")), stages=2)
+    assert plan.devices == ("cpu:0", "cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": True}, ValueError, "batch_size=True"),
+        ({"chunks": "4"}, TypeError, "chunks='4'"),
+        ({"chunks": [4, 2.0]}, TypeError, "chunks=2.0"),
+        ({"stages": 2.0}, TypeError, "stages=2.0"),
+        ({"param_scale": "2"}, ValueError, "param_scale='2'"),
+        ({"schedule": "zb_h1"}, ValueError, "schedule='zb_h1'"),
+        ({"chunks": 7}, ValueError, "chunks=7 does not divide batch_size=64"),
+        ({"stages": 5}, ValueError, "stages=5"),
+        ({"param_scale": 2.0, "optimizer": torch.optim.SGD}, ValueError, "give one"),
+        ({"devices": "a lot of them"}, ValueError, "a lot of them"),
+        ({"devices": "4 x 1GB"}, ValueError, "12GB/s"),
+        ({"sample": torch.ones(1)}, ValueError, "leave out the sample"),
+        ({"module": nn.ReLU()}, ValueError, "sample"),
+        ({"module": nn.ReLU(), "sample": torch.ones(1)}, TypeError, "ReLU"),
+        ({"module": 3}, TypeError, "int"),
+        ({"module": meta_profile()}, ValueError, "no times"),
+        ({"replicas": True, "chunks": 4}, ValueError, "chunks=4"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = {"module": PROFILE, "devices": FOUR, "batch_size": 64, **arguments}
+    with pytest.raises(error, match=message):
+        syncpipe.plan(**given)
+
+
+def test_a_machine_can_be_given() -> None:
+    assert planned(devices=Machine.even(4, 1e9, 1e10)).chosen == planned().chosen
+
+
+def test_replicas_gives_pipedreams_plan() -> None:
+    found = syncpipe.plan(PROFILE, devices=FOUR, batch_size=64, replicas=True)
+    assert found == replicated(PROFILE, 4, 10e9, samples=16)
+
+
+def test_replicas_take_a_profile_of_unknown_size_as_it_is() -> None:
+    entry = {"name": "a", "forward_ms": 1, "backward_ms": 2, "activation_bytes": 10}
+    profile = Profile.from_list([{**entry, "parameter_bytes": 10, "stored_bytes": 10}] * 3)
+    found = syncpipe.plan(profile, devices=FOUR, batch_size=64, replicas=True)
+    assert found.one_machine == pytest.approx(0.009)

@@ -1,0 +1,108 @@
+"""The cuts that plans are compared with: valid always, and torchgpipe's where it has one."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncpipe.planner.cuts.heuristics import block_partitions, even_split
+
+costs = st.lists(st.integers(0, 6) | st.floats(0, 10), min_size=1, max_size=30)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[list[float], int]:
+    cost = draw(costs)
+    return cost, draw(st.integers(1, len(cost)))
+
+
+@given(st.integers(1, 100), st.data())
+def test_even_split_differs_by_one_and_falls(layers: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, layers))
+    balance = even_split(layers, n)
+    assert sum(balance) == layers
+    assert len(balance) == n
+    assert list(balance) == sorted(balance, reverse=True)
+    assert max(balance) - min(balance) <= 1
+
+
+@given(instances())
+def test_blocks_are_a_cut(instance: tuple[list[float], int]) -> None:
+    cost, n = instance
+    balance = block_partitions(cost, n)
+    assert len(balance) == n
+    assert min(balance) >= 1
+    assert sum(balance) == len(cost)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=16, max_size=60, unique=True), st.integers(1, 4))
+def test_blocks_differ_by_no_more_than_the_largest_layer(cost: list[int], n: int) -> None:
+    """The theorem, of costs that start at 0: all different, no block is ever empty."""
+    cost = [number - min(cost) for number in cost]
+    rest = iter(cost)
+    blocks = [sum(next(rest) for _ in range(size)) for size in block_partitions(cost, n)]
+    assert max(blocks) - min(blocks) <= max(cost) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cost", "n", "balance"),
+    [
+        ([1, 2, 3, 4, 5, 6], 2, (4, 2)),  # a good one
+        ([4, 4, 3, 2, 4, 4], 3, (2, 3, 1)),  # of two largest blocks the last counts
+        ([0.3, 0.2, 0.1, 0.1, 0.1, 0.3, 0.2, 0.2], 5, (1, 1, 4, 1, 1)),  # borders cross on the way
+    ],
+)
+def test_known_cuts(cost: list[float], n: int, balance: tuple[int, ...]) -> None:
+    assert block_partitions(cost, n) == balance
+
+
+@pytest.mark.parametrize(
+    ("cost", "n"),
+    [
+        ([1, 1, 1, 1, 50, 50], 5),  # torchgpipe never comes back from this one
+        ([0, 0, 1000, 7], 3),  # and answers 3, 0, 1 to this one
+    ],
+)
+def test_there_is_a_cut_where_torchgpipe_has_none(cost: list[float], n: int) -> None:
+    balance = block_partitions(cost, n)
+    assert min(balance) >= 1
+    assert sum(balance) == len(cost)
+
+
+# Costs that are all different leave no block empty, so that torchgpipe comes to an end.
+different = st.lists(st.integers(0, 10**6), min_size=1, max_size=40, unique=True)
+
+
+@given(different, st.data())
+def test_the_cuts_are_those_of_torchgpipe(cost: list[int], data: st.DataObject) -> None:
+    torchgpipe = pytest.importorskip("torchgpipe.balance.blockpartition")
+    n = data.draw(st.integers(1, max(1, len(cost) // 2)))
+    theirs = tuple(map(len, torchgpipe.solve(cost, n)))
+    assert block_partitions(cost, n) == theirs
+
+
+def test_the_cuts_of_floats_are_those_of_torchgpipe() -> None:
+    torchgpipe = pytest.importorskip("torchgpipe.balance.blockpartition")
+    dice = random.Random(0)
+    for _ in range(300):
+        cost = [dice.expovariate(1) ** 2 for _ in range(dice.randint(4, 60))]
+        n = dice.randint(1, 8 if len(cost) > 8 else 2)
+        assert block_partitions(cost, n) == tuple(map(len, torchgpipe.solve(cost, n)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_cost_that_is_no_number_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"cost\[1\] is (nan|inf)"):
+        block_partitions([1.0, bad], 1)
+
+
+@pytest.mark.parametrize("n", [0, 4])
+def test_a_number_of_stages_that_cannot_be(n: int) -> None:
+    with pytest.raises(ValueError, match=r"at least one stage|at most 3"):
+        even_split(3, n)
+    with pytest.raises(ValueError, match=r"at least one stage|at most 3"):
+        block_partitions([1, 2, 3], n)

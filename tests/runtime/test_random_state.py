@@ -1,0 +1,333 @@
+"""Layers that do more with a generator than draw in forward, and threads that draw beside them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from syncpipe import inline
+from tests.support.running import MODES, Dawdle, Do, Noise, assert_same, pipe_of, trained
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zb_h1")
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Checkpointed(nn.Module):
+    """PyTorch's checkpoint inside of a layer, which saves and sets states."""
+
+    def __init__(self, reentrant, *inner):
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(6, 6), Dawdle(3), *inner)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Forked(nn.Module):
+    """Draws the same numbers every time, and leaves the generator as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = Dawdle(4)
+
+    def forward(self, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.slow(x)
+            return x + torch.rand(6)
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Draws in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        Dawdle(5)(grad)
+        return grad + torch.rand(grad.shape)
+
+
+def noisy_hook(grad):
+    return grad + torch.rand(grad.shape)
+
+
+def forking_hook(grad):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return grad * torch.rand(grad.shape)
+
+
+class HookedWeight(nn.Linear):
+    """A hook on a parameter that draws."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.weight.register_hook(noisy_hook)
+
+
+def hooked_module():
+    layer = nn.Linear(6, 6)
+    layer.register_full_backward_hook(lambda module, grads, _: (noisy_hook(grads[0]),))
+    return layer
+
+
+def hook(function):
+    return lambda x: x.register_hook(function) and None
+
+
+KINDS = {
+    "reentrant": lambda: Checkpointed(True),
+    "reentrant, dropout": lambda: Checkpointed(True, nn.Dropout()),
+    "not reentrant": lambda: Checkpointed(False),
+    "not reentrant, dropout": lambda: Checkpointed(False, nn.Dropout()),
+    "fork_rng": Forked,
+    "tensor hook": lambda: Do(hook(noisy_hook)),
+    "tensor hook with fork_rng": lambda: Do(hook(forking_hook)),
+    "parameter hook": HookedWeight,
+    "module hook": hooked_module,
+    "function": lambda: Do(NoisyGradient.apply),
+}
+
+
+def with_dropout(kind):
+    """Four stages of three layers, each with one of a kind between random layers."""
+    layers = []
+    for j in range(4):
+        layers += [nn.Linear(6, 6), KINDS[kind](), nn.Sequential(Dawdle(j), nn.Dropout(0.3))]
+    return nn.Sequential(*layers)
+
+
+def copied(layers):
+    """A copy, hooks and all."""
+    other = copy.deepcopy(layers)
+    for ours, theirs in zip(layers.modules(), other.modules(), strict=True):
+        if isinstance(ours, HookedWeight):
+            theirs.weight.register_hook(noisy_hook)
+    return other
+
+
+def stepped(pipe, step=0, loss_fn=F.mse_loss):
+    pipe.zero_grad()
+    x, schedule = X.clone().requires_grad_(), SCHEDULES[step % len(SCHEDULES)]
+    loss = pipe.train_batch(x, X, loss_fn=loss_fn, schedule=schedule)
+    return [loss, x.grad, *(p.grad for p in pipe.parameters())]
+
+
+def assert_as_inline(layers, run, steps=8, **options):
+    ours = pipe_of(layers, [3, 3, 3, 3], **options)
+    theirs = pipe_of(copied(layers), [3, 3, 3, 3], **options)
+    for step in range(steps):
+        torch.manual_seed(step)
+        result, after = run(ours, step), torch.get_rng_state()
+        torch.manual_seed(step)
+        with inline():
+            expected = run(theirs, step)
+        assert_same(result, expected)
+        assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_uses_the_state_or_draws_in_backward_trains_as_inline(kind, mode):
+    assert_as_inline(with_dropout(kind), stepped, checkpoint=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_uses_the_state_or_draws_in_backward_runs_as_inline(kind, mode):
+    assert_as_inline(with_dropout(kind), lambda p, _: trained(p, p, X), 4, checkpoint=mode)
+
+
+def test_a_loss_that_draws_in_backward_trains_as_inline():
+    def loss_fn(output, target):
+        return F.mse_loss(NoisyGradient.apply(output), target)
+
+    assert_as_inline(with_dropout("fork_rng"), lambda p, step: stepped(p, step, loss_fn))
+
+
+def test_what_draws_in_backward_draws_anew_for_each_layer_micro_batch_and_call():
+    drawn = []
+
+    def note(grad):
+        drawn.append(tuple(torch.rand(4).tolist()))
+
+    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Do(hook(note)), Do(hook(note))))
+    for _ in range(3):
+        stepped(pipe)
+    assert len(drawn) == len(set(drawn)) == 24
+
+
+def test_looking_at_a_layer_leaves_no_profile_function_behind():
+    found = []
+    pipe = pipe_of(nn.Sequential(Noise(), Do(lambda x: found.append(sys.getprofile()) or None)))
+    pipe(X)
+    pipe(X)
+    assert found[0] is not None
+    assert found[1:] == [None] * 7
+    assert sys.getprofile() is None
+
+
+# --- a thread of the user's that draws ----------------------------------------------------------
+
+
+@contextmanager
+def drawing():
+    """A thread that draws from the generator of the process all the time."""
+    numbers, stop, began = [], threading.Event(), threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            numbers.append(float(torch.rand((), dtype=torch.float64)))
+            began.set()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    began.wait()
+    try:
+        yield numbers
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Drawing(nn.Module):
+    """Draws by operations of all kinds, and notes what it drew in forward and recomputation."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = Dawdle(6)
+        self.seen = {}
+
+    def forward(self, x):
+        i = int(x[0, 0])
+        noise = torch.rand(x.shape) + torch.randn_like(x)
+        self.slow(x)
+        noise = F.dropout(noise, 0.4) + torch.empty(6).exponential_() + torch.randperm(6)
+        self.seen.setdefault(i, []).append(noise)
+        return torch.cat([x[:, :1], (x * noise).sin()[:, 1:]], 1)  # which begins with the index
+
+
+def indexed(chunks=4):
+    return torch.arange(float(chunks))[:, None].repeat(1, 6).requires_grad_()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thread_that_draws_does_not_change_what_layers_draw(mode):
+    importlib.import_module("torch._dynamo")  # as a step of any optimizer does
+    layers = nn.Sequential(*(Drawing() for _ in range(3)))
+    pipe = pipe_of(layers, checkpoint=mode)
+    for _ in range(10):
+        with drawing():
+            for layer in layers:
+                layer.seen = {}
+            pipe(indexed()).sum().backward()
+        for layer in layers:
+            for noises in layer.seen.values():
+                assert_same(noises, noises[:1] * len(noises))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thread_that_draws_does_not_get_the_numbers_of_layers(mode):
+    pipe = pipe_of(nn.Sequential(*(nn.Dropout() for _ in range(4))), chunks=8, checkpoint=mode)
+    trained(pipe, pipe, X)  # it is known now what these layers do
+    with drawing() as numbers:
+        for _ in range(60):
+            trained(pipe, pipe, X)
+    assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Dawdle(j)) for j in range(4)))
+    pipe = pipe_of(layers, checkpoint=mode, chunks=8)
+    expected = trained(pipe, pipe, X)
+    with drawing():
+        for _ in range(40):
+            assert_same(trained(pipe, pipe, X), expected)
+
+
+FRESH = """
+import sys, threading, torch
+from torch import nn
+from syncpipe import Pipe
+{first}
+
+class Interrupted(nn.Module):
+    def forward(self, x):
+        thread = threading.Thread(target=torch.rand, args=(50,))
+        thread.start()
+        thread.join()
+        return nn.functional.dropout(x)
+
+release = threading.Event()
+threading.Thread(target=release.wait, daemon=True).start()
+layers = nn.Sequential(Interrupted(), Interrupted())
+pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint="always")
+try:
+    for _ in range(3):
+        x = torch.ones(4, 64, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        assert torch.equal(y != 0, x.grad != 0)
+finally:
+    release.set()
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["fresh", "dynamo imported"])
+def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on(first):
+    code = FRESH.format(first=first)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.nn.Dropout(),
+        torch.nn.AlphaDropout(),
+        torch.nn.RReLU(),
+        torch.nn.LSTM(6, 6, 2, dropout=0.5),
+        torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
+        lambda x: torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 9),
+        lambda x: torch.rand(6) + torch.randn(6) + torch.randint(9, (6,)) + torch.randperm(6),
+        lambda x: torch.bernoulli(x.sigmoid()) + torch.normal(x, 1.0) + torch.poisson(x.exp()),
+        lambda x: torch.multinomial(x.exp(), 3),
+        lambda x: torch.distributions.Beta(x.exp(), x.exp()).sample(),
+        lambda x: F.gumbel_softmax(x),
+    ],
+    ids=lambda draw: type(draw).__name__,
+)
+def test_a_generator_of_ones_own_draws_what_that_of_the_process_does(draw):
+    first = lambda y: y[0] if isinstance(y, tuple) else y  # noqa: E731
+    pipe = pipe_of(nn.Sequential(Do(lambda x: first(draw(x))), nn.Identity()), [1, 1], chunks=2)
+    release = threading.Event()
+    results = []
+    for beside in (False, False, True, True):
+        thread = threading.Thread(target=release.wait)
+        if beside:
+            thread.start()
+        torch.manual_seed(5)
+        results.append(pipe(X[:4]))
+        release.set()
+        if beside:
+            thread.join()
+        release.clear()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])

@@ -1,0 +1,374 @@
+"""Schedules as data: what they promise, what validation refuses, and the CSV files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from syncpipe.schedules import (
+    SCHEDULES,
+    build,
+    from_csv,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    one_f_one_b,
+    to_csv,
+    zb_h1,
+)
+from syncpipe.schedules.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    clock_cycles,
+    forward_program,
+    validate,
+)
+
+BY_STAGE = ["naive", "gpipe", "1f1b", "zb_h1"]  # these work wherever the stages are
+
+
+def rounds(devices: int, each: int) -> tuple[int, ...]:
+    """Stages that go round the devices."""
+    return tuple(range(devices)) * each
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[int, ...]:
+    """For each stage a device, in no order at all."""
+    devices = draw(st.integers(1, 4))
+    more = draw(st.lists(st.integers(0, devices - 1), max_size=4))
+    return tuple(draw(st.permutations([*range(devices), *more])))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any built-in schedule."""
+    m = draw(st.integers(1, 10))
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    if name == "interleaved_1f1b":
+        return build(name, m, rounds(draw(st.integers(1, 5)), draw(st.integers(1, 3))))
+    device_of = draw(placements())
+    if name != "1f1b":
+        return build(name, m, device_of)
+    n = len(device_of)
+    numbers = st.lists(st.integers(1, 12), min_size=n, max_size=n)
+    falling = numbers.map(lambda slots: sorted(slots, reverse=True))
+    slots = draw(st.sampled_from(["textbook", "overlap"]) | falling)
+    return build(name, m, device_of, slots=slots)
+
+
+def letters(schedule: Schedule, device: int) -> str:
+    return " ".join(str(action) for action in schedule.actions[device])
+
+
+# --- what they look like ------------------------------------------------------------------------
+
+
+def test_orders_as_in_the_literature() -> None:
+    assert to_csv(naive(2, 2)) == "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
+    assert to_csv(gpipe(3, 2)) == "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0\n"
+    assert to_csv(one_f_one_b(3, 2, slots="textbook")) == (
+        "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    )
+    assert to_csv(zb_h1(3, 2)) == (
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
+    )
+    # Narayanan et al. 2021, figure 4 (bottom): the first of four devices with two stages each.
+    first = "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0"
+    assert letters(interleaved_1f1b(8, rounds(4, 2)), 0).startswith(first)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_micro_batches_in_flight(m: int, n: int) -> None:
+    assert naive(m, n).in_flight == (1,) * n
+    assert gpipe(m, n).in_flight == (m,) * n
+    textbook = one_f_one_b(m, n, slots="textbook")
+    assert textbook.in_flight == tuple(min(m, n - s) for s in range(n))
+    overlap = one_f_one_b(m, n, slots="overlap")
+    assert overlap.in_flight == tuple(min(m, 2 * (n - s) - 1) for s in range(n))
+    assert max(zb_h1(m, n).in_flight) == max(textbook.in_flight)
+    assert one_f_one_b(m, n, slots=[m] * n).in_flight == gpipe(m, n).in_flight
+
+
+def test_in_flight_of_the_published_table() -> None:
+    # TORCH_FACTS: p = 4, m = 8, first and last stage; interleaved in units of a whole device.
+    assert gpipe(8, 4).in_flight == (8, 8, 8, 8)
+    assert one_f_one_b(8, 4, slots="textbook").in_flight == (4, 3, 2, 1)
+    assert zb_h1(8, 4).in_flight == (4, 4, 4, 4)
+    on_device = interleaved_1f1b(8, rounds(4, 2)).in_flight_on_device
+    assert (on_device[0] / 2, on_device[-1] / 2) == (5.5, 2.5)
+
+
+def test_neighbours_on_one_device_are_one_stage() -> None:
+    assert one_f_one_b(8, (0, 0, 1, 1), slots="textbook").in_flight == (2, 2, 1, 1)
+    assert one_f_one_b(8, (0, 0, 0)).in_flight == (1, 1, 1)
+    assert zb_h1(8, (0, 0, 1, 1)).in_flight == (2, 2, 2, 2)
+    assert letters(one_f_one_b(2, (0, 0)), 0) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
+    assert letters(gpipe(2, (0, 0)), 0) == "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0"
+
+
+@given(schedules())
+def test_every_built_in_is_valid(schedule: Schedule) -> None:
+    validate(schedule)
+    assert all(1 <= alive <= schedule.m for alive in schedule.in_flight)
+    halves = 3 if schedule.name == "zb_h1" else 2
+    assert sum(map(len, schedule.actions)) == halves * schedule.m * schedule.n
+
+
+@pytest.mark.parametrize("devices", range(1, 7))
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_interleaving_takes_any_number_of_micro_batches(devices: int, each: int) -> None:
+    for m in range(1, 2 * devices + 3):
+        validate(interleaved_1f1b(m, rounds(devices, each)))
+
+
+@given(st.integers(1, 10), placements(), st.sampled_from(BY_STAGE))
+def test_merging_keeps_the_order_of_each_stage(
+    m: int, device_of: tuple[int, ...], name: str
+) -> None:
+    # With device_of all different there is nothing to merge; the depths must agree, so no runs.
+    assume(all(a != b for a, b in pairwise(device_of)))
+    merged, alone = build(name, m, device_of), build(name, m, range(len(device_of)))
+    for j, d in enumerate(device_of):
+        assert tuple(a for a in merged.actions[d] if a.j == j) == alone.actions[j]
+
+
+def test_the_forward_driver_keeps_its_program() -> None:
+    assert list(clock_cycles(3, 2)) == [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+    assert forward_program(2, (0, 1)) == [
+        [Action("forward", 0, 0), Action("forward", 1, 0)],
+        [Action("forward", 0, 1), Action("forward", 1, 1)],
+    ]
+    assert [str(a) for a in forward_program(2, (0, 0))[0]] == ["0F0", "1F0", "0F1", "1F1"]
+
+
+# --- validation ---------------------------------------------------------------------------------
+
+
+def mutated(rows: Sequence[str], m: int, device_of: tuple[int, ...]) -> Schedule:
+    """A schedule from rows of cells, however wrong."""
+    kinds: dict[str, Kind] = {
+        "F": "forward",
+        "B": "backward",
+        "I": "backward_input",
+        "W": "backward_weight",
+    }
+    actions = [[Action(kinds[c[1]], int(c[2:]), int(c[0])) for c in row.split()] for row in rows]
+    return Schedule(m, device_of, tuple(map(tuple, actions)), "mine")
+
+
+WRONG = {
+    "missing forward": (["0F0 0B0 0B1"], 2, (0,), r"0F1 is missing on device 0"),
+    "missing backward": (["0F0 0F1 0B1"], 2, (0,), r"0B0 is missing on device 0"),
+    "missing weight half": (["0F0 0I0"], 1, (0,), r"0W0 is missing on device 0"),
+    "missing input half": (["0F0 0W0"], 1, (0,), r"0I0 is missing on device 0"),
+    "twice": (["0F0 0B0 0F0"], 1, (0,), r"0F0, action 2 of device 0, was already action 0"),
+    "whole and split": (["0F0 0B0 0I0 0W0"], 1, (0,), r"0B0, action 1 .* split as well"),
+    "no such micro-batch": (["0F0 0F1 0B0"], 1, (0,), r"0F1, action 1 .* outside of m=1, n=1"),
+    "no such stage": (["0F0 1F0 0B0"], 1, (0,), r"1F0, action 1 .* outside of m=1, n=1"),
+    "wrong device": (["0F0 1F0 0B0", "1B0"], 1, (0, 1), r"1F0, action 1 .* belongs on device 1"),
+    "no device": (["0F0 0B0", ""], 1, (0,), r"2 lists of actions, but device_of=\(0,\)"),
+    "no stage": ([], 1, (), r"m=1, n=0"),
+    "no micro-batch": ([""], 0, (0,), r"m=0, n=1"),
+    "backward first": (["0B0 0F0"], 1, (0,), r"0B0, action 0 .* comes before 0F0, action 1"),
+    "weight first": (["0F0 0W0 0I0"], 1, (0,), r"0W0, action 1 .* comes before 0I0, action 2"),
+    "edge, forward": (["1F0 0F0 1B0 0B0"], 1, (0, 0), r"1F0, action 0 .* comes before 0F0"),
+    "edge, backward": (["0F0 1F0 0B0 1B0"], 1, (0, 0), r"0B0, action 2 .* comes before 1B0"),
+    "deadlock": (
+        ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+        2,
+        (0, 1),
+        r"deadlock: 0B0, action 1 of device 0, waits for 1B0; "
+        r"1F1, action 1 of device 1, waits for 0F1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case: str) -> None:
+    rows, m, device_of, message = WRONG[case]
+    with pytest.raises(ValueError, match=f"schedule 'mine' is not valid: .*{message}"):
+        validate(mutated(rows, m, device_of))
+
+
+def test_an_unknown_kind_is_named() -> None:
+    action: Any = Action("sideways", 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'sideways'; there are forward, backward"):
+        validate(Schedule(1, (0,), ((action,),)))
+
+
+def can_finish(schedule: Schedule) -> bool:
+    """Another way to see it: the order on devices and the needs, together, have no circle."""
+    before: dict[Action, set[Action]] = {}
+    for row in schedule.actions:
+        for k, action in enumerate(row):
+            before[action] = {*schedule.needs(action), *row[max(0, k - 1) : k]}
+    while before:
+        free = {action for action, needed in before.items() if not needed & before.keys()}
+        if not free:
+            return False
+        for action in free:
+            del before[action]
+    return True
+
+
+@given(schedules(), st.data())
+def test_reordered_schedules(schedule: Schedule, data: st.DataObject) -> None:
+    """Two actions of a device change places: valid if and only if there is no circle now."""
+    d = data.draw(st.integers(0, len(schedule.actions) - 1))
+    row = list(schedule.actions[d])
+    a = data.draw(st.integers(0, len(row) - 1))
+    b = data.draw(st.integers(0, len(row) - 1))
+    row[a], row[b] = row[b], row[a]
+    changed = replace(
+        schedule, actions=(*schedule.actions[:d], tuple(row), *schedule.actions[d + 1 :])
+    )
+    if can_finish(changed):
+        validate(changed)
+    else:
+        with pytest.raises(ValueError, match=r"comes before|deadlock"):
+            validate(changed)
+
+
+@given(schedules(), st.data())
+def test_a_lost_action_is_named(schedule: Schedule, data: st.DataObject) -> None:
+    d = data.draw(st.integers(0, len(schedule.actions) - 1))
+    row = schedule.actions[d]
+    k = data.draw(st.integers(0, len(row) - 1))
+    rest = row[:k] + row[k + 1 :]
+    changed = replace(schedule, actions=(*schedule.actions[:d], rest, *schedule.actions[d + 1 :]))
+    with pytest.raises(ValueError, match=f"{row[k]} is missing on device {d}"):
+        validate(changed)
+
+
+# --- CSV ----------------------------------------------------------------------------------------
+
+
+@given(schedules())
+def test_csv_round_trip(schedule: Schedule) -> None:
+    text = to_csv(schedule)
+    again = from_csv(text, schedule.name)
+    assert again == schedule
+    assert again.name == schedule.name
+    assert to_csv(again) == text
+
+
+def test_csv_with_idle_time_and_space() -> None:
+    text = "0F0, 0F1, , ,0B0,,0B1\r\n,1F0,1B0,1F1,1B1\r\n\r\n"
+    expected = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert to_csv(from_csv(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0", "line 1: '0X0' is no action"),
+        ("0F0,0B0\n1F0,F1", "line 2: 'F1' is no action"),
+        ("0F0,0B0,0F", "line 1: '0F' is no action"),
+        ("0F0\n0B0", "stage 0 is on lines 1 and 2"),
+        ("0F0,0B0,2F0,2B0", "stage 1 has no action, but stage 2 has"),
+        ("", "no action in this schedule"),
+        (",,\n", "no action in this schedule"),
+    ],
+)
+def test_csv_errors(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_csv(text)
+
+
+def test_an_empty_row_is_a_device_without_stages() -> None:
+    with pytest.raises(ValueError, match="each device has a stage"):
+        validate(from_csv("0F0,0B0\n\n1F0,1B0\n"))
+
+
+def test_pytorch_reads_the_cells() -> None:
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    action_type = getattr(module, "_Action", None)
+    if action_type is None:
+        pytest.skip("this PyTorch keeps its actions elsewhere")
+    for row in zb_h1(3, 2).actions + gpipe(3, 2).actions:
+        for action in row:
+            theirs = action_type.from_str(str(action))
+            assert (theirs.stage_index, theirs.microbatch_index) == (action.j, action.i)
+            assert repr(theirs) == str(action)
+
+
+# --- build --------------------------------------------------------------------------------------
+
+
+def test_build_by_name_object_and_file(tmp_path: Path) -> None:
+    schedule = build("1f1b", 4, [0, 1], slots=[4, 2])
+    assert schedule.in_flight == (4, 2)
+    assert build(schedule, 4, (0, 1)) is schedule
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule))
+    assert build(path, 4, (0, 1)) == schedule
+    assert build(str(path), 4, (0, 1)) == schedule
+    assert build(str(path), 4, (0, 1)).name == "mine.csv"
+
+
+def test_more_schedules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of, extra=0: gpipe(m, device_of))
+    assert build("mine", 2, (0, 1), extra=1) == gpipe(2, 2)
+    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of, extra=0: naive(m, device_of))
+    assert build("mine", 2, (0, 1), extra=1) == naive(2, 2)
+    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of: Schedule(m, device_of, ((),)))
+    with pytest.raises(ValueError, match="0F0 is missing"):
+        build("mine", 2, (0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("1F1B", {}, "no schedule '1F1B'; did you mean '1f1b'"),
+        ("dualpipe", {}, "the names are naive, gpipe, 1f1b, interleaved_1f1b, zb_h1"),
+        ("gpipe", {"slots": 2}, "'gpipe' has no option slots=2; it takes none"),
+        ("1f1b", {"slot": 2}, "'1f1b' has no option slot=2; it takes slots"),
+        ("1f1b", {"slots": "many"}, "slots='many': use 'textbook', 'overlap' or a number"),
+        ("1f1b", {"slots": 2}, "slots=2: use 'textbook', 'overlap' or a number"),
+        ("1f1b", {"slots": {0: 1}}, "cannot take slots={0: 1}"),
+        ("1f1b", {"slots": [2]}, r"slots=\[2\] has 1 numbers, but there are 2 stages"),
+        ("1f1b", {"slots": [1, 0]}, "stage 1 needs at least one slot, not 0"),
+        ("1f1b", {"slots": [1, 2]}, "stage 1 would wait for ever .* give it at most 1"),
+        (gpipe(4, 2), {"slots": 2}, "slots: only a schedule given by name takes options"),
+        (gpipe(5, 2), {}, "'gpipe' is made for m=5, but here m=4"),
+        (gpipe(4, 3), {}, r"made for device_of=\(0, 1, 2\), but here device_of=\(0, 1\)"),
+        (Schedule(4, (0, 1), ((), ())), {}, "'custom' is not valid: 0F0 is missing"),
+    ],
+)
+def test_build_errors(name: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, 4, (0, 1), **options)
+
+
+def test_build_refuses_other_things() -> None:
+    with pytest.raises(TypeError, match="not int; the names are naive"):
+        build(3, 4, (0, 1))  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        build("nowhere.csv", 4, (0, 1))
+
+
+@pytest.mark.parametrize("device_of", [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)])
+def test_interleaving_needs_rounds(device_of: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"go round the devices evenly, such as \[0, 1, 0, 1\]"):
+        interleaved_1f1b(4, device_of)
+
+
+@pytest.mark.parametrize("device_of", [(), (1,), (0, 2), 0])
+def test_placements_that_are_none(device_of: Any) -> None:
+    with pytest.raises(ValueError, match=r"device_of=.* must name"):
+        gpipe(4, device_of)
+
+
+def test_no_micro_batches() -> None:
+    with pytest.raises(ValueError, match="at least one micro-batch, but m=0"):
+        gpipe(0, 2)

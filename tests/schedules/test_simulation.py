@@ -1,0 +1,322 @@
+"""The simulator against what papers publish, against formulas, and against its own promises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncpipe.schedules import build, gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.schedule import Action, Kind, Schedule
+from syncpipe.schedules.simulation import Costs, Simulation, Span, Transfer, simulate
+from tests.schedules.test_schedule import rounds, schedules
+
+SIZES = [(1, 1), (4, 1), (1, 4), (2, 2), (3, 4), (8, 4), (16, 4), (8, 8), (32, 8)]
+
+# Multiples of 1/4 add up without rounding, so that sums can be compared exactly.
+times = st.integers(0, 40).map(lambda quarters: quarters / 4)
+
+
+def costs_for(n: int) -> st.SearchStrategy[Costs]:
+    def row(length: int) -> st.SearchStrategy[tuple[float, ...]]:
+        return st.lists(times, min_size=length, max_size=length).map(tuple)
+
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    skips = st.dictionaries(st.sampled_from(pairs), times, max_size=3) if pairs else st.just({})
+    return st.builds(Costs, row(n), row(n), row(n), row(n - 1), skips)
+
+
+@st.composite
+def simulations(draw: st.DrawFn) -> Simulation:
+    schedule = draw(schedules())
+    return simulate(schedule, draw(costs_for(schedule.n)))
+
+
+# --- published facts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])
+def test_bubble_of_gpipe_and_1f1b(m: int, n: int, backward: float) -> None:
+    costs = Costs.even(n, 1.0, backward / 2, backward / 2)
+    for schedule in (gpipe(m, n), one_f_one_b(m, n), one_f_one_b(m, n, slots="textbook")):
+        assert simulate(schedule, costs).bubble == pytest.approx((n - 1) / (m + n - 1))
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_bubble_of_naive(m: int, n: int) -> None:
+    assert simulate(naive(m, n), Costs.even(n)).bubble == pytest.approx(1 - 1 / n)
+
+
+@pytest.mark.parametrize(("m", "p"), [(4, 4), (8, 4), (16, 4), (2, 2), (6, 3), (32, 8)])
+@pytest.mark.parametrize("each", [1, 2, 3, 4])
+def test_interleaving_divides_the_bubble(m: int, p: int, each: int) -> None:
+    """Bubble over busy time: (p-1)/m in 1F1B, divided by the number of stages per device."""
+
+    def ratio(simulation: Simulation) -> float:
+        busy = sum(simulation.busy) / p
+        return (simulation.makespan - busy) / busy
+
+    plain = simulate(one_f_one_b(m, p), Costs.even(p, each, each, each))
+    interleaved = simulate(interleaved_1f1b(m, rounds(p, each)), Costs.even(p * each))
+    assert plain.busy == interleaved.busy
+    assert ratio(plain) == pytest.approx((p - 1) / m)
+    assert ratio(interleaved) == pytest.approx((p - 1) / m / each)
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 4), (8, 4), (16, 4), (2, 2), (3, 3), (16, 8), (32, 8)])
+def test_zero_bubble_has_a_third_of_the_bubble(m: int, n: int) -> None:
+    textbook = simulate(one_f_one_b(m, n, slots="textbook"), Costs.even(n))
+    zero = simulate(zb_h1(m, n), Costs.even(n))
+    assert textbook.makespan - 3 * m == 3 * (n - 1)
+    assert zero.makespan - 3 * m == n - 1
+    assert max(zero.in_flight) == max(textbook.in_flight)
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (1, 2, 1), (4, 5, 4), (2, 3, 2)])
+@pytest.mark.parametrize(("m", "n"), [(4, 4), (8, 4), (16, 8)])
+def test_zero_bubble_idles_for_f_plus_i_minus_w(
+    f: float, i: float, w: float, m: int, n: int
+) -> None:
+    """Qi et al. 2023, table 2: (p-1)(F+B-W), B being their input half."""
+    makespan = simulate(zb_h1(m, n), Costs.even(n, f, i, w)).makespan
+    assert makespan - m * (f + i + w) == pytest.approx((n - 1) * (f + i - w))
+
+
+def test_the_published_table() -> None:
+    """TORCH_FACTS.md: F = I = W, four devices, eight micro-batches."""
+    table: list[tuple[Schedule, float]] = [
+        (gpipe(8, 4), 27.3),
+        (one_f_one_b(8, 4), 27.3),
+        (one_f_one_b(8, 4, slots="textbook"), 27.3),
+        (interleaved_1f1b(8, rounds(4, 2)), 15.8),
+        (zb_h1(8, 4), 11.1),
+    ]
+    for schedule, percent in table:
+        bubble = simulate(schedule, Costs.even(schedule.n)).bubble
+        assert round(100 * bubble, 1) == percent, schedule.name
+
+
+@pytest.mark.parametrize(("m", "n"), [(8, 2), (16, 4), (32, 8)])
+@pytest.mark.parametrize("transfer", [0.1, 0.3, 0.5])
+def test_more_slots_hide_transfers(m: int, n: int, transfer: float) -> None:
+    costs = Costs.even(n, transfer=transfer)
+    textbook = simulate(one_f_one_b(m, n, slots="textbook"), costs).makespan
+    overlap = simulate(one_f_one_b(m, n, slots="overlap"), costs).makespan
+    hidden = 3 * (m + n - 1) + 2 * (n - 1) * transfer  # only the first and the last way show
+    assert overlap == pytest.approx(hidden)
+    assert textbook > overlap
+
+
+# --- formulas -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.data())
+def test_gpipe_step_time(m: int, n: int, data: st.DataObject) -> None:
+    """PLANNER.md: T = K + X + (m-1) (F* + R*), exact without recomputation."""
+    costs = replace(data.draw(costs_for(n)), skips={})
+    backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+    slowest = max((*costs.forward, *costs.transfer)) + max((*backward, *costs.transfer))
+    expected = sum(costs.forward) + sum(backward) + 2 * sum(costs.transfer) + (m - 1) * slowest
+    assert simulate(gpipe(m, n), costs).makespan == expected
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_1f1b_is_no_faster_than_its_bound(m: int, n: int, data: st.DataObject) -> None:
+    """PLANNER.md, 1F1B step time: a bound for each stage with q slots."""
+    costs = replace(data.draw(costs_for(n)), skips={})
+    numbers = data.draw(st.lists(st.integers(1, 12), min_size=n, max_size=n))
+    slots = sorted(numbers, reverse=True)
+    makespan = simulate(one_f_one_b(m, n, slots=slots), costs).makespan
+    backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+    both = [f + b for f, b in zip(costs.forward, backward, strict=True)]
+    for s, q in enumerate(slots):
+        f, b = costs.forward[s], backward[s]
+        left = sum(both[:s]) + 2 * sum(costs.transfer[:s])
+        right = sum(both[s + 1 :]) + 2 * sum(costs.transfer[s:])
+        if m > q:
+            bound = m * (f + b) + max(0, right - (q - 1) * f) + max(0, right - (q - 1) * b)
+        else:
+            bound = max(m * (f + b), f + right + b + (m - 1) * b, m * f + right + b)
+        assert makespan >= left + bound
+
+
+# --- what holds for every schedule --------------------------------------------------------------
+
+
+@given(simulations())
+def test_bounds(simulation: Simulation) -> None:
+    schedule, costs = simulation.schedule, simulation.costs
+    assert simulation.makespan >= max(simulation.busy)
+    there = sum(
+        time
+        for j, time in enumerate(costs.transfer)
+        if schedule.device_of[j] != schedule.device_of[j + 1]
+    )
+    chain = sum(costs.forward) + sum(costs.backward_input) + 2 * there
+    if not schedule.splits:  # then nobody goes back before the weights are done
+        chain += sum(costs.backward_weight)
+    assert simulation.makespan >= chain
+    assert 0 <= simulation.bubble <= 1
+    total = sum(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
+    assert sum(simulation.busy) == schedule.m * total
+    transfers = sum(transfer.end - transfer.start for transfer in simulation.transfers)
+    assert simulation.makespan <= schedule.m * total + transfers
+
+
+@given(simulations())
+def test_spans_follow_the_schedule(simulation: Simulation) -> None:
+    """In order on each device, one at a time, and never before what they need is there."""
+    schedule, costs = simulation.schedule, simulation.costs
+    spans = {span.action: span for span in simulation.spans}
+    arrivals = {(t.action, t.target, t.skip): t.end for t in simulation.transfers}
+    assert len(spans) == len(simulation.spans) == sum(map(len, schedule.actions))
+    for d, row in enumerate(schedule.actions):
+        free = 0.0
+        for action in row:
+            span = spans[action]
+            assert span.device == d
+            assert span.start >= free
+            assert span.end == span.start + costs.of(action)
+            free = span.end
+            for needed in schedule.needs(action):
+                if spans[needed].device == d:
+                    assert span.start >= spans[needed].end
+                else:
+                    assert span.start >= arrivals[needed, action.j, False]
+            for source, target in costs.skips:
+                way: tuple[Action, int] | None = None
+                if action.kind == "forward" and action.j == target:
+                    way = Action("forward", action.i, source), target
+                if action.kind in ("backward", "backward_input") and action.j == source:
+                    way = schedule.backward_of(action.i, target), source
+                if way and spans[way[0]].device != d:
+                    assert span.start >= arrivals[(*way, True)]
+    starts = [span.start for span in simulation.spans]
+    assert starts == sorted(starts)
+
+
+@given(simulations())
+def test_links_carry_one_thing_at_a_time(simulation: Simulation) -> None:
+    spans = {span.action: span for span in simulation.spans}
+    device_of = simulation.schedule.device_of
+    busy_until: dict[tuple[int, int], float] = {}
+    for transfer in simulation.transfers:
+        source, target = spans[transfer.action], device_of[transfer.target]
+        assert source.device != target
+        link = (source.device, target)
+        assert transfer.start >= max(source.end, busy_until.get(link, 0.0))
+        busy_until[link] = transfer.end
+    starts = [transfer.start for transfer in simulation.transfers]
+    assert starts == sorted(starts)
+
+
+@given(simulations())
+def test_the_critical_path_is_what_takes_so_long(simulation: Simulation) -> None:
+    path = simulation.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == simulation.makespan
+    for before, after in pairwise(path):
+        assert before.end == after.start
+    known: set[Span | Transfer] = {*simulation.spans, *simulation.transfers}
+    assert known.issuperset(path)
+
+
+@given(simulations(), st.data())
+def test_what_is_slower_never_ends_earlier(simulation: Simulation, data: st.DataObject) -> None:
+    """Without queues on links, where a change may let something else go first."""
+    schedule = simulation.schedule
+    costs = replace(simulation.costs, transfer=(), skips={})
+    name = data.draw(st.sampled_from(["forward", "backward_input", "backward_weight"]))
+    j = data.draw(st.integers(0, schedule.n - 1))
+    slower = list(getattr(costs, name))
+    slower[j] += data.draw(times)
+    changed: dict[str, Any] = {name: tuple(slower)}
+    slow = replace(costs, **changed)
+    assert simulate(schedule, slow).makespan >= simulate(schedule, costs).makespan
+
+
+def test_peak_in_flight_in_time() -> None:
+    """The counts, which come from the order alone, are those seen while time goes by."""
+    for schedule in (gpipe(6, 3), one_f_one_b(6, 3), zb_h1(6, 3), naive(6, 3)):
+        simulation = simulate(schedule, Costs.even(3, 2, 3, 1, 0.5))
+        last: Kind = "backward_weight" if schedule.splits else "backward"
+        spans = {span.action: span for span in simulation.spans}
+        for j in range(3):
+            lives = [
+                (spans[Action("forward", i, j)].start, spans[Action(last, i, j)].end)
+                for i in range(6)
+            ]
+            peak = max(sum(a <= start < b for a, b in lives) for start, _ in lives)
+            assert simulation.in_flight[j] == peak
+
+
+# --- skips, small cases and errors --------------------------------------------------------------
+
+
+def test_a_skip_is_waited_for_there_and_back() -> None:
+    costs = Costs.even(3)
+    assert simulate(gpipe(1, 3), costs).makespan == 9
+    slow = replace(costs, skips={(0, 2): 5.0})
+    simulation = simulate(gpipe(1, 3), slow)
+    # F0 1, skip 5, F2 1, B2 2, skip back 5, B0 2
+    assert simulation.makespan == 16
+    assert [type(step).__name__ for step in simulation.critical_path] == [
+        "Span", "Transfer", "Span", "Span", "Transfer", "Span"
+    ]  # fmt: skip
+    assert sum(transfer.skip for transfer in simulation.transfers) == 2
+
+
+def test_on_one_device_nothing_travels() -> None:
+    costs = Costs.even(3, transfer=7.0)
+    simulation = simulate(build("1f1b", 4, (0, 0, 0)), replace(costs, skips={(0, 2): 9.0}))
+    assert simulation.transfers == ()
+    assert simulation.makespan == 4 * 9
+    assert simulation.bubble == 0
+
+
+def test_a_link_is_a_queue() -> None:
+    """Transfers three times as long as a forward set the pace of the second device."""
+    simulation = simulate(gpipe(3, 2), Costs.even(2, 1, 1, 0, transfer=3.0))
+    ways = [(t.start, t.end) for t in simulation.transfers if t.target == 1]
+    assert ways == [(1, 4), (4, 7), (7, 10)]
+
+
+def test_no_time_at_all() -> None:
+    simulation = simulate(zb_h1(3, 3), replace(Costs.even(3, 0, 0, 0), skips={(0, 1): 0.0}))
+    assert (simulation.makespan, simulation.bubble) == (0, 0)
+    assert len(simulation.spans) == 27
+    assert len(simulation.transfers) == 3 * (4 + 2)
+
+
+def test_a_schedule_that_cannot_run() -> None:
+    broken = Schedule(1, (0,), ((Action("backward", 0, 0), Action("forward", 0, 0)),))
+    with pytest.raises(ValueError, match="0B0, action 0 of device 0, comes before 0F0"):
+        simulate(broken, Costs.even(1))
+    with pytest.raises(ValueError, match="costs are for 3 stages, but schedule 'gpipe' has 2"):
+        simulate(gpipe(2, 2), Costs.even(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((1,), (1, 1), (1,)), "backward_input has 2 times, but forward is for 1 stages"),
+        (((1, 1), (1, 1), (1,)), "backward_weight has 1 times"),
+        (((1, 1), (1, 1), (1, 1), (1, 1)), "transfer has 2 times, .* give it 1"),
+        (((1, -1), (1, 1), (1, 1)), "forward has the time -1"),
+        (((1, 1), (1, math.nan), (1, 1)), "backward_input has the time nan"),
+        (((1, 1), (1, 1), (1, 1), (math.inf,)), "transfer has the time inf"),
+        (((1, 1), (1, 1), (1, 1), (), {(0, 1): -2}), "skips has the time -2"),
+        (((1, 1), (1, 1), (1, 1), (), {(1, 0): 2}), "skip from stage 1 to 0"),
+        (((1, 1), (1, 1), (1, 1), (), {(0, 2): 2}), "skip from stage 0 to 2 is none, with 2"),
+        (((), (), ()), "at least one stage"),
+    ],
+)
+def test_costs_that_are_none(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs(*arguments)

@@ -1,0 +1,141 @@
+"""Where stashed values wait, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from torch import nn
+
+from syncpipe.skip import Namespace, pop, skippable
+from syncpipe.skip.store import use_store
+from tests.support.skips import (
+    Receive,
+    Send,
+    X,
+)
+
+
+def test_store_holds_what_is_stashed_and_loses_what_is_popped():
+    store: dict[Any, Any] = {}
+    with use_store(store) as entered:
+        assert entered is store
+        Send()(X)
+        assert store == {(None, "skip"): X}
+        Receive()(X)
+    assert store == {}
+
+
+def test_stores_nest():
+    outer: dict[Any, Any] = {}
+    inner: dict[Any, Any] = {}
+    with use_store(outer):
+        with use_store(inner):
+            Send()(1)
+        Send()(2)
+    assert inner == {(None, "skip"): 1}
+    assert outer == {(None, "skip"): 2}
+
+
+def test_store_is_left_after_an_error():
+    store: dict[Any, Any] = {}
+    with pytest.raises(ZeroDivisionError), use_store(store):
+        raise ZeroDivisionError
+    Send()(X)
+    assert store == {}
+
+
+def test_values_outside_do_not_reach_into_a_store():
+    layer = Send()
+    layer(X)
+    with use_store({}), pytest.raises(RuntimeError):
+        Receive()(X)
+
+
+def test_threads_use_their_own_stores():
+    send, receive = Send(), Receive()
+    barrier = threading.Barrier(4)
+    results: dict[int, int] = {}
+
+    def work(number: int, store: Any) -> None:
+        barrier.wait(10)
+        for _ in range(50):
+            if store is None:
+                send(number)
+                results[number] = receive(0)
+            else:
+                with use_store(store):
+                    send(number)
+                    results[number] = receive(0)
+
+    threads = [
+        threading.Thread(target=work, args=(i, {} if i % 2 else None), daemon=True)
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+class Value:
+    """Something that can be weakly referenced."""
+
+
+def test_value_outside_dies_with_the_layer():
+    layer, value = Send(), Value()
+    layer(value)
+    seen = weakref.ref(value)
+    del value
+    gc.collect()
+    assert seen() is not None
+    del layer
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(RuntimeError, match="no layer before it"):
+        Receive()(0)
+
+
+def test_names_of_dead_layers_are_forgotten():
+    namespace = Namespace()
+    seen = weakref.ref(namespace)
+    layer = Send().isolate(namespace)
+    layer(X)
+    del layer, namespace
+    nn.Sequential(Send(), Receive())(X)
+    gc.collect()
+    assert seen() is None
+
+
+def test_value_outside_is_replaced_by_the_next_one():
+    first, second = Send(), Send()
+    value = Value()
+    seen = weakref.ref(value)
+    first(value)
+    second(1)
+    del value
+    gc.collect()
+    assert seen() is None
+    del first
+    gc.collect()
+    assert Receive()(0) == 1
+
+
+def test_value_is_freed_once_popped():
+    @skippable(pop=["skip"])
+    class Drop(nn.Module):
+        def forward(self, x):
+            yield pop("skip")
+            return x
+
+    layer, value = Send(), Value()
+    seen = weakref.ref(value)
+    layer(value)
+    del value
+    Drop()(0)
+    gc.collect()
+    assert seen() is None

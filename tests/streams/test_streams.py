@@ -1,0 +1,361 @@
+"""Stream logic without an accelerator: no race with all waits in place, one with any taken out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import syncpipe.forward
+import syncpipe.runtime.streams
+import syncpipe.stages.pipeline
+from syncpipe import Pipe, inline
+from syncpipe.runtime.worker import Worker
+from syncpipe.skip import pop, skippable, stash
+from syncpipe.stages.transfer import Send
+from syncpipe.tree import tensors_in
+from tests.streams.happens_before import FakeStreams, Stream, parameters_of
+from tests.streams.happens_before_autograd import AutogradWorld
+
+
+@skippable(stash=["a"])
+class StashA(nn.Module):
+    """Sends its input itself past the layers that follow."""
+
+    def forward(self, x):
+        yield stash("a", x)
+        return x
+
+
+@skippable(stash=["b"], pop=["a"])
+class PopAStashB(nn.Module):
+    def forward(self, x):
+        yield stash("b", x)
+        return x + (yield pop("a"))
+
+
+@skippable(pop=["b"])
+class PopB(nn.Module):
+    def forward(self, x):
+        return x * (yield pop("b"))
+
+
+class Residual(nn.Module):
+    """Uses its input twice, so that gradients meet where the input came from."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Returns(nn.Module):
+    """Reads a second input late: a tuple travels between the stages."""
+
+    def forward(self, x):
+        return x, x * 2
+
+
+class Takes(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1] * pair[0]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        StashA(), nn.Linear(4, 4), nn.Tanh(), Returns(),
+        Takes(), Residual(),
+        PopAStashB(), Residual(), nn.Linear(4, 4),
+        PopB(), Residual(), nn.Linear(4, 4),
+    )  # fmt: skip
+
+
+BALANCE = [4, 2, 3, 3]
+
+# For each stage the device and the number of the worker.
+LAYOUTS = {
+    "one device": [(0, 0), (0, 1), (0, 2), (0, 3)],
+    "one device, two workers": [(0, 0), (0, 1), (0, 0), (0, 1)],
+    "two devices": [(0, 0), (1, 1), (0, 2), (1, 3)],
+    "four devices": [(0, 0), (1, 1), (2, 2), (3, 3)],
+}
+
+
+class Scenario:
+    """A pipe on made-up streams, and what people do with it.
+
+    Args:
+        callers: which streams the caller uses: "default" ones or "own" ones.
+        workers: "private" ones have a compute stream of their own, "shared" ones the caller's.
+    """
+
+    def __init__(
+        self, world: AutogradWorld, layout: str, *, checkpoint: str, chunks: int,
+        callers: str = "own", workers: str = "private",
+    ) -> None:  # fmt: skip
+        self.world = world
+        places = LAYOUTS[layout]
+        devices = sorted({device for device, _ in places})
+        if callers == "own":
+            self.callers = [Stream("caller", device) for device in reversed(devices)]
+        else:
+            self.callers = [world.default(device) for device in reversed(devices)]
+            for stream in self.callers:
+                stream.name = "default (caller)"
+        made: dict[int, Worker] = {}
+        for device, number in places:
+            if number not in made:
+                streams = FakeStreams(world, device)
+                made[number] = Worker(f"cpu:{device}", streams=streams)
+                if workers == "shared":
+                    made[number]._private = False
+                    streams.names.remove("compute")
+        self.first, self.last = places[0][0], places[-1][0]
+        self.pipe = Pipe(
+            layers(), BALANCE, devices=[made[number] for _, number in places],
+            chunks=chunks, checkpoint=checkpoint,
+        )  # fmt: skip
+        self.homes = [
+            (t, device)
+            for partition, (device, _) in zip(self.pipe.partitions, places, strict=True)
+            for t in parameters_of(partition)
+        ]
+        for tensor, device in self.homes:
+            world.adopt([tensor], device)
+
+    def input(self, *, requires_grad: bool = False) -> torch.Tensor:
+        with self.world.on(self.world.current(self.first)), self.world.watch():
+            x = torch.randn(8, 4)
+        return x.requires_grad_(requires_grad)
+
+    def train(self, *, requires_grad: bool = False) -> None:
+        """A step as in any training loop."""
+        with self.world.on(*self.callers):
+            self.pipe.train()
+            output = self.pipe(self.input(requires_grad=requires_grad))
+            with self.world.watch():
+                loss = (output * output).sum()
+            del output
+            self.world.backward(loss)
+            self.optimize()
+
+    def train_directly(self) -> None:
+        """Backward starts at the output of the pipe, and the gradient is used afterwards."""
+        with self.world.on(*self.callers):
+            x = self.input(requires_grad=True)
+            output = self.pipe(x)
+            with self.world.on(self.world.current(self.last)), self.world.watch():
+                grad = torch.ones_like(output)
+            self.world.backward(output, grad)
+            with self.world.watch():
+                x.grad.mul_(2)
+            self.optimize()
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        with self.world.watch():
+            for tensor, device in self.homes:
+                if tensor.grad is not None:
+                    assert self.world.device_of(tensor.grad) == device
+                    tensor.sub_(tensor.grad, alpha=0.01)
+                    tensor.grad = None
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Input and parameters are overwritten, the output is used, and then its memory."""
+        with self.world.on(*self.callers):
+            self.pipe.eval()
+            x = self.input()
+            output = self.pipe(x)
+            with self.world.watch():
+                x.zero_()
+                output.mul_(2)
+                for tensor, _ in self.homes:
+                    tensor.mul_(0.99)
+            del output
+            self.pipe(self.input())
+
+    def train_beside(self) -> None:
+        """The input lives in the graph alone, and the caller's own nodes go back last."""
+        with self.world.on(*self.callers):
+            with self.world.on(self.world.current(self.last)), self.world.watch():
+                weight = torch.ones(8, 4).requires_grad_()
+                beside = (weight * 2).exp()
+                self.world.tag([beside])
+            output = self.pipe(self.input())
+            with self.world.watch():
+                loss = (output + beside).sum()
+            del output, beside
+            self.world.backward(loss)
+            self.optimize()
+
+    @torch.no_grad()
+    def take_turns(self) -> None:
+        """Callers on several streams, one after another, use their outputs and drop them."""
+        before = list(self.callers)
+        for k in range(3):
+            with self.world.on(*(Stream(f"caller {k}", s.device) for s in before)):
+                for stream in before:  # the parameters are ready
+                    self.world.current(stream.device).join(stream.clock)
+                output = self.pipe(self.input())
+                with self.world.watch():
+                    output.sum()
+                del output
+                turn = [self.world.current(stream.device) for stream in before]
+            self.turns += turn
+        for stream in before:  # they may be changed again
+            for other in self.turns:
+                if other.device == stream.device:
+                    stream.join(other.clock)
+
+    def go_back_twice(self) -> None:
+        """Gradients are read between two backwards, without a call in between."""
+        with self.world.on(*self.callers):
+            self.pipe.train()
+            losses = []
+            for _ in range(2):
+                output = self.pipe(self.input())
+                with self.world.watch():
+                    losses.append((output * output).sum())
+                del output
+            while losses:
+                self.world.backward(losses.pop())
+                with self.world.watch(), torch.no_grad():
+                    for tensor, _ in self.homes:
+                        if tensor.grad is not None:
+                            tensor.grad.sum()
+            self.optimize()
+
+    def run(self, times: int) -> list[str]:
+        self.turns: list[Stream] = []
+        for _ in range(times):
+            self.train_beside()
+            self.take_turns()
+            self.train()
+            self.train(requires_grad=True)
+            self.train_directly()
+            self.go_back_twice()
+            self.evaluate()
+        return self.world.reports
+
+
+@pytest.fixture
+def world(monkeypatch) -> AutogradWorld:
+    """A world that the library works in: devices are told apart, and graph nodes are tagged."""
+    world = AutogradWorld()
+    scatter, gather = syncpipe.forward.scatter, syncpipe.forward.gather
+    perform, apply = syncpipe.forward._Forward.perform, Send.apply
+
+    def watched_scatter(input, chunks):
+        with world.watch():
+            pieces = scatter(input, chunks)
+        world.tag(tensors_in(pieces))
+        return pieces
+
+    def watched_gather(outputs):
+        with world.watch():
+            gathered = gather(outputs)
+        world.tag(tensors_in(gathered))
+        return gathered
+
+    def tagged_perform(self, action, received):
+        messages = perform(self, action, received)
+        stream = self._lanes[self._pipeline.worker_of[action.j]].compute
+        made = (messages, self.outputs[action.i], self._tokens[action.j])
+        world.tag(tensors_in(made), stream)
+        return messages
+
+    def tagged_apply(source, target, events, note, *tensors):
+        # The nodes before this one belong to the stage, this one to where its outputs are.
+        world.tag(tensors, source.compute)
+        copies = apply(source, target, events, note, *tensors)
+        world.tag(copies, world.current(target.device.index))
+        return copies
+
+    monkeypatch.setattr(syncpipe.forward, "scatter", watched_scatter)
+    monkeypatch.setattr(syncpipe.forward, "gather", watched_gather)
+    monkeypatch.setattr(syncpipe.forward._Forward, "perform", tagged_perform)
+    monkeypatch.setattr(Send, "apply", tagged_apply)
+    monkeypatch.setattr(syncpipe.runtime.streams, "same_memory", lambda a, b: a == b)
+    return world
+
+
+@contextlib.contextmanager
+def running(how: str) -> Iterator[None]:
+    with inline() if how == "inline" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("how", ["threads", "inline"])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("callers", ["own", "default"])
+@pytest.mark.parametrize("workers", ["private", "shared"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_race(world, layout, workers, callers, checkpoint, chunks, how):
+    scenario = Scenario(
+        world, layout, checkpoint=checkpoint, chunks=chunks, callers=callers, workers=workers
+    )
+    with running(how):
+        reports = scenario.run(2)
+    assert not reports, "\n".join(dict.fromkeys(reports))
+    assert world.operators > 100
+
+
+# What a pipe does on streams, and where its absence shows: between workers on one device, between
+# devices. On one device the engine's own waits do the same in backward, so these do not show there.
+ONE, TWO = "one device", "four devices"
+SITES = {
+    "wait follow start": [ONE, TWO],
+    "wait follow end": [ONE, TWO],
+    "wait follow end outbound": [TWO],
+    "wait follow_caller backward": [TWO],
+    "wait receive forward": [ONE, TWO],
+    "wait receive backward": [TWO],
+    "wait send forward": [TWO],
+    "wait send backward": [TWO],
+    "keep adopt start": [ONE],
+    "keep adopt end": [ONE, TWO],
+    "keep receive forward": [ONE, TWO],
+    "keep receive backward": [TWO],
+    "keep send forward": [TWO],
+    "keep send backward": [TWO],
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("how", ["threads", "inline"])
+@pytest.mark.parametrize(("site", "layout"), [(s, layout) for s in SITES for layout in SITES[s]])
+def test_race_without(world, site, layout, how, checkpoint):
+    if (site, how) == ("keep adopt start", "threads"):
+        pytest.skip("which of the nodes ready on the one CPU goes back last depends on threads")
+    if site == "wait follow_caller backward" and checkpoint != "never":
+        pytest.skip("the checker takes a node without gradients, as of a token, for a root")
+    world.dropped = site
+    with running(how):
+        reports = Scenario(world, layout, checkpoint=checkpoint, chunks=4).run(2)
+    assert world.waits[site]
+    assert reports
+
+
+def test_all_sites_are_known(world):
+    """A wait that somebody adds must be shown to be needed, too."""
+    Scenario(world, TWO, checkpoint="except_last", chunks=4).run(1)
+    assert world.waits.keys() == SITES.keys()
+
+
+@pytest.mark.parametrize("layout", ["two devices", "four devices"])
+def test_race_if_the_node_of_a_copy_is_made_on_the_source(world, layout, monkeypatch):
+    """Gradients that meet there would be added on another stream than the copy waits for."""
+
+    def sent_from_source(source, target, tensors, note):
+        events = []
+        return list(Send.apply(source, target, events, note, *tensors)), events[0]
+
+    monkeypatch.setattr(syncpipe.stages.pipeline, "send", sent_from_source)
+    assert Scenario(world, layout, checkpoint="never", chunks=2).run(1)

@@ -1,0 +1,441 @@
+"""Streams of ``train_batch`` and ``eval_batch``: no race with all waits, one with any taken out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncpipe.stages.pipeline
+import syncpipe.training.cells
+import syncpipe.training.last_stage
+import syncpipe.training.train
+from syncpipe import Pipe
+from syncpipe.runtime.worker import Worker
+from syncpipe.schedules.schedule import Action, Schedule
+from syncpipe.training.weight_gradients import _Recording
+from syncpipe.tree import tensors_in
+from tests.streams import test_streams
+from tests.streams.happens_before import FakeStreams, Stream
+from tests.streams.happens_before_autograd import AutogradWorld
+from tests.streams.test_streams import Scenario, running
+
+CHUNKS = 4
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+PLACES = ["one device", "one device, two workers", "two devices, two workers", "four devices"]
+
+
+class Criterion(nn.Module):
+    """A loss with a parameter of its own, alone or with a weight that is a tensor of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.weighted = False
+        self.fails = False
+
+    def forward(self, output, target):
+        loss = (output * self.scale - target).square().mean()
+        if self.fails:
+            raise ValueError("as it was told")
+        return (loss, (target > -0.5).sum()) if self.weighted else loss
+
+
+class Training(Scenario):
+    """A pipe on made-up streams, and what people do with ``train_batch`` and ``eval_batch``."""
+
+    def __init__(self, world: AutogradWorld, layout: str, schedule: str, **options: Any) -> None:
+        super().__init__(world, layout, chunks=CHUNKS, **options)
+        self.schedule = schedule
+        self.criterion = Criterion()
+        self.homes.append((self.criterion.scale, self.last))
+        world.adopt([self.criterion.scale], self.last)
+        self.turns: list[Stream] = []
+
+    def on(self, device: int, *, requires_grad: bool = False) -> torch.Tensor:
+        """A mini-batch of whatever, made by the caller on a device."""
+        with self.world.on(self.world.current(device)), self.world.watch():
+            made = torch.randn(8, 4)
+        return made.requires_grad_(requires_grad)
+
+    def batch(self, *args: Any, **options: Any) -> Any:
+        options = {"loss_fn": self.criterion, "schedule": self.schedule, **options}
+        return self.pipe.train_batch(*args, **options)
+
+    def overwrite(self, *tensors: torch.Tensor) -> None:
+        with self.world.watch(), torch.no_grad():
+            for tensor in tensors:
+                tensor.zero_()
+
+    def step(self, target_on: int, *, weighted: bool = False) -> None:
+        """Everything that went in is overwritten, and everything that came out is used."""
+        with self.world.on(*self.callers):
+            self.criterion.weighted = weighted
+            x, target = self.on(self.first, requires_grad=True), self.on(target_on)
+            loss, output = self.batch(x, target, return_outputs=True)
+            self.overwrite(x, target, loss, output, x.grad)
+            del loss, output
+            self.optimize()
+
+    def accumulate(self) -> None:
+        """Gradients are there already; the second time they are scaled in the end."""
+        with self.world.on(*self.callers):
+            for weighted in (False, True):
+                self.criterion.weighted = weighted
+                self.batch(self.on(self.first), self.on(self.last))
+            self.optimize()
+
+    def fail(self) -> None:
+        """Gradients are put back, used, and so is the memory of what the call had in hands."""
+        with self.world.on(*self.callers):
+            self.criterion.weighted = False
+            self.batch(self.on(self.first), self.on(self.last))
+            self.criterion.fails = True
+            with pytest.raises(ValueError, match="as it was told"):
+                self.batch(self.on(self.first), self.on(self.last))
+            self.criterion.fails = False
+            self.optimize()
+
+    def iterate(self) -> None:
+        """Micro-batches are made on the way, of data on several devices, and dropped there."""
+        with self.world.on(*self.callers):
+            source = [self.on(self.first), self.on(self.last)]
+            rows = [0, 3, 4, 6, 8]  # of different sizes
+
+            def micro_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+                for begin, end in itertools.pairwise(rows):
+                    x, target = (whole[begin:end] * 2 for whole in source)
+                    if begin == 4:
+                        x, target = target, x  # each on the other's device
+                    yield x, target
+                    del x, target
+
+            self.criterion.weighted = False
+            self.batch(data_iter=micro_batches())
+            self.overwrite(*source)
+            self.optimize()
+            with torch.no_grad():
+                source = [self.on(self.first), self.on(self.last)]
+                loss = self.pipe.eval_batch(data_iter=micro_batches(), loss_fn=self.criterion)
+                self.overwrite(*source, loss)
+
+    def evaluate_target(self, device: int) -> None:
+        """Nothing goes back, so nothing but the call's end says that the target was read."""
+        with self.world.on(*self.callers):
+            self.criterion.weighted = False
+            x, target = self.on(self.first), self.on(device)
+            loss = self.pipe.eval_batch(x, target, loss_fn=self.criterion)
+            self.overwrite(x, target, loss)
+
+    def mix(self) -> None:
+        """``pipe(x)`` and ``train_batch`` add to the same gradients."""
+        with self.world.on(*self.callers):
+            self.pipe.train()
+            output = self.pipe(self.on(self.first))
+            with self.world.watch():
+                loss = (output * output).sum()
+            del output
+            self.world.backward(loss)
+            del loss
+            self.batch(self.on(self.first), self.on(self.last))
+            self.optimize()
+
+    def mix_on_other_streams(self) -> None:
+        """A graph of ``pipe(x)`` keeps alive the nodes that add to ``.grad``, on its streams."""
+        with self.world.on(*self.callers):
+            self.pipe.train()
+            output = self.pipe(self.on(self.first))
+        with self.world.on(*self.turn("other")):
+            self.batch(self.on(self.first), self.on(self.last))
+            del output
+            self.optimize()
+        self.end_turns()
+
+    def take_turns_training(self) -> None:
+        """Callers on several streams that do not wait for each other, in training and without."""
+
+        def train(weighted: bool) -> None:
+            self.criterion.weighted = weighted
+            self.batch(self.on(self.first, requires_grad=True), self.on(self.last))
+            for tensor, _ in self.homes:
+                tensor.grad = None
+
+        def evaluate(loss_fn: Any) -> None:
+            target = None if loss_fn is None else self.on(self.last)
+            self.overwrite(self.pipe.eval_batch(self.on(self.first), target, loss_fn=loss_fn))
+
+        self.criterion.weighted = False
+        for use, option in (
+            (train, False), (train, True), (evaluate, self.criterion), (evaluate, None),
+        ):  # fmt: skip
+            for k in range(2):
+                with self.world.on(*self.turn(f"caller {k}")):
+                    use(option)
+            self.end_turns()
+
+    def turn(self, name: str) -> list[Stream]:
+        """Streams for a caller to whom the parameters are ready."""
+        streams = [Stream(name, stream.device) for stream in self.callers]
+        for stream, before in zip(streams, self.callers, strict=True):
+            stream.join(before.clock)
+        self.turns += streams
+        return streams
+
+    def end_turns(self) -> None:
+        """The parameters may be changed again."""
+        for stream in self.callers:
+            for other in self.turns:
+                if other.device == stream.device:
+                    stream.join(other.clock)
+        self.turns.clear()
+
+    def run(self) -> list[str]:
+        for target_on in {self.first, self.last}:
+            self.step(target_on)
+            self.evaluate_target(target_on)
+        self.step(self.last, weighted=True)
+        self.accumulate()
+        self.take_turns_training()
+        self.fail()
+        self.iterate()
+        self.mix()
+        self.mix_on_other_streams()
+        self.step(self.last)
+        return self.world.reports
+
+
+class _Watched:
+    """Wraps functions of the driver that work on the caller's thread, so that they are booked."""
+
+    def __init__(self, world: AutogradWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.monkeypatch = world, monkeypatch
+
+    def __call__(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self.world.watch():
+                return function(*args, **kwargs)
+
+        self.monkeypatch.setattr(owner, name, watched)
+
+
+world = pytest.fixture(test_streams.world.__wrapped__, name="forward_world")
+
+
+@pytest.fixture(name="world")
+def training_world(forward_world, monkeypatch) -> AutogradWorld:
+    """The same for the training driver; tensors tell which device they are meant to be on."""
+    world = forward_world
+    watched = _Watched(world, monkeypatch)
+    gradients = syncpipe.training.train.Gradients
+    monkeypatch.setitem(
+        test_streams.LAYOUTS, "two devices, two workers", [(0, 0), (1, 1), (0, 0), (1, 1)]
+    )
+    monkeypatch.setitem(test_streams.LAYOUTS, "one worker", [(0, 0)] * 4)
+    for name in ("watch", "restore", "scale"):
+        watched(gradients, name)
+    watched(syncpipe.training.train, "_results")
+    watched(syncpipe.training.train, "_complete")
+
+    ends_of, backward = syncpipe.training.cells.ends_of, torch.autograd.backward
+    loss = syncpipe.training.last_stage.LastStage._loss
+    real = torch.Tensor.device
+
+    def tagged_ends_of(value):
+        world.tag(tensors_in(value))
+        return ends_of(value)
+
+    def tagged_loss(self, *args):
+        root = loss(self, *args)
+        world.tag([root])
+        return root
+
+    def acted_backward(tensors, *args, **kwargs):
+        if world.here.acting:
+            return backward(tensors, *args, **kwargs)
+        world.tag(tensors_in(tensors))
+        with world.going_back():
+            return backward(tensors, *args, **kwargs)
+
+    def device(tensor):
+        block = world.block_of(tensor)
+        return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
+
+    monkeypatch.setattr(syncpipe.training.cells, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.last_stage, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.last_stage.LastStage, "_loss", tagged_loss)
+    monkeypatch.setattr(torch.autograd, "backward", acted_backward)
+    monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
+    monkeypatch.setattr(syncpipe.stages.pipeline, "same_memory", lambda a, b: a == b)
+    # Weight gradients are not put off where a dispatch mode looks on, but for this one.
+    monkeypatch.setattr(_Recording, "_may_split", lambda *args: torch.is_grad_enabled())
+    return world
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", PLACES)
+def test_no_race(world, layout, schedule, checkpoint):
+    with running("inline" if checkpoint == "always" else "threads"):
+        reports = Training(world, layout, schedule, checkpoint=checkpoint).run()
+    assert not reports, "\n".join(dict.fromkeys(reports))
+    assert world.operators > 100
+
+
+@pytest.mark.parametrize("how", ["threads", "inline"])
+@pytest.mark.parametrize("callers", ["own", "default"])
+@pytest.mark.parametrize("workers", ["private", "shared"])
+@pytest.mark.parametrize("layout", ["one worker", "one device", *PLACES[2:]])
+def test_no_race_whosever_the_streams_are(world, layout, workers, callers, how):
+    checkpoint = "never" if how == "threads" else "except_last"
+    scenario = Training(
+        world, layout, "1f1b", checkpoint=checkpoint, callers=callers, workers=workers
+    )
+    with running(how):
+        reports = scenario.run()
+    assert not reports, "\n".join(dict.fromkeys(reports))
+
+
+# What the training driver does on streams, and where its absence shows: between workers on one
+# device, between devices.
+ONE, TWO = "one device", "four devices"
+SITES = {
+    "wait follow start": [ONE, TWO],
+    "wait follow end": [ONE, TWO],
+    "wait follow end outbound": [TWO],
+    "wait follow leaf": [ONE, TWO],
+    "wait receive forward": [ONE, TWO],
+    "wait receive backward": [ONE, TWO],
+    "wait receive bring": [ONE, TWO],
+    "wait send forward": [TWO],
+    "wait send backward": [TWO],
+    "wait send bring": [TWO],
+    "keep adopt gradients": [ONE, TWO],
+    "keep adopt loss": [ONE, TWO],
+    "keep adopt results": [ONE, TWO],
+    "keep adopt returned": [ONE, TWO],
+    "keep receive forward": [ONE, TWO],
+    "keep receive backward": [ONE, TWO],
+    "keep receive bring": [ONE, TWO],
+    "keep send forward": [TWO],
+    "keep send backward": [TWO],
+    "keep send bring": [TWO],
+}
+# A call of `train_batch` holds its input until it returns, and then the caller waits for it. Only
+# the graph of `pipe(x)` holds it for longer.
+UNNEEDED = {"keep adopt start"}
+
+
+# What memory is used again for depends on threads, so that keeps are looked at inline only.
+@pytest.mark.parametrize(
+    ("site", "layout", "how"),
+    [
+        (site, layout, how)
+        for site, layouts in SITES.items()
+        for layout in layouts
+        for how in ("inline", "threads")
+        if how == "inline" or ("wait" in site and layout == TWO)
+    ],
+)
+def test_race_without(world, site, layout, how):
+    world.dropped = f"{site} in training"
+    schedule = "zb_h1" if "wait" in site else "1f1b"
+    with running(how):
+        reports = Training(world, layout, schedule, checkpoint="never").run()
+    assert world.waits[world.dropped]
+    assert reports
+
+
+def test_all_sites_are_known(world):
+    """A wait that somebody adds must be shown to be needed, too."""
+    with running("inline"):
+        Training(world, TWO, "1f1b", checkpoint="except_last").run()
+    sites = {site.removesuffix(" in training") for site in world.waits if "in training" in site}
+    assert sites == SITES.keys() | UNNEEDED
+
+
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_race_if_the_iterator_is_on_other_streams_than_the_caller(world, layout, monkeypatch):
+    """It reads what the caller made, and a worker's thread has streams of its own."""
+    monkeypatch.setattr(syncpipe.stages.pipeline.Call, "as_caller", contextlib.nullcontext)
+    scenario = Training(world, layout, "1f1b", checkpoint="never")
+    scenario.iterate()
+    assert bool(world.reports) == (layout == TWO)
+
+
+@pytest.mark.parametrize("dropped", ["", "wait receive bring in training"])
+def test_one_stage(world, dropped):
+    """It pulls targets for itself, and computes on another stream than the iterator."""
+    world.dropped = dropped
+    worker = Worker("cpu:0", streams=FakeStreams(world, 0))
+    layer = nn.Linear(4, 4)
+    world.adopt(layer.parameters(), 0)
+    pipe = Pipe(nn.Sequential(layer), [1], devices=[worker], chunks=2)
+    with world.on(Stream("caller", 0)):
+        with world.watch():
+            x, target = torch.randn(2, 4, 4)
+        pairs = ((a * 2, b * 2) for a, b in zip(x.chunk(2), target.chunk(2), strict=True))
+        pipe.train_batch(data_iter=pairs, loss_fn=nn.functional.mse_loss)
+    assert bool(world.reports) == bool(dropped)
+
+
+@pytest.mark.parametrize(("how", "checkpoint"), [("threads", "never"), ("inline", "always")])
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_no_race_while_traced(world, layout, how, checkpoint):
+    """What the trace itself waits for makes its times right, and nothing else."""
+    scenario = Training(world, layout, "1f1b", checkpoint=checkpoint)
+    with running(how), scenario.pipe.trace() as trace:
+        scenario.step(scenario.first)
+        scenario.iterate()
+    assert not world.reports
+    kinds = {span.kind for span in trace.spans}
+    assert kinds >= {"forward", "backward", "transfer"}
+    assert ("recompute" in kinds) == (checkpoint == "always")
+    world.dropped = "wait transfer forward in training"
+    with running(how), scenario.pipe.trace():
+        scenario.step(scenario.first)
+    assert world.waits[world.dropped]
+    assert not world.reports
+
+
+class Position(nn.Module):
+    """Adds a parameter by a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return x + self.position.unsqueeze(0)
+
+
+@pytest.mark.parametrize(
+    ("balance", "order"),
+    [
+        ([2, 3], "F00 F01 F10 F11 B01 B11 B00 B10"),  # a gradient is on its way to stage 0
+        ([3, 2], "F00 F01 F10 F11 B01 B11 I00 I10 W00 W10"),  # it waits for its weight half
+    ],
+)
+def test_a_gradient_that_is_still_needed_is_not_added_to(balance, order):
+    """Autograd makes a view of it the parameter's gradient, and adds the next one in place."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), Position(), nn.Linear(4, 4), nn.Tanh()
+    )  # fmt: skip
+    x, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    for i in range(2):
+        (nn.functional.mse_loss(model(x[i : i + 1]), target[i : i + 1]) / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    kinds = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+    row = tuple(Action(kinds[a[0]], int(a[1]), int(a[2])) for a in order.split())
+    pipe = Pipe(model, balance, devices=["cpu", "cpu"], chunks=2, checkpoint="never")
+    schedule = Schedule(2, (0, 0), (row,))
+    pipe.train_batch(x, target, loss_fn=nn.functional.mse_loss, schedule=schedule)
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

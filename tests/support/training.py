@@ -1,0 +1,408 @@
+"""What the tests of ``train_batch`` share: schedules, the reference, layers that can be watched."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncpipe import Pipe, is_recomputing
+from syncpipe.schedules import build
+from syncpipe.schedules.schedule import Action, Schedule
+from tests.support.models import Result, assert_same_tree
+
+FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+
+#: For pipes of four stages: what to pass to ``train_batch``, and the devices of the pipe.
+RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "naive": ({"schedule": "naive"}, FOUR),
+    "gpipe": ({"schedule": "gpipe"}, FOUR),
+    "1f1b": ({}, FOUR),
+    "1f1b-textbook": ({"schedule": "1f1b", "slots": "textbook"}, FOUR),
+    "1f1b-overlap": ({"schedule": "1f1b", "slots": "overlap"}, FOUR),
+    "1f1b-slots": ({"schedule": "1f1b", "slots": [3, 3, 2, 1]}, FOUR),
+    "1f1b-twice": ({"schedule": "1f1b"}, ["cpu:0", "cpu:0", "cpu:1", "cpu:0"]),
+    "interleaved": ({"schedule": "interleaved_1f1b"}, ROUND),
+    "zb_h1": ({"schedule": "zb_h1"}, FOUR),
+}
+#: The same without those that split backward, whose gradients are equal to rounding only.
+WHOLE = [name for name in RUNS if name != "zb_h1"]
+#: One of each kind, for tests where the number of slots makes no difference.
+KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zb_h1"]
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+def device_of(pipe: Pipe) -> tuple[int, ...]:
+    """For each stage the index of its device, in order of appearance."""
+    names = [str(device) for device in pipe.devices]
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)
+
+
+def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b", slots: Any = None) -> Schedule:
+    """What ``train_batch`` runs for these arguments."""
+    return build(schedule, m, device_of(pipe), **({} if slots is None else {"slots": slots}))
+
+
+def any_schedule(
+    m: int, devices: Sequence[int], *, seed: int, halves: bool, in_order: bool
+) -> Schedule:
+    """A random valid schedule.
+
+    Args:
+        m: number of micro-batches.
+        devices: for each stage the index of its device.
+        seed: of the choices.
+        halves: whether some backwards are split.
+        in_order: whether each stage goes forward in the order of the micro-batches, as it must
+            for layers that count them.
+    """
+    chance = random.Random(seed)
+    n = len(devices)
+    cells = [(i, j) for i in range(m) for j in range(n)]
+    splits = {cell for cell in cells if halves and chance.random() < 0.5}
+    left = [Action("forward", *cell) for cell in cells]
+    for i, j in cells:
+        kinds: Any = ["backward_input", "backward_weight"] if (i, j) in splits else ["backward"]
+        left += [Action(kind, i, j) for kind in kinds]
+    rows: list[list[Action]] = [[] for _ in range(max(devices) + 1)]
+    done: set[Action] = set()
+
+    def can_start(action: Action) -> bool:
+        kind, i, j = action
+        needed = {Action("forward", i, j)}
+        if kind == "forward":
+            needed = {Action("forward", i, j - 1)} if j else set()
+            if in_order and i:
+                needed.add(Action("forward", i - 1, j))
+        elif kind == "backward_weight":
+            needed = {Action("backward_input", i, j)}
+        elif j + 1 < n:
+            after: Any = "backward_input" if (i, j + 1) in splits else "backward"
+            needed.add(Action(after, i, j + 1))
+        return needed <= done
+
+    while left:
+        action = chance.choice([action for action in left if can_start(action)])
+        left.remove(action)
+        done.add(action)
+        rows[devices[action.j]].append(action)
+    return Schedule(m, tuple(devices), tuple(map(tuple, rows)), "any")
+
+
+# --- the reference: the plain model, micro-batch by micro-batch ----------------------------------
+
+
+@dataclass
+class Trained(Result):
+    """All that one can see of a step of ``train_batch``."""
+
+    loss: Tensor
+
+
+def cut_tree(tree: Any, chunks: int) -> list[Any]:
+    """The micro-batches of a tree; what is no tensor goes whole to each."""
+    leaves, spec = pytree.tree_flatten(tree)
+    pieces = [leaf.chunk(chunks) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    m = max((len(cut) for cut in pieces if cut is not None), default=1)
+    rows = [
+        [leaf if cut is None else cut[i] for leaf, cut in zip(leaves, pieces, strict=True)]
+        for i in range(m)
+    ]
+    return [pytree.tree_unflatten(row, spec) for row in rows]
+
+
+def join_trees(outputs: list[Any]) -> Any:
+    """The inverse: detached."""
+    return pytree.tree_map(
+        lambda *row: torch.cat(row).detach() if isinstance(row[0], Tensor) else row[0], *outputs
+    )
+
+
+def size_of(tree: Any) -> int:
+    """The length of the first tensor."""
+    return next(len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def fresh(tree: Any) -> Any:
+    """Leaves of a graph, with the same values."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
+    )
+
+
+def _own(piece: Any) -> Any:
+    """Leaves of a graph in the same memory: its alignment can decide the last bit."""
+    return pytree.tree_map_only(Tensor, lambda t: t.data.requires_grad_(t.requires_grad), piece)
+
+
+def call(loss_fn: Callable[..., Any], output: Any, target: Any) -> Any:
+    """As ``train_batch`` calls a loss function."""
+    return loss_fn(output) if target is None else loss_fn(output, target)
+
+
+def plain_step(
+    model: nn.Sequential,
+    x: Any,
+    target: Any = None,
+    *,
+    loss_fn: Callable[..., Tensor],
+    chunks: int,
+    orders: Sequence[Sequence[int]],
+    balance: Sequence[int],
+) -> Trained:
+    """The loop over micro-batches that ``train_batch`` has to equal.
+
+    Args:
+        model: the plain model; its ``.grad`` are added to.
+        x: the mini-batch.
+        target: its targets.
+        loss_fn: a mean over the samples.
+        chunks: number of micro-batches.
+        orders: for each stage the order in which micro-batches go back.
+        balance: for each stage the number of its layers.
+    """
+    x = fresh(x)
+    inputs = [_own(piece) for piece in cut_tree(x, chunks)]
+    targets = cut_tree(target, chunks) if target is not None else [None] * len(inputs)
+    named = dict(model.named_parameters())
+    wanted = [p for p in named.values() if p.requires_grad]
+    outputs, losses, grads = [], [], []
+    for piece, answer in zip(inputs, targets, strict=True):
+        output = model(piece)
+        loss = call(loss_fn, output, answer)
+        given = [leaf for leaf in pytree.tree_leaves(piece) if is_wanted(leaf)]
+        share = loss * (size_of(piece) / size_of(x))
+        found: Any = [None] * len(wanted + given)
+        if share.requires_grad:
+            found = torch.autograd.grad(share, wanted + given, allow_unused=True)
+        outputs.append(output)
+        losses.append(share.detach())
+        grads.append(dict(zip([id(t) for t in wanted + given], found, strict=True)))
+    stages = [j for j, size in enumerate(balance) for _ in range(size)]
+    for name, parameter in named.items():
+        for i in orders[stages[int(name.split(".")[0])]]:
+            add_grad(parameter, grads[i].get(id(parameter)))
+    for i, piece in enumerate(inputs):
+        for leaf in pytree.tree_leaves(piece):
+            if is_wanted(leaf):
+                leaf.grad = grads[i][id(leaf)]
+    return Trained(
+        join_trees(outputs),
+        [_input_grad(row) for row in zip(*map(pytree.tree_leaves, inputs), strict=True)],
+        {n: None if p.grad is None else p.grad.clone() for n, p in named.items()},
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+        sum(losses[1:], losses[0]),
+    )
+
+
+def is_wanted(leaf: Any) -> bool:
+    """Whether it gets a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
+    """As autograd accumulates."""
+    if grad is not None:
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _input_grad(row: Sequence[Any]) -> Tensor | None:
+    if all(not isinstance(leaf, Tensor) or leaf.grad is None for leaf in row):
+        return None
+    return torch.cat([torch.zeros_like(t) if t.grad is None else t.grad for t in row])
+
+
+def pipe_step(pipe: Pipe, x: Any, target: Any = None, *, leaf: bool = True, **options: Any) -> Any:
+    """A step of ``train_batch``, and all that it left behind.
+
+    Args:
+        pipe: the pipe.
+        x: the mini-batch.
+        target: its targets.
+        leaf: whether tensors that need a gradient are leaves; else they were computed.
+        **options: of ``train_batch``.
+    """
+    x = fresh(x)
+    given = x if leaf else pytree.tree_map_only(Tensor, _computed, x)
+    loss, output = pipe.train_batch(given, target, return_outputs=True, **options)
+    assert not any(is_wanted(value) for value in [loss, *pytree.tree_leaves(output)])
+    return Trained(
+        pytree.tree_map_only(Tensor, Tensor.clone, output),
+        [t.grad if isinstance(t, Tensor) else None for t in pytree.tree_leaves(x)],
+        {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()},
+        {name: buffer.clone() for name, buffer in pipe.named_buffers()},
+        loss,
+    )
+
+
+def _computed(tensor: Tensor) -> Tensor:
+    """The same values and gradients, but no leaf."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def orders_of(schedule: Schedule) -> list[list[int]]:
+    """For each stage the order in which micro-batches go back."""
+    back = ("backward", "backward_input")
+    return [
+        [a.i for row in schedule.actions for a in row if a.j == j and a.kind in back]
+        for j in range(schedule.n)
+    ]
+
+
+def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) -> None:
+    """Equality to the last bit; with ``exact=False`` parameters' gradients to rounding."""
+    for what in ("loss", "output", "input_grads", "buffers", "parameter_grads"):
+        ours, theirs = getattr(actual, what), getattr(expected, what)
+        if what == "parameter_grads" and not exact:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        else:
+            assert_same_tree(ours, theirs, what)
+
+
+# --- loss functions ------------------------------------------------------------------------------
+
+
+def weigh(output: Any, target: Any = None) -> Tensor:
+    """A loss of any tree, with another weight for each element; the target scales it."""
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+    terms = [
+        (leaf * torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view_as(leaf)).sum()
+        for leaf in leaves
+        if leaf.is_floating_point()
+    ]
+    loss = sum(terms[1:], terms[0])
+    return loss if target is None else loss * target["scale"].mean()
+
+
+# --- layers that can be watched, and that fail ---------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Makes an activation that its Linear stores for backward, and remembers it weakly.
+
+    Attributes:
+        made: for each forward the activation.
+        given: for each forward the input, where it is a tensor of its own.
+        counts: how many activations were alive at each forward, the new one included.
+        inputs: how many inputs were, at each forward.
+        sent: for each backward the gradient that it hands on.
+        grads: how many of these were alive at each backward, the new one included.
+    """
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins to count anew."""
+        self.made: list[weakref.ref[Any]] = []
+        self.given: list[weakref.ref[Any]] = []
+        self.counts: list[int] = []
+        self.inputs: list[int] = []
+        self.sent: list[weakref.ref[Any]] = []
+        self.grads: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = Double.apply(x, self)
+        self.made.append(weakref.ref(activation.untyped_storage()))
+        if not is_recomputing():
+            self.given.append(weakref.ref(x.untyped_storage()))
+            self.inputs.append(alive(self.given))
+        self.counts.append(alive(self.made))
+        result: Tensor = self.linear(activation)
+        return result
+
+
+class Double(torch.autograd.Function):
+    """Twice the input, which it stores for no reason."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Watched) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = weakref.ref(layer)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        assert x.shape == grad.shape
+        result = grad * 2
+        layer = ctx.layer()
+        layer.sent.append(weakref.ref(result.untyped_storage()))
+        layer.grads.append(alive(layer.sent))
+        return result, None
+
+
+def alive(references: list[weakref.ref[Any]]) -> int:
+    """How many of them still refer to something."""
+    return sum(reference() is not None for reference in references)
+
+
+class Fails(nn.Module):
+    """Scales; raises ``error`` in a phase of a micro-batch (which its input's first value names).
+
+    Attributes:
+        error: what to raise; None for nothing.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"hook"`` (of the parameter).
+        i: the micro-batch.
+        threads: those that it ran on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        hook = weakref.WeakMethod(self._hook)  # or the parameter would keep the layer alive
+        self.weight.register_hook(lambda grad: hook()(grad))  # type: ignore[misc]
+        self.error: BaseException | None = None
+        self.phase, self.i = "", -1
+        self.threads: set[threading.Thread] = set()
+        self._going_back = -1
+
+    def act(self, phase: str, i: int) -> None:
+        """Something happens to a micro-batch."""
+        self.threads.add(threading.current_thread())
+        if self.error is not None and (phase, i) == (self.phase, self.i):
+            error, self.error = self.error, None  # once; and nothing of it stays here
+            raise error  # the line of the layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = int(x.detach()[0, 0])
+        self.act("recompute" if is_recomputing() else "forward", i)
+        scaled = torch.cat([x[:, :1], x[:, 1:] * self.weight.tanh()], 1)
+        result: Tensor = _Back.apply(scaled, self, i)
+        return result
+
+    def _hook(self, grad: Tensor) -> None:
+        self.act("hook", self._going_back)
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Fails, i: int) -> Tensor:
+        ctx.layer, ctx.i = layer, i
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.layer._going_back = ctx.i
+        ctx.layer.act("backward", ctx.i)
+        return grad, None, None
+
+
+def numbered(chunks: int, rows: int = 2) -> Tensor:
+    """A mini-batch whose first column says which micro-batch a sample is in."""
+    x = torch.randn(rows * chunks, 5)
+    x[:, 0] = torch.arange(chunks).repeat_interleave(rows)
+    return x

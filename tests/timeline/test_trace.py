@@ -1,0 +1,226 @@
+"""``pipe.trace()``: everything that a pipe does, in the order in which it was done."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import syncpipe
+from syncpipe import Pipe
+from syncpipe.schedules import SCHEDULES, build
+from tests.support.skips import Receive, Send
+
+DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+
+
+def make(balance=(1, 2, 1), **options) -> Pipe:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    options = {"chunks": 4, "checkpoint": "never", "devices": DEVICES, **options}
+    return Pipe(layers, balance, **options)
+
+
+def batch():
+    return torch.randn(8, 4), torch.randn(8, 2)
+
+
+def actions(trace, row):
+    return [(s.kind, s.i, s.j) for s in trace.spans if s.row == row and s.kind != "transfer"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "interleaved_1f1b"])
+@pytest.mark.parametrize("inline", [False, True])
+def test_each_row_of_train_batch_is_what_the_schedule_says(name, inline):
+    pipe = make()
+    with pipe.trace() as trace:
+        if inline:
+            with syncpipe.inline():
+                pipe.train_batch(*batch(), loss_fn=F.mse_loss, schedule=name)
+        else:
+            pipe.train_batch(*batch(), loss_fn=F.mse_loss, schedule=name)
+    for row, expected in enumerate(build(name, 4, [0, 1, 2]).actions):
+        assert actions(trace, row) == [tuple(action) for action in expected]
+
+
+def test_nothing_overlaps_on_a_row():
+    pipe = make(checkpoint="always")
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    for row in range(3):
+        spans = [s for s in trace.spans if s.row == row and s.kind != "transfer"]
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_recomputations_of_train_batch_come_right_before_their_backward():
+    pipe = make(checkpoint="always")
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    done = actions(trace, 1)
+    for k, (kind, i, j) in enumerate(done):
+        if kind == "backward":
+            assert done[k - 1] == ("recompute", i, j)
+
+
+def test_what_comes_from_elsewhere_was_done_before():
+    pipe = make()
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    ended = {(s.kind, s.i, s.j): s.end for s in trace.spans if s.kind != "transfer"}
+    for span in trace.spans:
+        if span.kind == "forward" and span.j > 0:
+            assert ended["forward", span.i, span.j - 1] <= span.start
+        if span.kind == "backward" and span.j < 2:
+            assert ended["backward", span.i, span.j + 1] <= span.start
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("devices", [DEVICES, ["cpu"] * 3])
+def test_forward_and_the_backward_of_autograd(checkpoint, devices):
+    pipe = make(checkpoint=checkpoint, devices=devices)
+    with pipe.trace() as trace:
+        pipe(batch()[0]).sum().backward()
+    again = {"always": 4, "except_last": 3, "never": 0}[checkpoint]
+    cells = {(i, j) for i in range(4) for j in range(3)}
+    found = Counter((s.kind, s.i, s.j) for s in trace.spans if s.kind != "transfer")
+    # A cell that stores nothing but its parameters has nothing to recompute.
+    recomputed = {(i, j) for kind, i, j in found if kind == "recompute"}
+    assert recomputed <= {(i, j) for i, j in cells if i < again}
+    assert {(i, 1) for i in range(again)} <= recomputed
+    for kind in ("forward", "backward"):
+        assert {(i, j) for k, i, j in found if k == kind} == cells
+    assert set(found.values()) == {1}
+
+
+def test_a_second_backward_is_there_as_well():
+    pipe = make()
+    with pipe.trace() as trace:
+        loss = pipe(batch()[0]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    found = Counter(s.kind for s in trace.spans)
+    assert found["backward"] == 2 * found["forward"]
+
+
+def test_every_way_between_workers_forth_and_back():
+    layers = nn.Sequential(nn.Linear(4, 4), Send(), nn.Linear(4, 4), Receive(), nn.Linear(4, 2))
+    pipe = Pipe(layers, [2, 1, 2], devices=DEVICES, chunks=2)
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    ways = Counter((s.j, s.target, s.backward) for s in trace.spans if s.kind == "transfer")
+    forth = [(0, 1), (1, 2), (0, 2)]
+    assert ways == {
+        **{(j, k, False): 2 for j, k in forth},
+        **{(k, j, True): 2 for j, k in forth},
+    }
+
+
+def test_each_call_is_a_step():
+    pipe = make()
+    with pipe.trace() as trace:
+        for _ in range(3):
+            pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+        pipe.eval_batch(batch()[0])
+    assert Counter(s.step for s in trace.spans if s.kind == "forward") == dict.fromkeys(
+        range(4), 12
+    )
+
+
+def test_figures_fit_together():
+    pipe = make()
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    assert len(trace.busy) == 3
+    assert 0 < trace.bubble < 1
+    assert trace.bubble == pytest.approx(1 - sum(trace.busy) / (3 * trace.makespan))
+    assert min(span.start for span in trace.spans) == 0
+
+
+def test_rows_are_the_devices():
+    assert make().trace().rows == ("cpu:0", "cpu:1", "cpu:2")
+    assert make(devices=["cpu:0", "cpu:1", "cpu:0"]).trace().rows == ("cpu:0", "cpu:1")
+    workers = [syncpipe.Worker("cpu") for _ in range(3)]
+    assert make(devices=workers).trace().rows == ("cpu (0)", "cpu (1)", "cpu (2)")
+
+
+def test_nothing_is_recorded_outside_of_the_block():
+    pipe = make()
+    pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    with pipe.trace() as trace:
+        pass
+    pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    assert trace.spans == ()
+    assert trace.bubble == 0
+
+
+def test_one_trace_at_a_time():
+    pipe = make()
+    with pipe.trace(), pytest.raises(RuntimeError, match="being traced already"), pipe.trace():
+        pass
+    with pipe.trace() as trace:
+        pipe(batch()[0])
+    assert trace.spans
+
+
+def test_what_was_done_before_a_failure_is_there_and_the_trace_ends():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("not today")
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Fails()), [1, 1], devices=DEVICES, chunks=2)
+    with pytest.raises(ValueError, match="not today"), pipe.trace() as trace:
+        pipe(batch()[0])
+    assert ("forward", 0, 0) in actions(trace, 0)
+    with pipe.trace():
+        pass
+
+
+def test_copies_of_a_traced_pipe_are_not_traced():
+    pipe = make()
+    with pipe.trace() as trace:
+        for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            twin(batch()[0])
+    assert trace.spans == ()
+
+
+def test_a_trace_does_not_change_the_result():
+    results = []
+    for traced in (False, True):
+        pipe = make(checkpoint="always")
+        torch.manual_seed(1)
+        x, t = batch()
+        if traced:
+            with pipe.trace():
+                pipe.train_batch(x, t, loss_fn=F.mse_loss)
+                F.mse_loss(pipe(x), t).backward()
+        else:
+            pipe.train_batch(x, t, loss_fn=F.mse_loss)
+            F.mse_loss(pipe(x), t).backward()
+        results.append([p.grad for p in pipe.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_trace_can_be_saved_for_perfetto(tmp_path):
+    pipe = make()
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    trace.save(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
+
+
+def test_a_trace_draws_itself():
+    pytest.importorskip("matplotlib")
+    pipe = make()
+    with pipe.trace("one step") as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    svg = trace._repr_svg_()
+    assert "cpu:1" in svg
+    assert "one step" in svg

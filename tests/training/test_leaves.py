@@ -1,0 +1,245 @@
+"""Leaves that are no parameters of a layer: in a plain list, in a closure, tied later on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe import Pipe, inline
+from tests.support.training import (
+    FOUR,
+    KINDS,
+    RUNS,
+    assert_same_step,
+    orders_of,
+    pipe_step,
+    plain_step,
+    schedule_of,
+)
+
+CHECKPOINTS = ["never", "except_last", "always"]
+every_run = pytest.mark.parametrize("run", KINDS)
+every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+
+
+class Shift(nn.Module):
+    """Adds a weight of its own, registered or in a plain list; both gradients are one memory."""
+
+    def __init__(self, width: int, registered: bool) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.linspace(-1, 1, 2 * width))
+        if registered:
+            self.weight = weight
+        self.unseen = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.unseen[0].view(x.shape)
+
+
+def shifted(registered: bool, width: int = 4) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), Shift(width, registered)]
+    return nn.Sequential(*layers)
+
+
+def unseen_in(module: nn.Module) -> list[nn.Parameter]:
+    return [each.unseen[0] for each in module.modules() if isinstance(each, Shift)]
+
+
+def pipe_of(module: nn.Sequential, run: str, chunks: int = 4, checkpoint: str = "never") -> Pipe:
+    return Pipe(module, [2] * 4, devices=RUNS[run][1], chunks=chunks, checkpoint=checkpoint)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+@every_run
+@every_mode
+@pytest.mark.parametrize("by_hand", [False, True], ids=["threads", "inline"])
+def test_first_gradients_of_unregistered_leaves_are_nobody_elses_memory(run, checkpoint, by_hand):
+    ours, theirs = shifted(False), shifted(True)
+    pipe = pipe_of(ours, run, checkpoint=checkpoint)
+    x, target = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
+    options = RUNS[run][0]
+    with inline() if by_hand else torch.enable_grad():
+        actual = pipe_step(pipe, x, target, loss_fn=loss_of, **options)
+    expected = plain_step(
+        theirs,
+        x,
+        target,
+        loss_fn=loss_of,
+        chunks=4,
+        orders=orders_of(schedule_of(pipe, 4, **options)),
+        balance=[2] * 4,
+    )
+    grads = dict(actual.parameter_grads)
+    for k, weight in enumerate(unseen_in(ours)):
+        grads[f"{2 * k + 1}.weight"] = weight.grad
+    actual.parameter_grads = {name: grads[name] for name in expected.parameter_grads}
+    assert_same_step(actual, expected, exact=run != "zb_h1")
+
+
+def test_two_leaves_whose_first_gradients_are_one_tensor_get_one_each():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unseen = [nn.Parameter(torch.zeros(2, 4)) for _ in range(2)]
+
+        def forward(self, x):
+            return x * sum(weight.view(-1) for weight in self.unseen).view(2, 4)
+
+    layer = Both()
+    pipe = Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], chunks=3)
+    pipe.train_batch(torch.ones(6, 4), loss_fn=torch.sum, loss_reduction="sum")
+    for weight in layer.unseen:
+        assert torch.equal(weight.grad, torch.full((2, 4), 3.0))
+
+
+@every_run
+@every_mode
+def test_unregistered_leaves_are_weighted_as_parameters_are(run, checkpoint):
+    """With ``(loss, weight)`` the gradients are put right at the end of the call."""
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    weights = iter([1.0, 3.0, 2.0, 5.0] * 2)
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return F.mse_loss(output, target), next(weights)
+
+    found = []
+    for registered in (False, True):
+        module = shifted(registered)
+        for weight in unseen_in(module):
+            weight.grad = torch.full_like(weight, 0.25)  # is not weighted
+        pipe_of(module, run, checkpoint=checkpoint).train_batch(
+            x, target, loss_fn=loss_fn, **RUNS[run][0]
+        )
+        found.append([weight.grad for weight in unseen_in(module)])
+    for unseen, seen in zip(*found, strict=True):
+        assert torch.equal(unseen, seen)
+
+
+@every_run
+@pytest.mark.parametrize("there", [False, True], ids=["none", "some"])
+def test_a_call_that_fails_leaves_unregistered_gradients_as_they_were(run, there):
+    module = shifted(False)
+    pipe = pipe_of(module, run)
+    before = [torch.full_like(w, 0.5) if there else None for w in unseen_in(module)]
+    for weight, grad in zip(unseen_in(module), before, strict=True):
+        weight.grad = None if grad is None else grad.clone()
+    times = iter(range(4))
+
+    def fails(grad: Tensor) -> None:
+        if next(times) == 3:
+            raise OSError("in the last micro-batch that goes back")
+
+    module[0].weight.register_hook(fails)
+    with pytest.raises(OSError, match="last micro-batch"):
+        pipe.train_batch(torch.randn(8, 4), torch.randn(8, 4), loss_fn=loss_of, **RUNS[run][0])
+    for weight, grad in zip(unseen_in(module), before, strict=True):
+        assert weight.grad is grad or torch.equal(weight.grad, grad)
+
+
+def test_a_leaf_that_only_some_micro_batches_use_is_found():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unseen = [nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4))]
+
+        def forward(self, x):
+            return x + self.unseen[int(x[0, 0])].view(2, 4)
+
+    layer = Sometimes()
+    pipe = Pipe(nn.Sequential(nn.Identity(), layer), [1, 1], chunks=4, checkpoint="never")
+    x = torch.tensor([0.0, 1.0, 1.0, 0.0]).repeat_interleave(2)[:, None].expand(8, 4).contiguous()
+    given = iter([1.0, 3.0, 3.0, 1.0])
+    pipe.train_batch(x, loss_fn=lambda y: (y.sum(), next(given)))
+    torch.testing.assert_close(layer.unseen[0].grad, torch.full((2, 4), 2 / 8))
+    torch.testing.assert_close(layer.unseen[1].grad, torch.full((2, 4), 6 / 8))
+
+
+# -- ties that the pipe was not told of
+
+
+@every_run
+def test_weights_tied_after_the_pipe_was_made_are_refused(run):
+    pipe = pipe_of(shifted(True), run)
+    pipe[2].weight = pipe[0].weight
+    with pytest.raises(ValueError, match=r"'0.weight'.*partition 0.*'2.weight'.*partition 1"):
+        pipe.train_batch(torch.randn(8, 4), torch.randn(8, 4), loss_fn=loss_of, **RUNS[run][0])
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert torch.isfinite(pipe(torch.randn(8, 4))).all()  # where it is no harm
+
+
+def test_weights_tied_on_one_device_train():
+    layers = shifted(True)
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [2] * 4, devices=["cpu:0"] * 4, chunks=4)
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    for module in (pipe, plain):
+        module[2].weight = module[0].weight
+    pipe.train_batch(x, target, loss_fn=loss_of, schedule="zb_h1")
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        (loss_of(plain(a), b) / 4).backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Borrows(nn.Module):
+    """Uses a tensor that it got hold of somewhere."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight_of = lambda: weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight_of())
+
+
+@every_run
+@every_mode
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_leaf_that_two_workers_use_through_a_closure_is_refused(run, checkpoint, registered):
+    owner = nn.Linear(4, 4, bias=False)
+    first = owner if registered else Borrows(owner.weight)
+    second = Borrows(owner.weight)
+    module = nn.Sequential(first, nn.Tanh(), nn.Tanh(), second)
+    pipe = Pipe(module, [1] * 4, devices=RUNS[run][1], chunks=4, checkpoint=checkpoint)
+    before = owner.weight.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"float32\[4, 4\].*stage 0 \(layer 0, .*stage 3"):
+        pipe.train_batch(torch.randn(8, 4), torch.randn(8, 4), loss_fn=loss_of, **RUNS[run][0])
+    assert owner.weight.grad is before
+    assert torch.equal(before, torch.ones(4, 4))
+
+
+def test_a_leaf_that_two_stages_of_one_worker_use_through_a_closure_trains():
+    weight = nn.Parameter(torch.eye(4))
+    layers = [Borrows(weight), nn.Tanh(), nn.Tanh(), Borrows(weight)]
+    pipe = Pipe(nn.Sequential(*layers), [1] * 4, devices=["cpu:0"] * 4, chunks=4)
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    pipe.train_batch(x, target, loss_fn=loss_of)
+    grad, weight.grad = weight.grad, None
+    loss_of(nn.Sequential(*layers)(x), target).backward()
+    torch.testing.assert_close(grad, weight.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_parameters_that_the_loss_borrows_from_another_worker_train(schedule):
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [1] * 4, devices=FOUR, chunks=4)
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+
+    def loss_fn(module: nn.Module):
+        return lambda y, t: F.mse_loss(y, t) + module[0].weight.square().mean()
+
+    pipe.train_batch(x, target, loss_fn=loss_fn(pipe), schedule=schedule)
+    loss_fn(plain)(plain(x), target).backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -1,0 +1,154 @@
+"""``loss_fn`` and ``data_iter`` that use the pipe which calls them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from syncpipe import inline
+from tests.support.running import MODES, Dawdle, Noise, assert_same, pipe_of
+
+SCHEDULES = ("naive", "gpipe", "1f1b")  # what zero bubble adds is equal to rounding only
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(2))
+
+
+class Scaled(nn.Module):
+    """Has a buffer, so that its stage has to be locked."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def model():
+    """Layers that draw in training."""
+    kinds = [
+        lambda: nn.Sequential(nn.Linear(6, 6), Dawdle(1), nn.Dropout()),
+        lambda: nn.Sequential(Dawdle(2), nn.LayerNorm(6), Noise()),
+        lambda: nn.Sequential(Scaled(), Dawdle(3), nn.Dropout()),
+        lambda: nn.Sequential(nn.Linear(6, 6), Dawdle(4), nn.Dropout(0.2)),
+    ]
+    return nn.Sequential(*(kind() for kind in kinds * 2))
+
+
+def evaluated(pipe, x):
+    return pipe.eval_batch(x)
+
+
+def evaluated_with_a_loss(pipe, x):
+    return pipe.eval_batch(x, x, loss_fn=F.mse_loss)
+
+
+def evaluated_twice(pipe, x):
+    """A call inside of a call inside of a call."""
+    return pipe.eval_batch(x, loss_fn=lambda y: pipe.eval_batch(y).mean())
+
+
+def without_grad(pipe, x):
+    with torch.no_grad():
+        return pipe(x)
+
+
+def with_grad(pipe, x):
+    return pipe(x)
+
+
+def steps(pipe, use, where, count=3):
+    """Some steps in which the loss function or the iterator uses the pipe."""
+    results = []
+    for step in range(count):
+        torch.manual_seed(step)
+        schedule = SCHEDULES[step % len(SCHEDULES)]
+
+        def loss_fn(output, target):
+            return F.mse_loss(output, target) + use(pipe, target).pow(2).mean()
+
+        def data():
+            for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
+                yield x + use(pipe, x).detach().mean(), y + torch.rand(6)
+
+        pipe.zero_grad()
+        if where == "loss_fn":
+            loss = pipe.train_batch(X, Y, loss_fn=loss_fn, schedule=schedule)
+        elif where == "data_iter":
+            loss = pipe.train_batch(data_iter=data(), loss_fn=F.mse_loss, schedule=schedule)
+        else:
+            loss = pipe.train_batch(data_iter=data(), loss_fn=loss_fn, schedule=schedule)
+        results += [loss, *(p.grad for p in pipe.parameters()), *pipe.buffers()]
+        results += [torch.get_rng_state()]
+    return [r.clone() for r in results]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["loss_fn", "data_iter", "both"])
+@pytest.mark.parametrize("use", [evaluated, evaluated_with_a_loss, evaluated_twice])
+def test_eval_batch_inside_does_as_inline(use, where, mode):
+    ours = pipe_of(model(), [2, 2, 2, 2], checkpoint=mode)
+    theirs = pipe_of(model_of(ours), [2, 2, 2, 2], checkpoint=mode)
+    result = steps(ours, use, where)
+    with inline():
+        expected = steps(theirs, use, where)
+    assert_same(result, expected)
+    assert all(module.training for module in ours.modules())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["loss_fn", "data_iter", "both"])
+@pytest.mark.parametrize("use", [without_grad, with_grad])
+def test_a_forward_inside_does_as_inline(use, where, mode):
+    ours = pipe_of(model(), [2, 2, 2, 2], checkpoint=mode)
+    theirs = pipe_of(model_of(ours), [2, 2, 2, 2], checkpoint=mode)
+    result = steps(ours, use, where)
+    with inline():
+        expected = steps(theirs, use, where)
+    assert_same(result, expected)
+
+
+def model_of(pipe):
+    """A copy of the layers of a pipe."""
+    return nn.Sequential(*(copy.deepcopy(layer) for layer in pipe))
+
+
+@pytest.mark.parametrize("context", [inline, torch.enable_grad], ids=["inline", "workers"])
+@pytest.mark.parametrize("where", ["loss_fn", "data_iter"])
+def test_train_batch_inside_is_refused(where, context):
+    pipe = pipe_of(model(), [2, 2, 2, 2])
+
+    def loss_fn(output, target):
+        if where == "loss_fn":
+            pipe.train_batch(X, Y, loss_fn=F.mse_loss)
+        return F.mse_loss(output, target)
+
+    def data():
+        for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
+            if where == "data_iter":
+                pipe.train_batch(X, Y, loss_fn=F.mse_loss)
+            yield x, y
+
+    with context():
+        with pytest.raises(RuntimeError, match="inside of a call of the same pipe"):
+            pipe.train_batch(data_iter=data(), loss_fn=loss_fn)
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.train_batch(X, Y, loss_fn=F.mse_loss)
+
+
+def test_an_error_in_an_evaluation_inside_leaves_the_pipe_as_it_was():
+    pipe = pipe_of(model(), [2, 2, 2, 2])
+
+    def loss_fn(output, target):
+        pipe.eval_batch(torch.ones(4, 5))
+        return F.mse_loss(output, target)
+
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match="shape"):
+            pipe.train_batch(X, Y, loss_fn=loss_fn)
+        assert all(module.training for module in pipe.modules())
+        pipe.train_batch(X, Y, loss_fn=F.mse_loss)

@@ -1,0 +1,312 @@
+"""P6 of ``train_batch``: what is alive is what the schedule needs, and afterwards nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncpipe import Pipe, inline, is_recomputing
+from syncpipe.skip import pop, skippable, stash
+from tests.conftest import our_threads
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import Do, pipe_of
+from tests.support.training import (
+    FOUR,
+    KINDS,
+    RUNS,
+    Watched,
+    alive,
+    any_schedule,
+    schedule_of,
+)
+
+CHUNKS = 10
+
+
+@skippable(stash=["skip"])
+class Send(nn.Module):
+    """Stashes a tensor that nobody else stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+        self.counts: list[int] = []
+
+    def forward(self, x):
+        skip = x + 1
+        if not is_recomputing():
+            self.made.append(weakref.ref(skip.untyped_storage()))
+            self.counts.append(alive(self.made))
+        yield stash("skip", skip)
+        return x
+
+
+@skippable(pop=["skip"])
+class Receive(nn.Module):
+    """Pops a skip, and has autograd store it."""
+
+    def forward(self, x):
+        return x * (yield pop("skip"))
+
+
+def watched_pipe(run: str, *, skips: bool = False, **options: Any) -> Pipe:
+    """Four stages with a watched layer each; a skip goes from the first to the third."""
+    layers: list[nn.Module] = [Watched() for _ in range(4)]
+    balance = [1, 1, 1, 1]
+    if skips:
+        layers[3:3] = [Receive()]
+        layers[1:1] = [Send()]
+        balance = [2, 1, 2, 1]
+    options.setdefault("chunks", CHUNKS)
+    return Pipe(nn.Sequential(*layers), balance, devices=RUNS[run][1], **options)
+
+
+def watched(pipe: Pipe) -> list[Watched]:
+    return [layer for layer in pipe if isinstance(layer, Watched)]
+
+
+def train(pipe: Pipe, run: dict[str, Any]) -> None:
+    """One mini-batch. Each micro-batch is a tensor of its own, which its iterator lets go of.
+
+    It is the second call: in the first one, a pipe works on copies of inputs, to see whether a
+    layer writes into them.
+    """
+    for _ in range(2):
+        for layer in watched(pipe):
+            layer.forget()
+        data = ((torch.randn(2, 3), None) for _ in range(pipe.chunks))
+        pipe.train_batch(data_iter=data, loss_fn=lambda y: y.pow(2).mean(), **run)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
+@pytest.mark.parametrize("skips", [False, True], ids=["", "skips"])
+@pytest.mark.parametrize("run", RUNS)
+def test_each_stage_keeps_as_many_micro_batches_as_the_schedule_says(run, skips, by_hand):
+    pipe = watched_pipe(run, skips=skips, checkpoint="never")
+    bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
+    if by_hand:
+        with inline():
+            train(pipe, RUNS[run][0])
+    else:
+        train(pipe, RUNS[run][0])
+    for j, layer in enumerate(watched(pipe)):
+        assert max(layer.counts) == bound[j], f"stage {j}"
+        assert alive(layer.made) == 0
+
+
+def test_the_bounds_are_those_of_the_papers():
+    bounds = {run: schedule_of(watched_pipe(run), CHUNKS, **RUNS[run][0]).in_flight for run in RUNS}
+    assert bounds["naive"] == (1, 1, 1, 1)
+    assert bounds["gpipe"] == (10, 10, 10, 10)
+    assert bounds["1f1b-textbook"] == (4, 3, 2, 1)
+    assert bounds["1f1b-overlap"] == (7, 5, 3, 1)
+    assert bounds["1f1b-slots"] == (3, 3, 2, 1)
+    assert max(bounds["zb_h1"]) == 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_same_holds_for_any_schedule(seed):
+    pipe = watched_pipe("gpipe", chunks=6, checkpoint="never")
+    schedule = any_schedule(6, (0, 1, 2, 3), seed=seed, halves=True, in_order=True)
+    train(pipe, {"schedule": schedule})
+    assert [max(layer.counts) for layer in watched(pipe)] == list(schedule.in_flight)
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["", "skips"])
+@pytest.mark.parametrize("run", RUNS)
+def test_of_re_materialized_cells_only_the_inputs_are_kept(run, skips):
+    pipe = watched_pipe(run, skips=skips, checkpoint="always")
+    bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
+    train(pipe, RUNS[run][0])
+    for j, layer in enumerate(watched(pipe)):
+        assert len(layer.counts) == 2 * CHUNKS
+        if run == "zb_h1":  # between the halves there are activations again, and no inputs
+            assert max(layer.counts) <= bound[j], f"stage {j}"
+            assert max(layer.inputs) <= bound[j], f"stage {j}"
+            continue
+        assert max(layer.counts) == 1, f"stage {j}"
+        if not (skips and j in (1, 2)):  # these get their inputs from Send and Receive
+            assert max(layer.inputs) == bound[j], f"stage {j}"
+        assert alive(layer.made) == alive(layer.given) == 0
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_last_micro_batch_is_kept_where_it_is_not_re_materialized(run):
+    pipe = watched_pipe(run, checkpoint="except_last")
+    train(pipe, RUNS[run][0])
+    for layer in watched(pipe):
+        assert len(layer.counts) == 2 * CHUNKS - 1
+        if run != "zb_h1":
+            assert max(layer.counts) <= 2
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", RUNS)
+def test_gradients_between_stages_are_alive_until_they_went_on(run, checkpoint):
+    pipe = watched_pipe(run, checkpoint=checkpoint)
+    bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
+    train(pipe, RUNS[run][0])
+    layers = watched(pipe)
+    for j in range(1, 4):
+        assert len(layers[j].grads) == CHUNKS
+        # A gradient that the stage to the left has not used yet belongs to a cell in flight there.
+        assert max(layers[j].grads) <= bound[j - 1], f"stage {j}"
+        assert alive(layers[j].sent) == 0
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_skip_is_alive_from_its_stash_until_its_pop_went_back(run, checkpoint):
+    seen: list[list[bool]] = []
+    send = Send()
+
+    class Between(torch.autograd.Function):
+        """Goes back after the stage of the pop, and before that of the stash."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.i = int(x[0, 0])
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append([send.made[ctx.i]() is not None])
+            return grad
+
+    layers = nn.Sequential(send, Do(lambda x: Between.apply(x)), Receive(), nn.Linear(3, 3))
+    pipe = Pipe(layers, [1, 1, 1, 1], devices=RUNS[run][1], chunks=6, checkpoint=checkpoint)
+    numbered = torch.arange(6.0).repeat_interleave(2)[:, None].repeat(1, 3)
+    pipe.train_batch(numbered.requires_grad_(), loss_fn=torch.sum, **RUNS[run][0])
+    assert len(seen) == 6
+    assert seen == [[False]] * 6
+    bound = schedule_of(pipe, 6, **RUNS[run][0]).in_flight
+    assert max(send.counts) <= bound[0]
+    assert alive(send.made) == 0
+
+
+@pytest.mark.parametrize("run", ["naive", "1f1b-textbook", "zb_h1"])
+def test_micro_batches_of_an_iterator_are_dropped_when_they_went_back(run):
+    inputs, targets, most = [], [], []
+
+    def data():
+        while True:
+            pair = torch.randn(2, 3), torch.randn(2, 3)
+            inputs.append(weakref.ref(pair[0]))
+            targets.append(weakref.ref(pair[1]))
+            most.append((alive(inputs), alive(targets)))
+            yield pair
+            del pair
+
+    pipe = watched_pipe(run, chunks=24, checkpoint="never")
+    pipe.train_batch(data_iter=data(), loss_fn=nn.functional.mse_loss, **RUNS[run][0])
+    bound = schedule_of(pipe, 24, **RUNS[run][0]).in_flight[0]
+    assert max(n for n, _ in most) <= bound
+    assert max(n for _, n in most) <= bound
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("call", ["train_batch", "data_iter", "eval_batch", "failing", *KINDS])
+def test_nothing_is_left_after_a_call_not_even_a_cycle(call, checkpoint):
+    run = call if call in KINDS else "1f1b"
+    options = RUNS[run][0]
+    pipe = watched_pipe(run, skips=True, checkpoint=checkpoint)
+    alive_then: list[weakref.ref[Any]] = []
+
+    def tensor(requires_grad: bool = False) -> Tensor:
+        made = torch.randn(2 * CHUNKS, 3, requires_grad=requires_grad)
+        alive_then.append(weakref.ref(made))
+        return made
+
+    def loss_fn(y: Tensor, t: Tensor) -> Tensor:
+        alive_then.append(weakref.ref(y.untyped_storage()))
+        if call == "failing" and len(alive_then) > 6:
+            raise ValueError("bad")
+        loss = (y - t).pow(2).mean()
+        alive_then.append(weakref.ref(loss))
+        return loss
+
+    def run_once(pipe: Pipe) -> None:
+        if call == "eval_batch":
+            pipe.eval_batch(tensor(), tensor(), loss_fn=loss_fn)
+            pipe.eval_batch(tensor(), loss_fn=None)
+        elif call == "data_iter":
+            data = iter([(tensor(True), tensor()) for _ in range(CHUNKS)])
+            pipe.train_batch(data_iter=data, loss_fn=loss_fn)
+        elif call == "failing":
+            try:
+                pipe.train_batch(tensor(True), tensor(), loss_fn=loss_fn)
+            except ValueError:
+                return
+            pytest.fail("nothing was raised")
+        else:
+            pipe.train_batch(
+                tensor(True), tensor(True), loss_fn=loss_fn, return_outputs=True, **options
+            )
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_once(pipe)
+        assert alive(alive_then) == 0
+        for layer in watched(pipe):
+            assert alive(layer.made) == alive(layer.given) == 0
+        threads = len(our_threads())
+        assert threads > 1
+        del pipe, layer
+        assert our_threads() == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("run", KINDS)
+def test_hundreds_of_steps_leave_as_much_as_a_few(run):
+    layers = nn.Sequential(
+        nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3)
+    )
+    pipe = Pipe(layers, [1, 2, 1, 1], devices=RUNS[run][1], chunks=2, checkpoint="except_last")
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def steps(count: int) -> tuple[Counter[str], int]:
+        for _ in range(count):
+            x.grad = None
+            pipe.zero_grad()
+            pipe.train_batch(x, loss_fn=lambda y: (y.pow(2).mean(), len(y)), **RUNS[run][0])
+            pipe.eval_batch(x)
+        gc.collect()  # flattening a tree in PyTorch's way makes small cycles
+        found = Counter(type(thing).__name__ for thing in gc.get_objects())
+        return found, threading.active_count()
+
+    (before, threads), (after, threads_now) = steps(10), steps(200)
+    grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 40}
+    assert grown == {}
+    assert threads_now == threads
+
+
+def test_schedules_made_anew_at_each_step_are_not_kept_for_ever():
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], devices=FOUR, chunks=2)
+    references = []
+    for seed in range(300):
+        schedule = any_schedule(2, (0, 1), seed=seed, halves=True, in_order=True)
+        references.append(weakref.ref(schedule))
+        pipe.train_batch(torch.randn(2, 3), loss_fn=torch.sum, schedule=schedule)
+    del schedule
+    gc.collect()
+    assert alive(references) < 200
+
+
+def test_gradients_stay_where_they_are():
+    pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.sum)
+    grad = pipe[0].weight.grad
+    address = grad.data_ptr()
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.sum)
+    pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y: (y.sum(), 2))
+    assert pipe[0].weight.grad is grad
+    assert grad.data_ptr() == address
