@@ -11,7 +11,6 @@ import _random
 import contextvars
 import copy
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.microbatch import NoChunk
+from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.tree import flatten, tensors_in
 
@@ -113,20 +113,16 @@ def sandboxed(
         devices: where it works; the generators of these and of the CPU are put back.
         threads: how many intra-op threads it has; None leaves that alone.
     """
-    undo = map(_call, _undo(devices, threads))
-    try:
+
+    def run_alone() -> _T:
         if threads is not None:
             torch.set_num_threads(threads)
         torch.set_autocast_cache_enabled(False)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             torch._C._set_grad_enabled(True)
             return contextvars.copy_context().run(run)  # the store of skips is not left behind
-    finally:
-        try:
-            with LOCKS.states, NoDispatch(), NoFunctions():
-                deque(undo, maxlen=0)
-        finally:  # has nothing left to do, unless Ctrl-C came right before it
-            deque(undo, maxlen=0)
+
+    return undone(run_alone, map(_call, _undo(devices, threads)), LOCKS.states)
 
 
 _call: Callable[[Any], Any] = partial.__call__

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from syncpipe.runtime.graph import nodes_of
+
 __all__ = ["annotate", "annotate_backward"]
 
 
@@ -28,20 +30,12 @@ def annotate_backward(outputs: Iterable[Tensor], inputs: Iterable[Tensor], note:
     Returns:
         Whether there was any such node.
     """
-    pending = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    seen: set[Any] = {x.grad_fn for x in inputs if x.grad_fn is not None}
-    found = False
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            found = True
-            if "apply" not in node.__dict__:
-                node.apply = _annotated(weakref.ref(node), note)
-        pending += [following for following, _ in node.next_functions if following is not None]
-    return found
+    nodes = nodes_of([y.grad_fn for y in outputs], [x.grad_fn for x in inputs])
+    custom: list[Any] = [node for node in nodes if isinstance(node, BackwardCFunction)]
+    for node in custom:
+        if "apply" not in node.__dict__:
+            node.apply = _annotated(weakref.ref(node), note)
+    return bool(custom)
 
 
 def _annotated(reference: weakref.ref[Any], note: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.streams import Lane, Streams
 
 __all__ = ["Moment", "Record", "Recorder"]
@@ -137,9 +138,10 @@ class Recorder:
                 self._records.append(record)
             record.end = self._now_here(lane)
 
-        for node in _between(outputs, inputs):
-            node.register_prehook(before)
-            node.register_hook(after)
+        for node in nodes_of([y.grad_fn for y in outputs], [x.grad_fn for x in inputs]):
+            if type(node) is not AccumulateGrad:
+                node.register_prehook(before)
+                node.register_hook(after)
 
     def _record(self, kind: str, i: int, j: int) -> Record:
         return Record(kind, i, j, self._row_of[j], self._step)
@@ -165,17 +167,3 @@ def _origin(streams: Streams, stream: Any) -> tuple[float, Moment]:
     event.synchronize()
     end = time.perf_counter()
     return end - begin, Moment(end, event)
-
-
-def _between(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes that turn gradients of outputs into those of inputs and of parameters."""
-    seen = {tensor.grad_fn for tensor in inputs}
-    pending = [tensor.grad_fn for tensor in outputs]
-    while pending:
-        node = pending.pop()
-        # The last node, which adds to `.grad`, is one for all micro-batches.
-        if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
-            continue
-        seen.add(node)
-        yield node
-        pending += [following for following, _ in node.next_functions]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.rematerialization.again import Again
 from syncpipe.training.border import Border
 from syncpipe.training.weight_gradients import WeightGradients
@@ -100,19 +101,5 @@ def cut(value: Any) -> tuple[Border, Any]:
 
 
 def leaves_of(nodes: list[Any]) -> list[Tensor]:
-    """The leaves of a graph that ends in these nodes; the list is used up."""
-    seen = set(nodes)
-    leaves: list[Tensor] = []
-    for node in nodes:  # which grows
-        if type(node) is _AccumulateGrad:
-            leaves.append(node.variable)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return leaves
-
-
-_C: Any = torch._C
-_AccumulateGrad = _C._functions.AccumulateGrad
+    """The leaves of a graph that ends in these nodes."""
+    return [node.variable for node in nodes_of(nodes) if type(node) is AccumulateGrad]

@@ -6,7 +6,6 @@ forward. What the workers do is in ``cells``; here is what comes before and afte
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import setitem
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.microbatch import gather
+from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules import build
@@ -173,21 +173,19 @@ def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[],
         map(setitem, [m.__dict__ for m in plain], repeat("training"), [m.training for m in plain]),
         map(setattr, script, repeat("training"), [m.training for m in script]),
     )
-    try:
-        module.eval()
-        return run()
-    finally:
+
+    def there_and_back() -> Any:
         try:
+            module.eval()
+            return run()
+        finally:
             try:
                 _back_in(modules, modes)
             except BaseException:  # Ctrl-C in a `train` of the user's
                 _back_in(modules, modes)
                 raise
-        finally:
-            try:
-                deque(undo, maxlen=0)
-            finally:  # has nothing left to do, unless Ctrl-C came right before it
-                deque(undo, maxlen=0)
+
+    return undone(there_and_back, undo)
 
 
 def _back_in(modules: list[nn.Module], modes: list[bool]) -> None:

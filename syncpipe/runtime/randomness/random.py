@@ -26,7 +26,6 @@ import itertools
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.private_generator import PrivateGenerator
 
@@ -341,14 +341,7 @@ def _in_turn(
         try:
             turn.begin()
             undo = map(torch.Generator.set_state, generators, turn.before)
-            try:
-                return run()
-            finally:
-                try:
-                    with LOCKS.states:
-                        deque(undo, maxlen=0)
-                finally:  # has nothing left to do, unless Ctrl-C came right before it
-                    deque(undo, maxlen=0)
+            return undone(run, undo, LOCKS.states)
         finally:
             turn.end()
 
