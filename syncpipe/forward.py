@@ -8,7 +8,9 @@ It leaves one true autograd graph behind; how that goes back is drawn in ``runti
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,33 +19,13 @@ from syncpipe.microbatch import gather, scatter
 from syncpipe.runtime.engine import Message
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import Frame
-from syncpipe.runtime.streams import Lane
 from syncpipe.schedules.schedule import Action, forward_program
-from syncpipe.stages.inplace import sent
-from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.parcel import keys, packed, received, unpacked
+from syncpipe.stages.pipeline import Call, Edge, Pipeline
 from syncpipe.stages.transfer import early, gate
 from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["forward"]
-
-
-_OWN = (0,)
-
-
-class _Parcel(NamedTuple):
-    """What travels over an edge.
-
-    Attributes:
-        value: a tree.
-        event: tells when it is there.
-        tokens: start the recomputations of the last micro-batch.
-        marks: for each tensor of the value, who else it belongs to (see ``runtime.inplace``).
-    """
-
-    value: Any
-    event: Any
-    tokens: tuple[Tensor, ...]
-    marks: Sequence[int]
 
 
 def forward(
@@ -83,7 +65,6 @@ class _Forward:
         self._call = call
         self._pipeline = call.pipeline
         self._batch = call.batch
-        self._lanes = call.lanes
         self._inputs: list[Any] = micro_batches
         self._rematerialized = call.rematerialized
         self._recorder = call.recorder
@@ -95,14 +76,18 @@ class _Forward:
         self.outputs: list[Any] = [None for _ in micro_batches]
 
     def needs(self, action: Action) -> Sequence[Hashable]:
-        i = action.i
-        return [(edge.number, i) for edge in self._pipeline.incoming[action.j]]
+        return keys(self._call, action.i, action.j)
 
-    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
+    def perform(self, action: Action, parcels: list[Any]) -> Iterable[Message]:
         _, i, j = action
-        lane = self._lanes[self._pipeline.worker_of[j]]
-        with lane.active():
-            inputs, tokens, marks = self._unpacked(i, j, lane, received)
+        with self._call.lane_of(j).active():
+            tokens: tuple[Tensor, ...] = tuple(chain.from_iterable(p.along for p in parcels))
+            if j == 0:  # which nothing can send to
+                inputs, self._inputs[i] = (self._inputs[i], ()), None
+                marks: list[int] = []
+            else:
+                received(self._call, j, parcels)
+                inputs, marks = unpacked(parcels)
             stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
             with self._call.span(action):
                 outputs, frame = stage.forward(
@@ -118,26 +103,10 @@ class _Forward:
                 del inputs
                 if self._gated:
                     outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-                return self._packed(i, j, outputs, tokens, lent)
-
-    def _unpacked(
-        self, i: int, j: int, lane: Lane, received: list[_Parcel]
-    ) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Tensor, ...], list[int]]:
-        """The inputs of the stage, the tokens that came along, and the marks of the inputs."""
-        if j == 0:  # which nothing can send to
-            value, self._inputs[i] = self._inputs[i], None
-            return (value, ()), (), []
-        values: list[Any] = []
-        tokens: tuple[Tensor, ...] = ()
-        marks: list[int] = []
-        for parcel in received:
-            if parcel.event is not None:
-                lane.receive(parcel.event, tensors_in(parcel.value))
-            values.append(parcel.value)
-            tokens += parcel.tokens
-            marks += parcel.marks
-        received.clear()
-        return (values[0], tuple(values[1:])), tokens, marks
+                if j == len(self._pipeline.stages) - 1:
+                    self.outputs[i] = outputs[0]
+                # Tokens start the recomputations of the last micro-batch.
+                return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
 
     def _gate(
         self, i: int, j: int, outputs: Any, frame: Frame | None, tokens: tuple[Tensor, ...]
@@ -167,22 +136,6 @@ class _Forward:
                 tokens = (*tokens, early(frame, start))
         return outputs, tokens
 
-    def _packed(
-        self, i: int, j: int, outputs: Any, tokens: tuple[Tensor, ...], lent: Sequence[int]
-    ) -> list[Message]:
-        """The outputs as messages to the stages that need them."""
-        output, skips = outputs
-        marks: list[Sequence[int]] = [_OWN]
-        if lent or skips or not isinstance(output, Tensor):
-            marks = sent(outputs, lent)
-        messages: list[Message] = []
-        for edge in self._pipeline.outgoing[j]:
-            value = output if edge.skip is None else skips[edge.skip]
-            w = self._pipeline.worker_of[edge.target]
-            along = tokens if edge.skip is None else ()
-            value, event = self._call.over(edge, i, value, graph=True)
-            parcel = _Parcel(value, event, along, marks[0 if edge.skip is None else 1 + edge.skip])
-            messages.append((w, (edge.number, i), parcel))
-        if j == len(self._pipeline.stages) - 1:
-            self.outputs[i] = output
-        return messages
+
+def _with(tokens: Sequence[Tensor], edge: Edge, value: Any) -> tuple[Any, Sequence[Tensor]]:
+    return value, tokens if edge.skip is None else ()

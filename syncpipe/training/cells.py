@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.random import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.schedule import Action, Kind
-from syncpipe.stages.inplace import sent
-from syncpipe.stages.pipeline import Call
+from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
+from syncpipe.stages.pipeline import Call, Edge
 from syncpipe.training.border import Border
 from syncpipe.training.kept import Kept, ends_of
 from syncpipe.training.last_stage import LastStage
@@ -34,24 +34,7 @@ from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 __all__ = ["Cells"]
 
 _MISSING = object()
-_OWN = (0,)
 _Range = torch._C._profiler._RecordFunctionFast
-
-
-class _Parcel(NamedTuple):
-    """What travels over an edge: forward a value, backward its gradients.
-
-    Attributes:
-        value: a tree of tensors without a graph; backward a list.
-        event: tells when it is there.
-        flags: for each tensor whether it needs a gradient; nothing on the way back.
-        marks: for each tensor who else it belongs to; nothing on the way back.
-    """
-
-    value: Any
-    event: Any
-    flags: list[bool]
-    marks: Sequence[int]
 
 
 class Cells:
@@ -86,7 +69,7 @@ class Cells:
         self._last = len(stages) - 1
         self._targets_travel = source.comes and self._last > 0
         self._leaves: Any = leaves
-        self._came: _Parcel | None = None  # a target that the first stage has for the last, itself
+        self._came: Parcel | None = None  # a target that the first stage has for the last, itself
         self._kept: list[dict[int, Kept]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
@@ -97,36 +80,33 @@ class Cells:
     def needs(self, action: Action) -> Sequence[Hashable]:
         kind, i, j = action
         if kind == "forward":
-            keys: list[Hashable] = [(edge.number, i) for edge in self._pipeline.incoming[j]]
-            if j == self._last and self._targets_travel:
-                keys.append(("target", i))
-            return keys
+            return keys(self._call, i, j) + [("target", i)] * (
+                j == self._last and self._targets_travel
+            )
         if kind in ("backward", "backward_input"):
             return [(~edge.number, i) for edge in self._pipeline.outgoing[j]]
         return ()
 
-    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
+    def perform(self, action: Action, parcels: list[Any]) -> Iterable[Message]:
         kind, i, j = action
-        lane = self._call.lane_of(j)
-        with lane.active():
-            for parcel in received:
-                if parcel.event is not None:
-                    lane.receive(parcel.event, tensors_in(parcel.value))
+        with self._call.lane_of(j).active():
+            received(self._call, j, parcels)
             with self._call.span(action):
-                return _METHODS[kind](self, i, j, received)
+                return _METHODS[kind](self, i, j, parcels)
 
     # -- forward
 
-    def _forward(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
+    def _forward(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
         messages: list[Message] = []
         target = _MISSING
         if j == self._last and self._targets_travel:
-            target = self._call.bring(received[-1].value[0], j, received.pop().value[1])
+            target = self._call.bring(parcels[-1].value[0], j, parcels.pop().value[1])
         if j == 0:
             inputs, flags, counts, marks, beside = self._pulled(i, messages)
         else:
-            inputs, flags, counts, marks = self._unpacked(j, received)
-            beside = None
+            needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
+            flags, counts, beside = list(chain.from_iterable(needed)), list(map(sum, needed)), None
+            inputs, marks = unpacked(parcels)
         kept = Kept(Border(flags), counts)
         outputs = self._computed(i, j, inputs, kept, marks, beside)
         lent: Sequence[int] = ()
@@ -139,7 +119,8 @@ class Cells:
         if self._call.batch.state.grad:
             self._kept[j][i] = kept
         if j < self._last:
-            return messages + self._packed(i, j, outputs, kept, lent)
+            prepare = partial(_detached, kept)
+            return messages + packed(self._call, i, j, outputs, lent, prepare, graph=False)
         if self._came is not None:
             target = self._call.bring(self._came.value[0], j, self._came.value[1])
             self._came = None
@@ -157,7 +138,7 @@ class Cells:
                 value, target = self._source.pull(i), self._source.target(i)
                 ready = self._call.ready((value, target))
             value = self._call.bring(value, 0, ready)
-            parcel = _Parcel((target, ready), None, [], [])
+            parcel = Parcel((target, ready), None)
             if self._targets_travel:
                 messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
             else:
@@ -170,22 +151,6 @@ class Cells:
         # one tensor, and what is done to one of them in place is nothing to the others.
         inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
         return (inputs, ()), flags, [], [], target
-
-    def _unpacked(
-        self, j: int, received: list[_Parcel]
-    ) -> tuple[Any, list[bool], list[int], list[int]]:
-        """The inputs of a stage that is not the first."""
-        values: list[Any] = []
-        flags: list[bool] = []
-        counts: list[int] = []
-        marks: list[int] = []
-        for parcel in received:
-            values.append(parcel.value)
-            flags += parcel.flags
-            counts.append(sum(parcel.flags))
-            marks += parcel.marks
-        received.clear()
-        return (values[0], tuple(values[1:])), flags, counts, marks
 
     def _computed(
         self, i: int, j: int, inputs: Any, kept: Kept, marks: list[int], beside: Any
@@ -211,30 +176,9 @@ class Cells:
         kept.halves = WeightGradients(self._casts[j], self._watched[j])
         return kept.halves.recording()
 
-    def _packed(
-        self, i: int, j: int, outputs: Any, kept: Kept, lent: Sequence[int]
-    ) -> list[Message]:
-        """The outputs as messages to the stages that need them."""
-        output, skips = outputs
-        marks: list[Sequence[int]] = [_OWN]
-        if lent or skips or not isinstance(output, Tensor):
-            marks = sent(outputs, lent)
-        messages: list[Message] = []
-        for edge in self._pipeline.outgoing[j]:
-            value, which = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
-            flags = [tensor.requires_grad for tensor in tensors_in(value)]
-            kept.expected.append(sum(flags))
-            if kept.again is None:
-                kept.ends.append(ends_of(value))
-            value = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
-            value, event = self._call.over(edge, i, value)
-            w = self._pipeline.worker_of[edge.target]
-            messages.append((w, (edge.number, i), _Parcel(value, event, flags, marks[which])))
-        return messages
-
     # -- backward
 
-    def _recompute(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
+    def _recompute(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
         kept, stage = self._kept[j][i], self._pipeline.stages[j]
         again, kept.again = kept.again, None
         assert again is not None
@@ -253,10 +197,10 @@ class Cells:
             )
         return []
 
-    def _backward(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
+    def _backward(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
         kept = self._kept[j].pop(i)
-        grads: list[Any] = [parcel.value for parcel in received]
-        received.clear()
+        grads: list[Any] = [parcel.value for parcel in parcels]
+        parcels.clear()
         try:
             with (
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
@@ -283,10 +227,10 @@ class Cells:
             grads_there = list(islice(following, count))
             value, event = self._call.over(edge, i, grads_there, backward=True)
             w = self._pipeline.worker_of[edge.source]
-            messages.append((w, (~edge.number, i), _Parcel(value, event, [], [])))
+            messages.append((w, (~edge.number, i), Parcel(value, event)))
         return messages
 
-    def _backward_weight(self, i: int, j: int, received: list[_Parcel]) -> list[Message]:
+    def _backward_weight(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
             halves.accumulate()
@@ -302,8 +246,17 @@ class Cells:
                 self.returned.append((tensor, grad))
 
 
+def _detached(kept: Kept, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
+    """A value to send without its graph, and for each tensor whether it needs a gradient."""
+    flags = [tensor.requires_grad for tensor in tensors_in(value)]
+    kept.expected.append(sum(flags))
+    if kept.again is None:
+        kept.ends.append(ends_of(value))
+    return map_tensors(lambda tensors: [t.detach() for t in tensors], value), flags
+
+
 # Not bound to an object, which would then hold itself.
-_METHODS: dict[Kind, Callable[[Cells, int, int, list[_Parcel]], list[Message]]] = {
+_METHODS: dict[Kind, Callable[[Cells, int, int, list[Parcel]], list[Message]]] = {
     "forward": Cells._forward,
     "recompute": Cells._recompute,
     "backward": Cells._backward,

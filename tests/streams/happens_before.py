@@ -242,9 +242,9 @@ class _Mode(TorchDispatchMode):
         return outputs
 
 
-#: Functions of the training driver by which sites differ, and what a hand-over is called there.
-#: Whose functions name a site, besides those in ``TRAINING``.
+#: Files whose functions name a site, besides those in ``TRAINING``.
 OURS = ("syncpipe/runtime/", "syncpipe/stages/transfer.py", "syncpipe/training/gradients.py")
+#: Functions of the training driver by which sites differ, and what a hand-over is called there.
 TRAINING = {
     "_backward": "", "_brought": "", "_return": "returned", "_loss": "loss",
     "for_caller": "leaf", "_go_back_alone": "beside", "_results": "results",

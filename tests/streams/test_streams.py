@@ -265,7 +265,7 @@ def world(monkeypatch) -> AutogradWorld:
 
     def tagged_perform(self, action, received):
         messages = perform(self, action, received)
-        stream = self._lanes[self._pipeline.worker_of[action.j]].compute
+        stream = self._call.lane_of(action.j).compute
         made = (messages, self.outputs[action.i], self._tokens[action.j])
         world.tag(tensors_in(made), stream)
         return messages
