@@ -28,8 +28,7 @@ from syncpipe.runtime.randomness.random import (
     run_watched,
 )
 from syncpipe.runtime.recorder import Recorder
-from syncpipe.runtime.rematerialization.buffers import Buffers
-from syncpipe.runtime.rematerialization.snapshot import Snapshot
+from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
@@ -66,7 +65,7 @@ class MiniBatch:
         forwards: for each stage the number of cells that went forward so far.
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
-        snapshots: for each stage that re-materializes its modules as they are.
+        modules: for each stage that re-materializes its modules as they are.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
 
@@ -78,7 +77,7 @@ class MiniBatch:
     forwards: list[int]
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    modules: dict[int, ModuleState] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
 
@@ -111,7 +110,7 @@ class Layers:
         self.first = first
         self.pops = list(pops)
         self.stashes = list(stashes)
-        self.buffers = Buffers(partition)
+        self.changes = Changes(partition)
         self.has_skips = any(is_skippable(child) for child in partition.modules())
         self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
         self.generators = Generators(device)
@@ -184,8 +183,8 @@ class Cell:
         stage = self.stage
         kind = "recompute" if self.recomputing else "forward"
         with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
-            if stage.buffers.renorming and not self.recomputing:
-                outputs: Inputs = stage.buffers.renorm(lambda: self._through(inputs))
+            if stage.changes.renorming and not self.recomputing:
+                outputs: Inputs = stage.changes.renorm(lambda: self._through(inputs))
                 return outputs
             return self._through(inputs)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncpipe.runtime.rematerialization.snapshot import version_of
+from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.tree import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 
 __all__ = ["ALIASED", "LENT", "Given", "entering", "handed_on", "sent"]

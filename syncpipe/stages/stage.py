@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from syncpipe.runtime.errors import annotate_backward
 from syncpipe.runtime.randomness.random import run_seeded
 from syncpipe.runtime.rematerialization.again import Again, forgotten
-from syncpipe.runtime.rematerialization.buffers import OUTERMOST, Watch
 from syncpipe.runtime.rematerialization.checkpoint import Frame
-from syncpipe.runtime.rematerialization.snapshot import Snapshot, Unchanged
+from syncpipe.runtime.rematerialization.guards import UnchangedObjects
+from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.stages.cell import Cell, Inputs, Layers, MiniBatch
 from syncpipe.stages.inplace import Given, entering, handed_on
 from syncpipe.tree import map_tensors, storage_of, tensors_in
@@ -73,7 +73,7 @@ class Stage(Layers):
             return outputs, frame
 
         if rematerialize:
-            self._snapshot(batch)  # which tells whether there is anything to lock
+            self._modules(batch)  # which tells whether there is anything to lock
         outputs, frame = self._alone(run)
         self._annotate(cell, inputs, outputs)
         return outputs, frame
@@ -104,23 +104,23 @@ class Stage(Layers):
         cell = Cell(self, i, batch)
 
         def run() -> tuple[Inputs, Again]:
-            watch, cell.drawn = self._watch(cell), {}
+            state, cell.drawn = self._state(cell), {}
             given = self._given(inputs, self._marked(cell, inputs, marks, beside), kept)
-            unchanged = Unchanged(inputs)
+            unchanged = UnchangedObjects(inputs)
             outputs, written = self._written(cell, given, lambda tree: forgotten(cell.run, tree))
             unchanged.check(cell.where)
-            self._learn(watch, batch)
+            self._learn(state, batch)
             self._count(batch)
             again = Again(
                 cell.again,
                 given.settle(written),
                 mutates_inputs=True in written,
-                buffers=watch,
+                state=state,
                 where=cell.where,
             )
             return outputs, again
 
-        self._snapshot(batch)
+        self._modules(batch)
         outputs, again = self._alone(run)
         self._annotate(cell, inputs, outputs)
         return outputs, again
@@ -206,7 +206,7 @@ class Stage(Layers):
 
     def _alone(self, run: Callable[[], _T]) -> _T:
         """Runs something that may touch the buffers of this stage."""
-        lock = self.buffers.lock if self.buffers.any and OUTERMOST.get() is None else None
+        lock = self.changes.lock if self.changes.any and OUTERMOST.get() is None else None
         if lock is None:
             return run()
         with lock:
@@ -272,47 +272,43 @@ class Stage(Layers):
         self, cell: Cell, inputs: Inputs, marks: list[int]
     ) -> tuple[Inputs, Frame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
-        watch, cell.drawn = self._watch(cell), {}
+        state, cell.drawn = self._state(cell), {}
         kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
         given = self._given(inputs, marks, kept)
         frame = Frame(
             self._recorded(cell),
             given.kept,
             requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
-            sandboxed=watch.sandboxed,
+            restored=state.restored,
             lock=OUTERMOST.get(),
-            state=cell.batch.state,
+            caller=cell.batch.state,
             threads=cell.batch.threads,
             where=cell.where,
         )
-        unchanged = Unchanged(inputs)
+        unchanged = UnchangedObjects(inputs)
         outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
         frame.keep(given.settle(written), mutates_inputs=True in written)
         unchanged.check(cell.where)
-        self._learn(watch, cell.batch)
+        self._learn(state, cell.batch)
         return outputs, frame if frame.stores else None
 
-    def _watch(self, cell: Cell) -> Watch:
+    def _state(self, cell: Cell) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
-        return self.buffers.watch(self._snapshot(cell.batch), cell.where)
+        return CellState(self._modules(cell.batch), cell.where)
 
-    def _learn(self, watch: Watch, batch: MiniBatch) -> None:
-        watch.learn()
-        if watch.snapshot.lazy or self._new:  # it may have made its parameters only now
+    def _learn(self, state: CellState, batch: MiniBatch) -> None:
+        state.learn()
+        if state.modules.lazy or self._new:  # it may have made its parameters only now
             self._new = False
-            after = Snapshot(self.partition, self.buffers.renormed)
-            if watch.snapshot.lazy or not after.like(watch.snapshot):
-                watch.snapshot = batch.snapshots[self.j] = after
-                self.buffers.follow(after.modules)
+            after = ModuleState(self.partition, self.changes)
+            if state.modules.lazy or not after.like(state.modules):
+                state.modules = batch.modules[self.j] = after
 
-    def _snapshot(self, batch: MiniBatch) -> Snapshot:
-        """The modules as they are in this call; taken before its first cell."""
-        snapshot = batch.snapshots.get(self.j)
-        if snapshot is None:
-            snapshot = Snapshot(self.partition, self.buffers.renormed)
-            batch.snapshots[self.j] = snapshot
-            self.buffers.follow(snapshot.modules)
-        return snapshot
+    def _modules(self, batch: MiniBatch) -> ModuleState:
+        """The modules as they are in this call; looked at before its first cell."""
+        if self.j not in batch.modules:
+            batch.modules[self.j] = ModuleState(self.partition, self.changes)
+        return batch.modules[self.j]
 
     def _recorded(self, cell: Cell) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time
 from syncpipe.balance.measure import profile
 from syncpipe.balance.profile import Profile
-from syncpipe.runtime.rematerialization.snapshot import version_of
+from syncpipe.runtime.rematerialization.guards import version_of
 from tests.support.models import Counter, Noise, Receive, Send
 
 SHAPE = (4, 4, 3)

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.rematerialization.buffers import Watch
 from syncpipe.runtime.rematerialization.checkpoint import CHECKPOINTING, RECOMPUTING
-from syncpipe.runtime.rematerialization.snapshot import Untouched
+from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors
+from syncpipe.runtime.rematerialization.module_state import CellState
 from syncpipe.tree import clones, map_tensors
 
 __all__ = ["Again", "forgotten"]
@@ -32,11 +32,11 @@ class Again:
         cell: computes the cell from a tree of inputs.
         inputs: that tree, detached; kept here until the cell was computed again.
         mutates_inputs: whether the cell may write into its inputs.
-        buffers: what else the result depends on, as it was before the forward.
+        state: what else the result depends on, as it was before the forward.
         where: the cell in words.
     """
 
-    __slots__ = ("_buffers", "_cell", "_mutates_inputs", "_untouched", "_where", "inputs")
+    __slots__ = ("_cell", "_mutates_inputs", "_state", "_unmodified", "_where", "inputs")
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Again:
         inputs: Any,
         *,
         mutates_inputs: bool,
-        buffers: Watch,
+        state: CellState,
         where: str,
     ) -> None:
         self._cell = cell
         self.inputs = inputs
-        self._untouched = Untouched(inputs, where)
+        self._unmodified = UnmodifiedTensors(inputs, where)
         self._mutates_inputs = mutates_inputs
-        self._buffers = buffers
+        self._state = state
         self._where = where
 
     def __call__(self, inputs: Any) -> Any:
@@ -66,8 +66,8 @@ class Again:
 
         token = RECOMPUTING.set(True)
         try:
-            self._untouched.check()
-            self._buffers.sandboxed(run, once=True)
+            self._unmodified.check()
+            self._state.restored(run, once=True)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise

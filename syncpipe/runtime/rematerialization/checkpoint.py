@@ -31,8 +31,8 @@ from torch.overrides import (
 )
 
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.rematerialization.buffers import OUTERMOST
-from syncpipe.runtime.rematerialization.snapshot import Untouched, version_of
+from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors, version_of
+from syncpipe.runtime.rematerialization.module_state import OUTERMOST
 from syncpipe.runtime.thread_state import Autocast, CallerState
 from syncpipe.tree import clones, described, map_tensors, tensors_in
 
@@ -92,9 +92,9 @@ class Frame:
         cell: computes the cell from its inputs (a tree), the same every time.
         inputs: the tree of inputs, detached: a frame does not keep the graph before it alive.
         requires_grad: for each of its tensors whether the cell's own requires grad.
-        sandboxed: runs what it is given from what the forward started from, but for the inputs.
+        restored: runs what it is given from what the forward started from, but for the inputs.
         lock: to be held meanwhile, if there are buffers.
-        state: the state of the thread that called the pipe.
+        caller: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
         where: the cell in words, for error messages.
     """
@@ -105,16 +105,16 @@ class Frame:
         inputs: Any,
         *,
         requires_grad: list[bool],
-        sandboxed: Callable[[Callable[[], None]], None],
+        restored: Callable[[Callable[[], None]], None],
         lock: Any,
-        state: CallerState,
+        caller: CallerState,
         threads: int,
         where: str,
     ) -> None:
         self._cell = cell
-        self._sandboxed = sandboxed
+        self._restored = restored
         self._stage_lock = lock
-        self._state = state
+        self._caller = caller
         self._threads = threads
         self._where = where
         self._lock = threading.RLock()
@@ -134,7 +134,7 @@ class Frame:
         """
         self._inputs = inputs
         self._mutates_inputs = mutates_inputs
-        self._untouched = Untouched(inputs, self._where)
+        self._unmodified = UnmodifiedTensors(inputs, self._where)
 
     def forward(self, cell: Cell, inputs: Any) -> Any:
         """Runs the cell for the first time, storing nothing."""
@@ -172,10 +172,10 @@ class Frame:
         with self._lock:
             if any((slot := ref()) is not None and slot.value is None for ref in self._slots):
                 # The caller's context, but for the lock that this thread may hold itself.
-                self._state.context.copy().run(self._recompute, OUTERMOST.get())
+                self._caller.context.copy().run(self._recompute, OUTERMOST.get())
 
     def _recompute(self, held: Any) -> None:
-        self._untouched.check()
+        self._unmodified.check()
         RECOMPUTING.set(True)
         count, expected = 0, len(self._slots)
         fault: RuntimeError | None = None
@@ -205,7 +205,7 @@ class Frame:
                 inputs = map_tensors(clones, inputs)
 
         def run() -> None:
-            with _As(self._state, self._threads):
+            with _As(self._caller, self._threads):
                 try:  # by hand, as in the forward
                     torch._C._autograd._push_saved_tensors_default_hooks(pack, _identity)
                     self._cell(inputs)
@@ -215,7 +215,7 @@ class Frame:
         try:
             with self._stage_lock if self._stage_lock and held is None else nullcontext():
                 OUTERMOST.set(held or self._stage_lock)
-                self._sandboxed(run)
+                self._restored(run)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             if fault is not None and error is not fault:  # TorchScript raises one without a message
