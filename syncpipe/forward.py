@@ -2,7 +2,7 @@
 
     x -> scatter -> [ for each action: receive inputs -> stage -> send outputs ] -> gather -> y
 
-It leaves one true autograd graph behind; how that goes back is drawn in ``runtime/transfer.py``.
+It leaves one true autograd graph behind; how that goes back is drawn in ``stages/transfer.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from syncpipe.microbatch import gather, scatter
 from syncpipe.runtime.engine import Message
 from syncpipe.runtime.recorder import Recorder
-from syncpipe.runtime.rematerialization.checkpoint import Frame
+from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.schedules.schedule import Action, forward_program
 from syncpipe.stages.parcel import keys, packed, received, unpacked
 from syncpipe.stages.pipeline import Call, Edge, Pipeline
@@ -54,7 +54,7 @@ def forward(
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
     call.run(forward_program(call.batch.m, pipeline.worker_of), run, first)
-    call.hand_over(-1, run.outputs)
+    call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
 
@@ -93,11 +93,9 @@ class _Forward:
                 outputs, frame = stage.forward(
                     i, inputs, self._batch, rematerialize=rematerialize, marks=marks
                 )
-                lent: Sequence[int] = ()
-                if j == 0 or rematerialize or any(marks):
-                    lent = stage.handed_on(
-                        inputs, marks, outputs, self._batch, rematerialize=rematerialize
-                    )
+                lent = stage.handed_on(
+                    inputs, marks, outputs, self._batch, rematerialize=rematerialize
+                )
                 if self._recorder is not None and self._batch.state.grad:
                     self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
                 del inputs
@@ -109,7 +107,12 @@ class _Forward:
                 return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
 
     def _gate(
-        self, i: int, j: int, outputs: Any, frame: Frame | None, tokens: tuple[Tensor, ...]
+        self,
+        i: int,
+        j: int,
+        outputs: Any,
+        frame: CheckpointFrame | None,
+        tokens: tuple[Tensor, ...],
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Orders the backward of this cell; returns its outputs, and tokens for the next stage."""
         batch, last = self._batch, len(self._pipeline.stages) - 1

@@ -33,8 +33,8 @@ from syncpipe.layers.placement import (
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
-from syncpipe.stages.cell import Partition
 from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.run import Partition
 
 __all__ = ["Partitioned"]
 

@@ -1,7 +1,7 @@
-"""Takes out each wait, record_stream, hold and adoption of the stream code; what goes red?
+"""Takes out each wait of the stream code, and each that keeps memory; what goes red?
 
     python -m tests.mutations              # all lines, with every detector that can run here
-    python -m tests.mutations adopt hold   # lines with one of these words
+    python -m tests.mutations keep_until_copied   # lines with one of these words
     python -m tests.mutations simulated    # one of the detectors only
 
 A line that can go without a test that notices is either not needed or not tested. Each is taken
@@ -24,11 +24,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 FILES = (
     "runtime/streams.py", "stages/transfer.py", "stages/pipeline.py", "forward.py",
-    "training/cells.py",
+    "training/task.py",
 )  # fmt: skip
 CALLS = {
-    "adopt", "follow", "follow_caller", "hold", "keep", "receive", "record_stream", "wait",
-    "wait_event",
+    "keep", "keep_until_copied", "receive", "record_on_stream", "record_stream", "wait",
+    "wait_event", "wait_for", "wait_for_caller",
 }  # fmt: skip
 
 _PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "--timeout=120")

@@ -39,7 +39,7 @@ from syncpipe import Pipe
 from syncpipe.schedules import build
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, simulate
-from syncpipe.training.cells import Cells
+from syncpipe.training.task import TrainingTask
 
 __all__ = ["Batch", "Effect", "Effects", "actual_peaks"]
 
@@ -63,10 +63,10 @@ class Effect:
 Log = list[tuple[Action, Effect]]
 
 
-def _recording(counter: StorageCounter, log: Log) -> type[Cells]:
+def _recording(counter: StorageCounter, log: Log) -> type[TrainingTask]:
     """The training driver's task, which writes down what its actions do to the memory."""
 
-    class Recording(Cells):
+    class Recording(TrainingTask):
         def perform(self, action: Action, received: list[Any]) -> Any:
             before = counter.mark()
             with counter.at(self._call.lane_of(action.j).device.index):
@@ -133,7 +133,7 @@ class _Run:
         with self.counter.at(0):
             x, target = self.batch(m * samples, torch.device("cpu", 0), torch.device("cpu", last))
         recording = _recording(self.counter, log)
-        with mock.patch("syncpipe.training.train.Cells", recording), syncpipe.inline():
+        with mock.patch("syncpipe.training.train.TrainingTask", recording), syncpipe.inline():
             pipe.train_batch(x, target, loss_fn=self.loss_fn, schedule=schedule)
         return log
 

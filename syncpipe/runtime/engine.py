@@ -168,7 +168,7 @@ class _Finished:
                         self.report(w)
 
 
-class _Call:
+class _Execution:
     """One run of a program."""
 
     def __init__(self, engine: Engine, program: Program, task: Task) -> None:
@@ -210,7 +210,7 @@ class _Call:
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
-            with state.worn():
+            with state.applied():
                 for action in self.program[w]:
                     self.step(w, action)
         except _Cancelled:
@@ -281,7 +281,7 @@ class Engine:
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Call(self, program, task)
+        call = _Execution(self, program, task)
         if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(call.run_here)

@@ -65,7 +65,10 @@ class Streams(Protocol):
 
 
 class _Using:
-    """Current device and stream of this thread; unlike ``with stream:`` it keeps nothing shared."""
+    """Makes a stream and its device current on this thread, and puts back what was.
+
+    ``with stream:`` keeps what was in the stream object, which several threads share.
+    """
 
     __slots__ = ("_device", "_previous", "_stream")
 
@@ -141,7 +144,7 @@ class Lane:
         """The context in which the stages of this worker run."""
         return _NOTHING if self.streams is None else self.streams.use(self.compute)
 
-    def follow(self, other: Lane) -> None:
+    def wait_for(self, other: Lane) -> None:
         """Lets this lane's work wait for everything that ``other`` has been given so far.
 
         Copies that ``other`` sends count: they may still be reading what it was given.
@@ -152,12 +155,12 @@ class Lane:
             if stream is not None and self.compute != stream:
                 self.streams.wait(self.compute, other.streams.record(stream))
 
-    def follow_caller(self) -> None:
+    def wait_for_caller(self) -> None:
         """Lets this lane's work wait for what the caller has been doing on its device."""
         if self.streams is not None and self.compute != self.caller:
             self.streams.wait(self.compute, self.streams.record(self.caller))
 
-    def adopt(self, tensors: Sequence[Tensor], other: Lane) -> None:
+    def record_on_stream(self, tensors: Sequence[Tensor], other: Lane) -> None:
         """Keeps the memory of tensors that ``other`` made until this lane is done with it."""
         if self.streams is not None and self.compute != other.compute:
             for tensor in tensors:
@@ -171,7 +174,7 @@ class Lane:
         for tensor in tensors:
             self.streams.keep(tensor, self.compute)
 
-    def hold(self, tensors: list[Tensor]) -> None:
+    def keep_until_copied(self, tensors: list[Tensor]) -> None:
         """Holds tensors that were just sent until the copy is done.
 
         Autograd adds to a gradient in place when nobody else holds it, copy or no copy.

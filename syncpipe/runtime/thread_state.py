@@ -119,7 +119,7 @@ class CallerState:
             or torch._C._current_graph_task_id() != -1  # in backward, which must not wait
         )
 
-    def worn(self) -> _Worn:
+    def applied(self) -> _Worn:
         """A context manager that puts the state in force on the calling thread."""
         return _Worn(self)
 

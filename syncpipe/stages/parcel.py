@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from syncpipe.runtime.engine import Message
-from syncpipe.stages.cell import Inputs
 from syncpipe.stages.inplace import sent
 from syncpipe.stages.pipeline import Call, Edge
+from syncpipe.stages.run import Inputs
 from syncpipe.tree import tensors_in
 
 __all__ = ["Parcel", "keys", "packed", "received", "unpacked"]
@@ -84,7 +84,7 @@ def packed(
     for edge in call.pipeline.outgoing[j]:
         value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
         value, along = prepare(edge, value)
-        value, event = call.over(edge, i, value, graph=graph)
+        value, event = call.send(edge, i, value, graph=graph)
         w = call.pipeline.worker_of[edge.target]
         messages.append((w, (edge.number, i), Parcel(value, event, marks[k], along)))
     return messages

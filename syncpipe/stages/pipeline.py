@@ -27,17 +27,17 @@ from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Action, Program
 from syncpipe.skip.layout import inspect_layout
-from syncpipe.stages.cell import MiniBatch, Partition
+from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Call", "Edge", "Pipeline", "Ready"]
+__all__ = ["Call", "Edge", "EntryEvent", "Pipeline"]
 
 _T = TypeVar("_T")
 
 
-class Ready(NamedTuple):
+class EntryEvent(NamedTuple):
     """Tells when tensors from outside of the pipeline are there.
 
     Attributes:
@@ -145,7 +145,7 @@ class Call:
         recorded = state.grad and not nested
         self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
         stages = pipeline.stages
-        self.batch = MiniBatch(
+        self.batch = CallContext(
             m,
             draw_seed(),
             state,
@@ -157,7 +157,7 @@ class Call:
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
-        self._begun = _begun(self._callers)
+        self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
@@ -171,8 +171,8 @@ class Call:
             input: a tree that comes from the caller and is used by the first stage.
         """
         for lane, caller in zip(self.lanes, self._callers, strict=True):
-            lane.follow(caller)
-        self.lane_of(0).adopt(tensors_in(input), self._caller_of(0))
+            lane.wait_for(caller)
+        self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
         run = partial(
             self.pipeline.engine.run,
             program,
@@ -184,7 +184,7 @@ class Call:
             outside_of_turn(run)  # the order of locks is: stage before random state
         finally:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
-                caller.follow(lane)
+                caller.wait_for(lane)
 
     def span(self, action: Action) -> AbstractContextManager[None]:
         """The context in which an action computes, its inputs being there: for the trace."""
@@ -194,7 +194,7 @@ class Call:
         """The lane of stage ``j``."""
         return self.lanes[self.pipeline.worker_of[j]]
 
-    def over(
+    def send(
         self, edge: Edge, i: int, value: Any, *, backward: bool = False, graph: bool = False
     ) -> tuple[Any, Any]:
         """Sends a value over an edge; for the worker at its near end to call.
@@ -221,14 +221,18 @@ class Call:
         with note(backward=backward):
             return _sent(source, target, value, graph, note)
 
-    def ready(self, tree: Any) -> dict[torch.device, Ready]:
+    def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
         """When tensors are there that the calling thread has just made or been given."""
         found = {}
         for device in {tensor.device for tensor in tensors_in(tree)}:
-            streams = self._begun[device].lane.streams if device in self._begun else None
+            streams = (
+                self._entry_events[device].lane.streams if device in self._entry_events else None
+            )
             if streams is not None:
                 stream = streams.current()
-                found[device] = Ready(Lane(device, streams, stream, stream), streams.record(stream))
+                found[device] = EntryEvent(
+                    Lane(device, streams, stream, stream), streams.record(stream)
+                )
         return found
 
     def as_caller(self) -> AbstractContextManager[Any]:
@@ -241,7 +245,9 @@ class Call:
             stack.enter_context(caller.active())
         return stack
 
-    def bring(self, tree: Any, j: int, after: Mapping[torch.device, Ready] | None = None) -> Any:
+    def to_stage(
+        self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
+    ) -> Any:
         """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
 
         Args:
@@ -249,10 +255,12 @@ class Call:
             j: the stage.
             after: when they are there, if they did not come with the call.
         """
-        lane, after = self.lane_of(j), self._begun if after is None else after
+        lane, after = self.lane_of(j), self._entry_events if after is None else after
         return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
 
-    def _brought(self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, Ready]) -> Tensor:
+    def _brought(
+        self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, EntryEvent]
+    ) -> Tensor:
         there, event = after.get(tensor.device, (Lane(tensor.device), None))
         if same_memory(tensor.device, lane.device):
             lane.receive(event, [tensor])
@@ -267,12 +275,12 @@ class Call:
         """Does something on the caller's streams, before whatever stage ``j`` does from now on."""
         with self.as_caller():
             result = function(*args)
-        self.lane_of(j).follow(self._caller_of(j))
+        self.lane_of(j).wait_for(self._caller_of(j))
         return result
 
-    def hand_over(self, j: int, tree: Any) -> None:
+    def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
-        self._caller_of(j).adopt(tensors_in(tree), self.lane_of(j))
+        self._caller_of(j).record_on_stream(tensors_in(tree), self.lane_of(j))
 
     def _caller_of(self, j: int) -> Lane:
         return self._callers[self.pipeline.worker_of[j]]
@@ -287,10 +295,10 @@ def _accelerators() -> list[torch.device]:
     return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
 
 
-def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
+def _entry_events(callers: Sequence[Lane]) -> dict[torch.device, EntryEvent]:
     """When the tensors that come with a call are there; on devices without a worker, too."""
     found = {
-        lane.device: Ready(lane, lane.streams.record(lane.compute))
+        lane.device: EntryEvent(lane, lane.streams.record(lane.compute))
         for lane in callers
         if lane.streams is not None
     }
@@ -301,7 +309,7 @@ def _begun(callers: Sequence[Lane]) -> dict[torch.device, Ready]:
             # No event: to record one where there is nothing would initialize the device.
             streams = AcceleratorStreams(device)
             stream = streams.current()
-            found[device] = Ready(Lane(device, streams, stream, stream), None)
+            found[device] = EntryEvent(Lane(device, streams, stream, stream), None)
     return found
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from syncpipe.runtime.errors import annotate_backward
 from syncpipe.runtime.randomness.random import run_seeded
-from syncpipe.runtime.rematerialization.again import Again, forgotten
-from syncpipe.runtime.rematerialization.checkpoint import Frame
+from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
-from syncpipe.stages.cell import Cell, Inputs, Layers, MiniBatch
+from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
 from syncpipe.stages.inplace import Given, entering, handed_on
+from syncpipe.stages.run import CallContext, Inputs, Layers, StageRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
@@ -44,12 +44,12 @@ class Stage(Layers):
         self,
         i: int,
         inputs: Inputs,
-        batch: MiniBatch,
+        batch: CallContext,
         *,
         rematerialize: bool,
         marks: list[int],
         beside: Any = None,
-    ) -> tuple[Inputs, Frame | None]:
+    ) -> tuple[Inputs, CheckpointFrame | None]:
         """Computes cell ``(i, j)``.
 
         Args:
@@ -65,75 +65,77 @@ class Stage(Layers):
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        cell = Cell(self, i, batch)
+        cell = StageRun(self, i, batch)
 
-        def run() -> tuple[Inputs, Frame | None]:
+        def run() -> tuple[Inputs, CheckpointFrame | None]:
             outputs, frame = self._run(cell, inputs, rematerialize, marks, beside)
             self._count(batch)
             return outputs, frame
 
         if rematerialize:
             self._modules(batch)  # which tells whether there is anything to lock
-        outputs, frame = self._alone(run)
+        outputs, frame = self._locked(run)
         self._annotate(cell, inputs, outputs)
         return outputs, frame
 
-    def forget(
+    def forward_without_storing(
         self,
         i: int,
         inputs: Inputs,
-        batch: MiniBatch,
+        batch: CallContext,
         *,
-        kept: Inputs,
+        detached: Inputs,
         marks: list[int],
         beside: Any = None,
-    ) -> tuple[Inputs, Again]:
-        """Computes cell ``(i, j)``, to be forgotten and computed again by :meth:`again`.
+    ) -> tuple[Inputs, Recomputation]:
+        """Computes cell ``(i, j)``, whose graph is dropped; it comes again by :meth:`recompute`.
 
         Args:
             i: the micro-batch.
             inputs: as for :meth:`forward`.
             batch: what the cells of this call share.
-            kept: the inputs without their graph.
+            detached: the inputs without their graph.
             marks: as for :meth:`forward`.
             beside: as for :meth:`forward`.
 
         Returns:
             The outputs, and how to compute them again.
         """
-        cell = Cell(self, i, batch)
+        cell = StageRun(self, i, batch)
 
-        def run() -> tuple[Inputs, Again]:
+        def run() -> tuple[Inputs, Recomputation]:
             state, cell.drawn = self._state(cell), {}
-            given = self._given(inputs, self._marked(cell, inputs, marks, beside), kept)
+            given = self._given(inputs, self._marked(cell, inputs, marks, beside), detached)
             unchanged = UnchangedObjects(inputs)
-            outputs, written = self._written(cell, given, lambda tree: forgotten(cell.run, tree))
+            outputs, written = self._written(
+                cell, given, lambda tree: without_storing(cell.run, tree)
+            )
             unchanged.check(cell.where)
             self._learn(state, batch)
             self._count(batch)
-            again = Again(
-                cell.again,
+            recomputation = Recomputation(
+                cell.recomputed,
                 given.settle(written),
                 mutates_inputs=True in written,
                 state=state,
                 where=cell.where,
             )
-            return outputs, again
+            return outputs, recomputation
 
         self._modules(batch)
-        outputs, again = self._alone(run)
+        outputs, recomputation = self._locked(run)
         self._annotate(cell, inputs, outputs)
-        return outputs, again
+        return outputs, recomputation
 
-    def again(self, again: Again, inputs: Inputs) -> Inputs:
-        """The outputs of a forgotten cell once more."""
-        outputs: Inputs = self._alone(lambda: again(inputs))
+    def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
+        """The outputs of a without_storing cell once more."""
+        outputs: Inputs = self._locked(lambda: recomputation(inputs))
         return outputs
 
-    def beyond(
+    def run_loss(
         self,
         i: int,
-        batch: MiniBatch,
+        batch: CallContext,
         function: Callable[[Any], Any],
         given: Any,
         draws: int | None,
@@ -168,7 +170,7 @@ class Stage(Layers):
         self.learn(seen)
         return result, seen.draws
 
-    def backward(self, i: int, batch: MiniBatch, run: Callable[[], None]) -> None:
+    def backward(self, i: int, batch: CallContext, run: Callable[[], None]) -> None:
         """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
 
         Args:
@@ -202,9 +204,9 @@ class Stage(Layers):
                 self.backward_draws |= seen.draws
                 batch.backward_draws[self.j] = self.backward_draws
 
-        self._alone(seeded)  # the order of locks is: stage before random state
+        self._locked(seeded)  # the order of locks is: stage before random state
 
-    def _alone(self, run: Callable[[], _T]) -> _T:
+    def _locked(self, run: Callable[[], _T]) -> _T:
         """Runs something that may touch the buffers of this stage."""
         lock = self.changes.lock if self.changes.any and OUTERMOST.get() is None else None
         if lock is None:
@@ -216,12 +218,12 @@ class Stage(Layers):
             finally:
                 OUTERMOST.reset(token)
 
-    def _count(self, batch: MiniBatch) -> None:
+    def _count(self, batch: CallContext) -> None:
         batch.forwards[self.j] += 1
         if self.defers and batch.forwards[self.j] == batch.m:
             batch.statistics[self.j].commit()
 
-    def _annotate(self, cell: Cell, inputs: Inputs, outputs: Inputs) -> None:
+    def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
         if self._has_python_nodes is not False and cell.batch.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
@@ -232,7 +234,7 @@ class Stage(Layers):
         inputs: Inputs,
         marks: Sequence[int],
         outputs: Inputs,
-        batch: MiniBatch,
+        batch: CallContext,
         *,
         rematerialize: bool,
     ) -> list[int]:
@@ -249,8 +251,8 @@ class Stage(Layers):
         return handed_on(inputs, (), outputs)
 
     def _run(
-        self, cell: Cell, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
-    ) -> tuple[Inputs, Frame | None]:
+        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
+    ) -> tuple[Inputs, CheckpointFrame | None]:
         compiled, self._compiled = self._compiled, True
         if rematerialize and (compiled or cell.batch.m > 1):  # or the second would recompute
             return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, beside))
@@ -260,7 +262,7 @@ class Stage(Layers):
             return self._written(cell, self._given(inputs, marks), cell.run)[0], None
         return cell.run(inputs), None
 
-    def _marked(self, cell: Cell, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
+    def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
         """The marks, also of what comes from the caller, which matters to who writes into it."""
         if self.j > 0 or not cell.batch.state.grad:
             return marks
@@ -269,13 +271,13 @@ class Stage(Layers):
         return entering(inputs, beside)
 
     def _rematerialized(
-        self, cell: Cell, inputs: Inputs, marks: list[int]
-    ) -> tuple[Inputs, Frame | None]:
+        self, cell: StageRun, inputs: Inputs, marks: list[int]
+    ) -> tuple[Inputs, CheckpointFrame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         state, cell.drawn = self._state(cell), {}
         kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
         given = self._given(inputs, marks, kept)
-        frame = Frame(
+        frame = CheckpointFrame(
             self._recorded(cell),
             given.kept,
             requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
@@ -292,11 +294,11 @@ class Stage(Layers):
         self._learn(state, cell.batch)
         return outputs, frame if frame.stores else None
 
-    def _state(self, cell: Cell) -> CellState:
+    def _state(self, cell: StageRun) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
         return CellState(self._modules(cell.batch), cell.where)
 
-    def _learn(self, state: CellState, batch: MiniBatch) -> None:
+    def _learn(self, state: CellState, batch: CallContext) -> None:
         state.learn()
         if state.modules.lazy or self._new:  # it may have made its parameters only now
             self._new = False
@@ -304,21 +306,21 @@ class Stage(Layers):
             if state.modules.lazy or not after.like(state.modules):
                 state.modules = batch.modules[self.j] = after
 
-    def _modules(self, batch: MiniBatch) -> ModuleState:
+    def _modules(self, batch: CallContext) -> ModuleState:
         """The modules as they are in this call; looked at before its first cell."""
         if self.j not in batch.modules:
             batch.modules[self.j] = ModuleState(self.partition, self.changes)
         return batch.modules[self.j]
 
-    def _recorded(self, cell: Cell) -> Callable[[Inputs], Inputs]:
+    def _recorded(self, cell: StageRun) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""
         recorder = cell.batch.recorder
         if recorder is None:
-            return cell.again
+            return cell.recomputed
 
         def again(inputs: Inputs) -> Inputs:
             with recorder.span("recompute", cell.i, self.j):
-                return cell.again(inputs)
+                return cell.recomputed(inputs)
 
         return again
 
@@ -326,7 +328,7 @@ class Stage(Layers):
         return Given(inputs, marks, copy=self._mutates_inputs is not False, kept=kept)
 
     def _written(
-        self, cell: Cell, given: Given, run: Callable[[Inputs], Inputs]
+        self, cell: StageRun, given: Given, run: Callable[[Inputs], Inputs]
     ) -> tuple[Inputs, list[bool]]:
         """Runs a cell, and sees which inputs it writes into."""
         outputs = run(given.tree)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.runtime.rematerialization.checkpoint import Frame
+from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.streams import Lane
 
 __all__ = ["Note", "early", "gate", "send"]
@@ -48,7 +48,7 @@ def gate(tokens: list[Tensor], outputs: list[Tensor]) -> tuple[Tensor, list[Tens
     return token, passed
 
 
-def early(frame: Frame, token: Tensor) -> Tensor:
+def early(frame: CheckpointFrame, token: Tensor) -> Tensor:
     """A token whose backward recomputes a cell, if anything of it is still needed."""
     result: Tensor = Early.apply(frame, token)  # type: ignore[no-untyped-call]
     return result
@@ -99,7 +99,7 @@ class Early(torch.autograd.Function):
     """``apply(frame, token)``; see :func:`early`."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, token: Tensor) -> Tensor:
+    def forward(ctx: Any, frame: CheckpointFrame, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.frame = weakref.ref(frame)  # the nodes of the cell own it
         return token.detach()
@@ -137,8 +137,8 @@ class Send(torch.autograd.Function):
             return None, None, None, None, *grads
         with nullcontext() if ctx.note is None else ctx.note(backward=True):
             back, event = send(ctx.target, ctx.source, there)
-        ctx.source.follow_caller()  # who may still read what is added to: .grad
+        ctx.source.wait_for_caller()  # who may still read what is added to: .grad
         ctx.source.receive(event, back)
-        ctx.target.hold(there)
+        ctx.target.keep_until_copied(there)
         arrived = iter(back)
         return None, None, None, None, *(None if grad is None else next(arrived) for grad in grads)

@@ -81,7 +81,7 @@ class Leaves:
                     leaf.grad = leaf.grad.clone()
             rest = [leaf for leaf in fresh if leaf.grad is None]
             if len(rest) < len(fresh):
-                self._call.hand_over(j, [leaf.grad for leaf in fresh])
+                self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
 
     def are_of(self, j: int, leaves: Iterable[Tensor]) -> bool:
@@ -110,7 +110,7 @@ class Leaves:
 
     def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
         """Those that will get their first gradient; the caller goes on with the others', too."""
-        self._call.hand_over(j, [leaf.grad for leaf in leaves])
+        self._call.release_to_caller(j, [leaf.grad for leaf in leaves])
         return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
 
     def _shared(self, j: int, leaf: Tensor) -> str:

@@ -53,7 +53,7 @@ class Objective:
         self._losses: list[Any] = [None] * m
         self._weights: list[_Weight] = [1] * m
         self._total = total
-        self._base: _Weight | None = total
+        self._assumed_total: _Weight | None = total
         self._weighted: bool | None = None  # whether the loss comes with a weight; not known yet
 
     @property
@@ -84,14 +84,18 @@ class Objective:
         """
         loss, weight = self._checked(result, size)
         self._losses[i], self._weights[i] = compact(loss.detach()), weight
-        if self._base is None:
-            self._base = self._m * _not_zero(weight)
-        loss = self._part(loss, weight, self._base)
+        if self._assumed_total is None:
+            self._assumed_total = self._m * _not_zero(weight)
+        loss = self._part(loss, weight, self._assumed_total)
         return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def noted(self, i: int) -> tuple[Any, ...]:
+        """What was noted of a micro-batch, with which the caller goes on."""
+        return self._losses[i], self._weights[i], self._assumed_total
 
     def factor(self) -> _Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""
-        total, base = self._sum(), self._base
+        total, base = self._sum(), self._assumed_total
         if self._reduction == "sum" or base is None:
             return None
         if not isinstance(total, Tensor) and total == base:
@@ -133,7 +137,7 @@ class Objective:
         if self._weighted is None:
             self._weighted = weighted
             if weighted:
-                self._total = self._base = None
+                self._total = self._assumed_total = None
         if weighted != self._weighted:
             raise ValueError(
                 "loss_fn returned a weight for some micro-batches only: return (loss, weight) for "

@@ -19,11 +19,11 @@ class Source:
 
     Attributes:
         m: how many.
-        comes: whether a micro-batch comes to light only when it is pulled.
+        lazy: whether a micro-batch comes to light only when it is pulled.
         total: the number of samples in all of them, where it is known.
     """
 
-    comes = False
+    lazy = False
 
     def __init__(self, m: int) -> None:
         self.m = m
@@ -92,7 +92,7 @@ class FromIterator(Source):
         m: so many are taken.
     """
 
-    comes = True
+    lazy = True
 
     def __init__(self, iterator: Iterator[Any], m: int) -> None:
         super().__init__(m)

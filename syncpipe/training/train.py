@@ -1,7 +1,7 @@
 """The training driver: ``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``.
 
 The loss is computed inside the pipeline, so a micro-batch can go back while others still go
-forward. What the workers do is in ``cells``; here is what comes before and after it.
+forward. What the workers do is in ``task``; here is what comes before and after it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from syncpipe.runtime.streams import moved
 from syncpipe.schedules import build
 from syncpipe.schedules.schedule import forward_program, training_program
 from syncpipe.stages.pipeline import Call, Pipeline
-from syncpipe.training.cells import Cells
 from syncpipe.training.gradients import Gradients
-from syncpipe.training.last_stage import LastStage
 from syncpipe.training.leaves import Leaves
+from syncpipe.training.loss_head import LossHead
 from syncpipe.training.objective import REDUCTIONS, Objective
 from syncpipe.training.sources import Source
+from syncpipe.training.task import TrainingTask
 
 __all__ = ["evaluate", "train"]
 
@@ -73,8 +73,8 @@ def train(
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
             leaves = Leaves(call, gradients)
-            last = LastStage(call, objective, leaves, keep_outputs=return_outputs)
-            task = Cells(call, source, last, splits=plan.splits, leaves=leaves)
+            last = LossHead(call, objective, leaves, keep_outputs=return_outputs)
+            task = TrainingTask(call, source, last, splits=plan.splits, leaves=leaves)
             call.run(training_program(plan, call.rematerialized), task, source.entering())
             results = _results(call, last, objective)
             _complete(task, last, objective, gradients)
@@ -84,17 +84,19 @@ def train(
     return results
 
 
-def _complete(task: Cells, last: LastStage, objective: Objective, gradients: Gradients) -> None:
+def _complete(
+    task: TrainingTask, head: LossHead, objective: Objective, gradients: Gradients
+) -> None:
     """Gradients of the micro-batches are added up; makes them those of the mini-batch.
 
     Whoever has to average them over processes does it after this.
     """
-    if not last.goes_back:
+    if not head.goes_back:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    for leaf, grad in last.beside.items():  # whose hooks have seen it
+    for leaf, grad in head.extra_gradients.items():  # whose hooks have seen it
         if leaf.grad is None:
             leaf.grad = grad
         else:
@@ -132,9 +134,9 @@ def evaluate(
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-        last = LastStage(call, objective, keep_outputs=objective is None)
+        last = LossHead(call, objective, keep_outputs=objective is None)
         program = forward_program(source.m, pipeline.worker_of)
-        call.run(program, Cells(call, source, last), source.entering())
+        call.run(program, TrainingTask(call, source, last), source.entering())
         return _results(call, last, objective)
 
     # The modes of a module are everybody's: training waits, and another evaluation. If it is the
@@ -147,14 +149,14 @@ def evaluate(
         return _in_eval_mode(module, list(modules), run)
 
 
-def _results(call: Call, last: LastStage, objective: Objective | None) -> Any:
+def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
     """What the caller gets: the loss, the outputs, or both."""
     with torch.no_grad():
         loss = None if objective is None else objective.loss()
-        call.hand_over(-1, (loss, last.outputs))
-        if last.outputs is None:
+        call.release_to_caller(-1, (loss, head.outputs))
+        if head.outputs is None:
             return loss
-        outputs = gather(last.outputs)
+        outputs = gather(head.outputs)
     return outputs if loss is None else (loss, outputs)
 
 

@@ -311,11 +311,11 @@ class FakeStreams:
                 names.append(name)
             if name == "perform" and "backward" in frame.f_locals.get("kind", ""):
                 names.append("backward")
-            training |= path.endswith(("syncpipe/training/cells.py", "syncpipe/training/train.py"))
+            training |= path.endswith(("syncpipe/training/task.py", "syncpipe/training/train.py"))
             frame = frame.f_back
         where = "backward" if {"backward", "_backward"} & set(names) else "forward"
         where = "bring" if "_brought" in names else where
-        if names[0] in ("follow", "adopt"):  # which of the streams of the other lane
+        if names[0] in ("wait_for", "record_on_stream"):  # which of the streams of the other lane
             where = "start" if self.world.current(self.device) is not stream else "end"
             if what == "wait" and caller.f_locals["stream"] is caller.f_locals["other"].outbound:
                 where += " outbound"

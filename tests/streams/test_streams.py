@@ -311,16 +311,16 @@ def test_no_race(world, layout, workers, callers, checkpoint, chunks, how):
 # devices. On one device the engine's own waits do the same in backward, so these do not show there.
 ONE, TWO = "one device", "four devices"
 SITES = {
-    "wait follow start": [ONE, TWO],
-    "wait follow end": [ONE, TWO],
-    "wait follow end outbound": [TWO],
-    "wait follow_caller backward": [TWO],
+    "wait wait_for start": [ONE, TWO],
+    "wait wait_for end": [ONE, TWO],
+    "wait wait_for end outbound": [TWO],
+    "wait wait_for_caller backward": [TWO],
     "wait receive forward": [ONE, TWO],
     "wait receive backward": [TWO],
     "wait send forward": [TWO],
     "wait send backward": [TWO],
-    "keep adopt start": [ONE],
-    "keep adopt end": [ONE, TWO],
+    "keep record_on_stream start": [ONE],
+    "keep record_on_stream end": [ONE, TWO],
     "keep receive forward": [ONE, TWO],
     "keep receive backward": [TWO],
     "keep send forward": [TWO],
@@ -332,9 +332,9 @@ SITES = {
 @pytest.mark.parametrize("how", ["threads", "inline"])
 @pytest.mark.parametrize(("site", "layout"), [(s, layout) for s in SITES for layout in SITES[s]])
 def test_race_without(world, site, layout, how, checkpoint):
-    if (site, how) == ("keep adopt start", "threads"):
+    if (site, how) == ("keep record_on_stream start", "threads"):
         pytest.skip("which of the nodes ready on the one CPU goes back last depends on threads")
-    if site == "wait follow_caller backward" and checkpoint != "never":
+    if site == "wait wait_for_caller backward" and checkpoint != "never":
         pytest.skip("the checker takes a node without gradients, as of a token, for a root")
     world.dropped = site
     with running(how):

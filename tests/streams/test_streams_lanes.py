@@ -91,7 +91,7 @@ def test_mutations_are_found():
 
 @pytest.mark.parametrize(
     "mutation",
-    [m for m in ALL if ".adopt(" in m.text or ".hold(" in m.text],
+    [m for m in ALL if ".record_on_stream(" in m.text or ".keep_until_copied(" in m.text],
     ids=lambda mutation: mutation.text,
 )
 def test_mutations_are_noticed(mutation):

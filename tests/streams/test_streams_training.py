@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import syncpipe.stages.pipeline
-import syncpipe.training.cells
-import syncpipe.training.last_stage
+import syncpipe.training.loss_head
+import syncpipe.training.task
 import syncpipe.training.train
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
@@ -243,8 +243,8 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
-    ends_of, backward = syncpipe.training.cells.ends_of, torch.autograd.backward
-    loss = syncpipe.training.last_stage.LastStage._loss
+    ends_of, backward = syncpipe.training.task.ends_of, torch.autograd.backward
+    loss = syncpipe.training.loss_head.LossHead._loss
     real = torch.Tensor.device
 
     def tagged_ends_of(value):
@@ -267,9 +267,9 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         block = world.block_of(tensor)
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
-    monkeypatch.setattr(syncpipe.training.cells, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.last_stage, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.last_stage.LastStage, "_loss", tagged_loss)
+    monkeypatch.setattr(syncpipe.training.task, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.loss_head, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.loss_head.LossHead, "_loss", tagged_loss)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(syncpipe.stages.pipeline, "same_memory", lambda a, b: a == b)
@@ -306,20 +306,20 @@ def test_no_race_whosever_the_streams_are(world, layout, workers, callers, how):
 # device, between devices.
 ONE, TWO = "one device", "four devices"
 SITES = {
-    "wait follow start": [ONE, TWO],
-    "wait follow end": [ONE, TWO],
-    "wait follow end outbound": [TWO],
-    "wait follow leaf": [ONE, TWO],
+    "wait wait_for start": [ONE, TWO],
+    "wait wait_for end": [ONE, TWO],
+    "wait wait_for end outbound": [TWO],
+    "wait wait_for leaf": [ONE, TWO],
     "wait receive forward": [ONE, TWO],
     "wait receive backward": [ONE, TWO],
     "wait receive bring": [ONE, TWO],
     "wait send forward": [TWO],
     "wait send backward": [TWO],
     "wait send bring": [TWO],
-    "keep adopt gradients": [ONE, TWO],
-    "keep adopt loss": [ONE, TWO],
-    "keep adopt results": [ONE, TWO],
-    "keep adopt returned": [ONE, TWO],
+    "keep record_on_stream gradients": [ONE, TWO],
+    "keep record_on_stream loss": [ONE, TWO],
+    "keep record_on_stream results": [ONE, TWO],
+    "keep record_on_stream returned": [ONE, TWO],
     "keep receive forward": [ONE, TWO],
     "keep receive backward": [ONE, TWO],
     "keep receive bring": [ONE, TWO],
@@ -329,7 +329,7 @@ SITES = {
 }
 # A call of `train_batch` holds its input until it returns, and then the caller waits for it. Only
 # the graph of `pipe(x)` holds it for longer.
-UNNEEDED = {"keep adopt start"}
+UNNEEDED = {"keep record_on_stream start"}
 
 
 # What memory is used again for depends on threads, so that keeps are looked at inline only.

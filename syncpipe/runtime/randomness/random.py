@@ -63,7 +63,7 @@ class _Turns:
     def begin(self) -> int:
         """Begins a turn, which is ``inside`` until somebody takes its number out."""
         number = next(self._numbers)
-        self.inside.add(number)  # first: a number that is known is inside, or over
+        self.inside.add(number)  # before `_last`, or `quiet` could take it for one that is over
         self._last = number
         return number
 

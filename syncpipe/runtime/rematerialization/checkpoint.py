@@ -39,7 +39,7 @@ from syncpipe.tree import clones, described, map_tensors, tensors_in
 __all__ = [
     "CHECKPOINTING",
     "RECOMPUTING",
-    "Frame",
+    "CheckpointFrame",
     "is_checkpointing",
     "is_recomputing",
 ]
@@ -76,7 +76,7 @@ class _Slot:
 
     __slots__ = ("__weakref__", "frame", "index", "value")
 
-    def __init__(self, frame: Frame, index: int) -> None:
+    def __init__(self, frame: CheckpointFrame, index: int) -> None:
         self.frame = frame
         self.index = index
         self.value: Tensor | None = None
@@ -85,7 +85,7 @@ class _Slot:
 Cell = Callable[[Any], Any]
 
 
-class Frame:
+class CheckpointFrame:
     """One re-materialized cell: how to run it again, and the slots to fill.
 
     Args:

@@ -24,20 +24,20 @@ from syncpipe.schedules.schedule import Action, Kind
 from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
 from syncpipe.stages.pipeline import Call, Edge
 from syncpipe.training.border import Border
-from syncpipe.training.kept import Kept, ends_of
-from syncpipe.training.last_stage import LastStage
 from syncpipe.training.leaves import Leaves
+from syncpipe.training.loss_head import LossHead
+from syncpipe.training.pending_backward import PendingBackward, ends_of
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import Casts, WeightGradients, can_split
 from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
-__all__ = ["Cells"]
+__all__ = ["TrainingTask"]
 
 _MISSING = object()
 _Range = torch._C._profiler._RecordFunctionFast
 
 
-class Cells:
+class TrainingTask:
     """One mini-batch, as a task for the engine.
 
     Args:
@@ -55,7 +55,7 @@ class Cells:
         self,
         call: Call,
         source: Source,
-        last: LastStage,
+        last: LossHead,
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
         leaves: Leaves | None = None,
@@ -65,12 +65,12 @@ class Cells:
         self._pipeline = call.pipeline
         self._source = source
         self._splits = splits
-        self._last_stage = last
+        self._loss_head = last
         self._last = len(stages) - 1
-        self._targets_travel = source.comes and self._last > 0
+        self._targets_travel = source.lazy and self._last > 0
         self._leaves: Any = leaves
         self._came: Parcel | None = None  # a target that the first stage has for the last, itself
-        self._kept: list[dict[int, Kept]] = [{} for _ in stages]
+        self._pending: list[dict[int, PendingBackward]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
         self._watched: list[dict[int, bool]] = [{} for _ in stages]
@@ -100,44 +100,42 @@ class Cells:
         messages: list[Message] = []
         target = _MISSING
         if j == self._last and self._targets_travel:
-            target = self._call.bring(parcels[-1].value[0], j, parcels.pop().value[1])
+            target = self._call.to_stage(parcels[-1].value[0], j, parcels.pop().value[1])
         if j == 0:
             inputs, flags, counts, marks, beside = self._pulled(i, messages)
         else:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
             flags, counts, beside = list(chain.from_iterable(needed)), list(map(sum, needed)), None
             inputs, marks = unpacked(parcels)
-        kept = Kept(Border(flags), counts)
-        outputs = self._computed(i, j, inputs, kept, marks, beside)
-        lent: Sequence[int] = ()
+        pending = PendingBackward(Border(flags), counts)
+        outputs = self._computed(i, j, inputs, pending, marks, beside)
         rematerialize = i < self._call.rematerialized[j]
-        if j == 0 or rematerialize or any(marks):
-            lent = self._pipeline.stages[j].handed_on(
-                inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
-            )
+        lent = self._pipeline.stages[j].handed_on(
+            inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
+        )
         del inputs, beside
         if self._call.batch.state.grad:
-            self._kept[j][i] = kept
+            self._pending[j][i] = pending
         if j < self._last:
-            prepare = partial(_detached, kept)
+            prepare = partial(_detached, pending)
             return messages + packed(self._call, i, j, outputs, lent, prepare, graph=False)
         if self._came is not None:
-            target = self._call.bring(self._came.value[0], j, self._came.value[1])
+            target = self._call.to_stage(self._came.value[0], j, self._came.value[1])
             self._came = None
         elif target is _MISSING:
-            target = self._call.bring(self._source.target(i), j)
-        self._last_stage.take(i, outputs[0], target, self._source.size(i), kept)
+            target = self._call.to_stage(self._source.target(i), j)
+        self._loss_head.take(i, outputs[0], target, self._source.size(i), pending)
         return messages
 
     def _pulled(
         self, i: int, messages: list[Message]
     ) -> tuple[Any, list[bool], list[int], list[int], Any]:
         """The input of the first stage; adds to the messages what others need of it."""
-        if self._source.comes:
+        if self._source.lazy:
             with undisturbed_draws(), self._call.as_caller():
                 value, target = self._source.pull(i), self._source.target(i)
                 ready = self._call.ready((value, target))
-            value = self._call.bring(value, 0, ready)
+            value = self._call.to_stage(value, 0, ready)
             parcel = Parcel((target, ready), None)
             if self._targets_travel:
                 messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
@@ -153,43 +151,43 @@ class Cells:
         return (inputs, ()), flags, [], [], target
 
     def _computed(
-        self, i: int, j: int, inputs: Any, kept: Kept, marks: list[int], beside: Any
+        self, i: int, j: int, inputs: Any, pending: PendingBackward, marks: list[int], beside: Any
     ) -> Any:
-        """The outputs of a cell; ``kept`` learns how it goes back."""
+        """The outputs of a cell; ``pending`` learns how it goes back."""
         stage, batch = self._pipeline.stages[j], self._call.batch
-        given = kept.border.cross(inputs)
+        given = pending.border.cross(inputs)
         if i < self._call.rematerialized[j]:
-            outputs, kept.again = stage.forget(
-                i, given, batch, kept=inputs, marks=marks, beside=beside
+            outputs, pending.recomputation = stage.forward_without_storing(
+                i, given, batch, detached=inputs, marks=marks, beside=beside
             )
             return outputs
-        with self._recording(i, j, kept):
+        with self._recording(i, j, pending):
             outputs, _ = stage.forward(
                 i, given, batch, rematerialize=False, marks=marks, beside=beside
             )
         return outputs
 
-    def _recording(self, i: int, j: int, kept: Kept) -> AbstractContextManager[Any]:
+    def _recording(self, i: int, j: int, pending: PendingBackward) -> AbstractContextManager[Any]:
         """The context of the forward (the last one) of a cell that may go back in halves."""
         if (i, j) not in self._splits or not self._can_split[j]:
             return nullcontext()
-        kept.halves = WeightGradients(self._casts[j], self._watched[j])
-        return kept.halves.recording()
+        pending.halves = WeightGradients(self._casts[j], self._watched[j])
+        return pending.halves.recording()
 
     # -- backward
 
     def _recompute(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
-        kept, stage = self._kept[j][i], self._pipeline.stages[j]
-        again, kept.again = kept.again, None
-        assert again is not None
-        given = kept.border.cross(again.inputs)
-        with self._recording(i, j, kept):
-            output, skips = stage.again(again, given)
+        pending, stage = self._pending[j][i], self._pipeline.stages[j]
+        recomputation, pending.recomputation = pending.recomputation, None
+        assert recomputation is not None
+        given = pending.border.cross(recomputation.inputs)
+        with self._recording(i, j, pending):
+            output, skips = stage.recompute(recomputation, given)
         if j == self._last:
-            kept.ends.append(ends_of(distinct(output)))
+            pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
-            kept.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
-        if [len(ends) for ends in kept.ends] != kept.expected:
+            pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
+        if [len(ends) for ends in pending.ends] != pending.expected:
             raise RuntimeError(
                 f"{stage.describe(i)} gave other outputs when it was recomputed. Its layers must "
                 "do the same both times; if one depends on a global or counts its calls, let it "
@@ -198,7 +196,7 @@ class Cells:
         return []
 
     def _backward(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
-        kept = self._kept[j].pop(i)
+        pending = self._pending[j].pop(i)
         grads: list[Any] = [parcel.value for parcel in parcels]
         parcels.clear()
         try:
@@ -209,23 +207,23 @@ class Cells:
                 self._pipeline.stages[j].backward(
                     i,
                     self._call.batch,
-                    partial(kept.go_back, grads, partial(self._leaves.look, j)),
+                    partial(pending.go_back, grads, partial(self._leaves.look, j)),
                 )
                 self._leaves.got(j)
         except BaseException as error:
             annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")
             raise
-        if kept.halves is not None:
-            self._halves[j][i] = kept.halves
-        if kept.target is not None:
-            self._return(j, kept.targets, kept.target)
+        if pending.halves is not None:
+            self._halves[j][i] = pending.halves
+        if pending.target is not None:
+            self._return(j, pending.targets, pending.target)
         if j == 0:
-            self._return(j, self._source.inputs(i), kept.border)
+            self._return(j, self._source.inputs(i), pending.border)
         messages: list[Message] = []
-        following = iter(kept.border.grads)
-        for edge, count in zip(self._pipeline.incoming[j], kept.counts, strict=False):
+        following = iter(pending.border.grads)
+        for edge, count in zip(self._pipeline.incoming[j], pending.counts, strict=False):
             grads_there = list(islice(following, count))
-            value, event = self._call.over(edge, i, grads_there, backward=True)
+            value, event = self._call.send(edge, i, grads_there, backward=True)
             w = self._pipeline.worker_of[edge.source]
             messages.append((w, (~edge.number, i), Parcel(value, event)))
         return messages
@@ -242,24 +240,24 @@ class Cells:
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
                 grad = compact(grad)
-                self._call.hand_over(j, grad)
+                self._call.release_to_caller(j, grad)
                 self.returned.append((tensor, grad))
 
 
-def _detached(kept: Kept, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
+def _detached(pending: PendingBackward, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
     """A value to send without its graph, and for each tensor whether it needs a gradient."""
     flags = [tensor.requires_grad for tensor in tensors_in(value)]
-    kept.expected.append(sum(flags))
-    if kept.again is None:
-        kept.ends.append(ends_of(value))
+    pending.expected.append(sum(flags))
+    if pending.recomputation is None:
+        pending.ends.append(ends_of(value))
     return map_tensors(lambda tensors: [t.detach() for t in tensors], value), flags
 
 
 # Not bound to an object, which would then hold itself.
-_METHODS: dict[Kind, Callable[[Cells, int, int, list[Parcel]], list[Message]]] = {
-    "forward": Cells._forward,
-    "recompute": Cells._recompute,
-    "backward": Cells._backward,
-    "backward_input": Cells._backward,
-    "backward_weight": Cells._backward_weight,
+_METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Message]]] = {
+    "forward": TrainingTask._forward,
+    "recompute": TrainingTask._recompute,
+    "backward": TrainingTask._backward,
+    "backward_input": TrainingTask._backward,
+    "backward_weight": TrainingTask._backward_weight,
 }

@@ -35,7 +35,7 @@ from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
 
-__all__ = ["Cell", "Inputs", "Layers", "MiniBatch", "Partition"]
+__all__ = ["CallContext", "Inputs", "Layers", "Partition", "StageRun"]
 
 #: The value that travels along the layers, and skips.
 Inputs = tuple[Any, tuple[Any, ...]]
@@ -53,7 +53,7 @@ class Partition(nn.Sequential):
 
 
 @dataclass(slots=True)
-class MiniBatch:
+class CallContext:
     """What all cells of one call have in common.
 
     Attributes:
@@ -153,12 +153,12 @@ class Layers:
         return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
 
 
-class Cell:
+class StageRun:
     """One run of a stage for one micro-batch."""
 
     __slots__ = ("batch", "drawn", "i", "recomputing", "stage")
 
-    def __init__(self, stage: Layers, i: int, batch: MiniBatch) -> None:
+    def __init__(self, stage: Layers, i: int, batch: CallContext) -> None:
         self.stage = stage
         self.i = i
         self.batch = batch
@@ -172,9 +172,9 @@ class Cell:
         """The cell in words."""
         return self.stage.describe(self.i)
 
-    def again(self, inputs: Inputs) -> Inputs:
+    def recomputed(self, inputs: Inputs) -> Inputs:
         """The recomputation of this cell."""
-        again = Cell(self.stage, self.i, self.batch)
+        again = StageRun(self.stage, self.i, self.batch)
         again.recomputing, again.drawn = True, self.drawn
         return again.run(inputs)
 
@@ -287,4 +287,4 @@ class Cell:
         return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
 
 
-_current_cell: ContextVar[Cell | None] = ContextVar("syncpipe_cell", default=None)
+_current_cell: ContextVar[StageRun | None] = ContextVar("syncpipe_cell", default=None)

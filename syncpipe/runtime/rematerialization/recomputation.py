@@ -1,8 +1,8 @@
 """Re-materialization where the pipeline itself runs backward: compute the cell again, and go on.
 
 ``train_batch`` cuts the graph at every border of a stage, so nothing has to be put back into an
-old graph (compare ``checkpoint.Frame``): the first one is dropped as soon as the outputs are there,
-the second one is what goes back.
+old graph (compare ``checkpoint.CheckpointFrame``): the first one is dropped as soon as the outputs
+are there, the second one is what goes back.
 
     forward     x --> [cell] --> y        y goes on, the graph is dropped, x is kept
     recompute   x --> [cell] --> y'       this graph goes back
@@ -22,11 +22,11 @@ from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors
 from syncpipe.runtime.rematerialization.module_state import CellState
 from syncpipe.tree import clones, map_tensors
 
-__all__ = ["Again", "forgotten"]
+__all__ = ["Recomputation", "without_storing"]
 
 
-class Again:
-    """A cell that was computed and forgotten, and how to compute it once more.
+class Recomputation:
+    """A cell that was computed and without_storing, and how to compute it once more.
 
     Args:
         cell: computes the cell from a tree of inputs.
@@ -76,7 +76,7 @@ class Again:
         return results.pop()
 
 
-def forgotten(cell: Callable[[Any], Any], inputs: Any) -> Any:
+def without_storing(cell: Callable[[Any], Any], inputs: Any) -> Any:
     """Runs a cell that will run again, and is told so."""
     token = CHECKPOINTING.set(True)
     try:

@@ -12,15 +12,15 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.stages.pipeline import Call
 from syncpipe.training.border import ANCHOR
-from syncpipe.training.kept import Kept, cut, ends_of, leaves_of
 from syncpipe.training.leaves import Leaves
 from syncpipe.training.objective import Objective
+from syncpipe.training.pending_backward import PendingBackward, cut, ends_of, leaves_of
 from syncpipe.tree import compact, distinct, map_tensors
 
-__all__ = ["LastStage"]
+__all__ = ["LossHead"]
 
 
-class LastStage:
+class LossHead:
     """Takes the outputs of the last stage. Used by the worker of that stage.
 
     Args:
@@ -31,7 +31,7 @@ class LastStage:
 
     Attributes:
         outputs: for each micro-batch its output, detached; None if they are not wanted.
-        beside: leaves that the loss itself depends on, with the gradient yet to be added.
+        extra_gradients: leaves that the loss itself depends on, with the gradient yet to be added.
         goes_back: whether any loss needed a gradient.
     """
 
@@ -50,10 +50,10 @@ class LastStage:
         self._call = call
         self._draws: int | None = None  # generators that the loss function draws from
         self.outputs: list[Any] | None = [None] * call.batch.m if keep_outputs else None
-        self.beside: dict[Tensor, Tensor] = {}
+        self.extra_gradients: dict[Tensor, Tensor] = {}
         self.goes_back = False
 
-    def take(self, i: int, output: Any, target: Any, size: int, kept: Kept) -> None:
+    def take(self, i: int, output: Any, target: Any, size: int, pending: PendingBackward) -> None:
         """Takes the output of a micro-batch.
 
         Args:
@@ -61,81 +61,81 @@ class LastStage:
             output: what the last layer returned.
             target: its target.
             size: the number of samples in it.
-            kept: learns how the cell goes back.
+            pending: learns how the cell goes back.
         """
         if self.outputs is not None:
             self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
         if self._objective is not None:
             if self._batch.state.grad:
-                output, target = self._cut(output, target, kept)
+                output, target = self._cut(output, target, pending)
             root = self._loss(self._objective, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
-                kept.root = root
-                self._look(kept, output, target)
+                pending.root = root
+                self._look(pending, output, target)
         if self.outputs is not None and self._batch.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
-    def _cut(self, output: Any, target: Any, kept: Kept) -> tuple[Any, Any]:
+    def _cut(self, output: Any, target: Any, pending: PendingBackward) -> tuple[Any, Any]:
         """Begins the graph of the loss, which is one of its own.
 
         So it is not recomputed with its cell: it stores little, and may have side effects.
         """
         ends = ends_of(distinct(output))
-        kept.output, output = cut(output)
-        kept.expected.append(len(ends))
-        if kept.again is None:
-            kept.ends.append(ends)
-        kept.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
-        if kept.targets:
-            kept.target, target = cut(target)
+        pending.output, output = cut(output)
+        pending.expected.append(len(ends))
+        if pending.recomputation is None:
+            pending.ends.append(ends)
+        pending.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
+        if pending.targets:
+            pending.target, target = cut(target)
         return output, target
 
     def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
         try:
-            result, self._draws = self._stage.beyond(
+            result, self._draws = self._stage.run_loss(
                 i, self._batch, objective.call, given, self._draws, objective.name
             )
             root = objective.root(i, result, size)
-            # The caller goes on with what was noted.
-            noted = (objective._losses[i], objective._weights[i], objective._base)
-            self._call.hand_over(-1, noted)
+            self._call.release_to_caller(-1, objective.noted(i))
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
 
-    def _look(self, kept: Kept, output: Any, target: Any) -> None:
+    def _look(self, pending: PendingBackward, output: Any, target: Any) -> None:
         """Looks for leaves that the loss itself depends on."""
-        assert kept.root is not None
-        j, leaves = self._stage.j, leaves_of([kept.root.grad_fn])
+        assert pending.root is not None
+        j, leaves = self._stage.j, leaves_of([pending.root.grad_fn])
         if self._leaves.are_of(j, leaves):
             self._leaves.look(j, leaves)
             return
         leaves = [leaf for leaf in leaves if leaf is not ANCHOR]
         self._leaves.watch(j, leaves)
         with without_autocast(self._batch.state):
-            self._go_back_alone(kept, output, target, leaves)
+            self._go_back_alone(pending, output, target, leaves)
 
-    def _go_back_alone(self, kept: Kept, output: Any, target: Any, leaves: list[Tensor]) -> None:
+    def _go_back_alone(
+        self, pending: PendingBackward, output: Any, target: Any, leaves: list[Tensor]
+    ) -> None:
         """Backward of a loss that depends on parameters of other workers.
 
         Two threads that add to one gradient add in any order. So the loss goes back here and now,
         and what its leaves get is added when all workers are through.
         """
-        assert kept.root is not None
-        crossed = [(kept.output, output), (kept.target, target)]
+        assert pending.root is not None
+        crossed = [(pending.output, output), (pending.target, target)]
         borders = [(border, tree) for border, tree in crossed if border is not None]
         begins = [[t for t in distinct(tree) if t.requires_grad] for _, tree in borders]
         inputs = [*chain(*begins), *leaves]
-        grads = iter(torch.autograd.grad(kept.root, inputs, allow_unused=True))
-        kept.root = None
+        grads = iter(torch.autograd.grad(pending.root, inputs, allow_unused=True))
+        pending.root = None
         for (border, _), tensors in zip(borders, begins, strict=True):
             border.grads = list(islice(grads, len(tensors)))
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
-                if leaf in self.beside:
-                    self.beside[leaf] += grad
+                if leaf in self.extra_gradients:
+                    self.extra_gradients[leaf] += grad
                 else:  # memory of its own: two gradients may be one tensor, or expanded
-                    self.beside[leaf] = torch.zeros_like(leaf) + grad
-                self._call.hand_over(-1, self.beside[leaf])
+                    self.extra_gradients[leaf] = torch.zeros_like(leaf) + grad
+                self._call.release_to_caller(-1, self.extra_gradients[leaf])

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
-from syncpipe.runtime.rematerialization.again import Again
+from syncpipe.runtime.rematerialization.recomputation import Recomputation
 from syncpipe.training.border import Border
 from syncpipe.training.weight_gradients import WeightGradients
 from syncpipe.tree import distinct, map_tensors, tensors_in
 
-__all__ = ["Kept", "cut", "ends_of", "leaves_of"]
+__all__ = ["PendingBackward", "cut", "ends_of", "leaves_of"]
 
 
 @dataclass(slots=True)
-class Kept:
+class PendingBackward:
     """What is kept of a cell.
 
     Attributes:
@@ -36,7 +36,7 @@ class Kept:
         counts: for each incoming edge how many of the border's gradients go back over it.
         ends: for each outgoing edge the outputs that need a gradient, as ends of the graph.
         expected: how many of these there are, for each edge.
-        again: recomputes the cell; then there are no ends yet.
+        recomputation: recomputes the cell; then there are no ends yet.
         root: the loss, on the last stage, until it has gone back.
         output: where the graph of the loss begins.
         target: the border of the targets, if any need a gradient; and which these are.
@@ -47,7 +47,7 @@ class Kept:
     counts: list[int]
     ends: list[list[GradientEdge]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
-    again: Again | None = None
+    recomputation: Recomputation | None = None
     root: Tensor | None = None
     output: Border | None = None
     target: Border | None = None
