@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from syncpipe.runtime.randomness.random import outside_of_turn
+from syncpipe.runtime.randomness.turns import outside_of_turn
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedules.schedule import Action, Program

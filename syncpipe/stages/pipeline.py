@@ -19,7 +19,7 @@ from torch import Tensor
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.runtime.engine import RUNNING, Engine, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
-from syncpipe.runtime.randomness.random import draw_seed, outside_of_turn
+from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory

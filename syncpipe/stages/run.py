@@ -20,13 +20,9 @@ from torch import nn
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
-from syncpipe.runtime.randomness.random import (
-    Seen,
-    draw_again,
-    never_draws,
-    run_seeded,
-    run_watched,
-)
+from syncpipe.runtime.randomness.quiet_layers import never_draws
+from syncpipe.runtime.randomness.random import draw_again, run_seeded, run_watched
+from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
 from syncpipe.runtime.thread_state import CallerState

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.randomness.random import undisturbed_draws
+from syncpipe.runtime.randomness.turns import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.schedule import Action, Kind
 from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
