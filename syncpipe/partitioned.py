@@ -62,11 +62,8 @@ class Partitioned(nn.Module):
         sizes = self._sizes(balance, module)
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
-        self.training = module.training
+        self.training, self._defers = module.training, deferred_batch_norm
         self._place(sizes, self._resolve(len(sizes)))
-        if deferred_batch_norm:  # where the buffers are by now, which both modules share
-            self._modules.update(defer_batch_norm(module)._modules)
-            self._place(sizes, self._workers)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
@@ -98,11 +95,13 @@ class Partitioned(nn.Module):
             if same:  # hooks, which are on the partitions that people have seen
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
-            partition.training = self.training
+            partition.training, partition.defers = self.training, self._defers
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
         check_shared(partitions, workers)
+        if self._defers:
+            defer_batch_norm(self)
         move_layers(partitions, workers)
         self._balance, self._workers, self._partitions = balance, workers, partitions
         self._layers = tuple(self._modules.values())

@@ -88,7 +88,8 @@ class Pipe(Partitioned):
         schedule: what :meth:`train_batch` uses if it is not told otherwise.
         slots: for that schedule, likewise.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
-            it had gone through whole. The modules in ``module`` itself are not changed.
+            it had gone through whole. These layers get a class of their own that differs from
+            BatchNorm within such a pipe only.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
