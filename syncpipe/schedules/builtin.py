@@ -209,7 +209,9 @@ def _checked_slots(slots: Any, n: int) -> list[int]:
     if not counts or not all(isinstance(count, int) for count in counts):
         raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
     if len(counts) != n:
-        raise ValueError(f"slots={counts} has {len(counts)} numbers, but there are {n} stages")
+        raise ValueError(
+            f"slots={counts} has {len(counts)} numbers, but there are {n} stages: give one for each"
+        )
     for j, count in enumerate(counts):
         if count < 1:
             raise ValueError(f"slots={counts}: stage {j} needs at least one slot, not {count}")
