@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
+from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.merge import onto_devices
-from syncpipe.schedules.schedule import Action, Kind, Schedule
+from syncpipe.schedules.schedule import Action, Schedule
 
 __all__ = ["gpipe", "interleaved_1f1b", "naive", "one_f_one_b", "zb_h1"]
 

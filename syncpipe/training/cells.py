@@ -20,7 +20,8 @@ from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.random import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.schedule import Action, Kind
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Action
 from syncpipe.stages.inplace import sent
 from syncpipe.stages.pipeline import Call
 from syncpipe.training.border import Border
