@@ -199,13 +199,11 @@ class _Brush:
         self._beside(1, MARGIN, middle, f"{round(panel.idle[row], 9):.0%} idle", SMALL, FAINT)
 
     def _paint_label(self, label: Label) -> None:
-        lines, size = label.lines, label.size
         y = self._panel.tops[label.span.row] + ROW / 2
-        if len(lines) == 1:
-            self._paint_line(label, y, lines[0], size)
-        else:
-            self._paint_line(label, y - 0.06, lines[0], size)
-            self._paint_line(label, y + 0.095, lines[1], smaller(size))
+        number, *stage = label.lines
+        self._paint_line(label, y - 0.06 * len(stage), number, label.size)
+        for text in stage:
+            self._paint_line(label, y + 0.095, text, smaller(label.size))
 
     def _paint_line(self, label: Label, y: float, text: str, size: float) -> None:
         span = label.span
@@ -222,8 +220,6 @@ class _Brush:
             color="white" if dark else INK,
             horizontalalignment="center",
             verticalalignment="center_baseline",
-            rotation=90 if label.upright else 0,
-            rotation_mode="anchor",
             path_effects=effects,
         )
 
