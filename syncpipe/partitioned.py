@@ -10,7 +10,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ from syncpipe.stages.cell import Partition
 from syncpipe.stages.pipeline import Pipeline
 
 __all__ = ["Partitioned"]
-
-_Self = TypeVar("_Self", bound="Partitioned")
 
 
 class Partitioned(nn.Module):
@@ -166,14 +164,14 @@ class Partitioned(nn.Module):
         verify_skippables(module)
         self._place(check_balance(self._balance, len(self)), self._workers)
 
-    def train(self: _Self, mode: bool = True) -> _Self:
+    def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``."""
         super().train(mode)
         for partition in self._partitions:
             partition.training = mode
         return self
 
-    def to(self: _Self, *args: Any, **kwargs: Any) -> _Self:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """As ``nn.Module.to``, for a dtype or a memory format.
 
         Raises:
@@ -201,7 +199,7 @@ class Partitioned(nn.Module):
         """Refused: the devices of a pipe are given when it is made."""
         _refuse_placement("to_empty()")
 
-    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # A parent that is moved calls this on its children.
         if moves(fn, self.devices):
             _refuse_placement("a move of the module that contains it")
