@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from syncpipe import Pipe, is_recomputing
-from syncpipe.schedules import gpipe, one_f_one_b
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b
 from tests.support.models import CHECKPOINT_MODES, assert_equals_plain, linear_model
 from tests.support.training import FOUR, KINDS, RUNS
 
@@ -127,6 +127,37 @@ def test_what_the_call_says_goes_before_what_the_pipe_says() -> None:
 def test_a_schedule_object_can_be_the_pipes_own() -> None:
     pipe = counted(schedule=gpipe(4, 4), **NEVER)
     assert rows_of(pipe) == rows_of(counted(**NEVER), schedule="gpipe")
+
+
+def test_a_function_can_be_the_schedule() -> None:
+    asked = []
+
+    def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
+        asked.append((m, device_of))
+        return gpipe(m, device_of)
+
+    expected = rows_of(counted(**NEVER), schedule="gpipe")
+    pipe = counted(**NEVER)
+    assert rows_of(pipe, schedule=mine) == expected
+    pipe.schedule = mine
+    assert rows_of(pipe) == expected
+    assert asked == [(4, (0, 1, 2, 3))]  # what it returned is kept
+
+
+def test_a_function_that_fails_loses_nothing() -> None:
+    def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
+        raise ZeroDivisionError("its own")
+
+    pipe, inputs = counted(**NEVER), iter([(torch.randn(2, 3), None)] * 4)
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
+    before = [p.grad.clone() for p in pipe.parameters()]
+    with pytest.raises(ZeroDivisionError, match="its own") as caught:
+        pipe.train_batch(data_iter=inputs, loss_fn=lambda y, _: y.mean(), schedule=mine)
+    [note] = caught.value.__notes__
+    assert "mine when called with m=4, device_of=(0, 1, 2, 3)" in note
+    assert all(torch.equal(p.grad, old) for p, old in zip(pipe.parameters(), before, strict=True))
+    assert len(list(inputs)) == 4
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
 
 
 def test_slots_are_short_for_a_function() -> None:

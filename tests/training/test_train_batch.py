@@ -307,37 +307,6 @@ def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
     assert all(p.grad is None for p in pipe.parameters())
 
 
-def test_a_function_can_be_the_schedule():
-    asked = []
-
-    def mine(m, device_of):
-        asked.append((m, device_of))
-        return gpipe(m, device_of)
-
-    one, other, x = model_pipe("1f1b"), model_pipe("1f1b"), torch.randn(10, 6)
-    other.load_state_dict(one.state_dict())
-    other.schedule = mine
-    for pipe, options in ((one, {"schedule": "gpipe"}), (other, {}), (other, {"schedule": mine})):
-        pipe.zero_grad()
-        pipe.train_batch(x, loss_fn=weigh, **options)
-        assert_same([p.grad for p in pipe.parameters()], [p.grad for p in one.parameters()])
-    assert asked == [(5, (0, 1, 2, 3))]
-
-
-def test_a_function_that_fails_loses_nothing():
-    def mine(m, device_of):
-        raise ZeroDivisionError("its own")
-
-    pipe, pairs = model_pipe("1f1b"), iter([(torch.randn(2, 6), None)] * 5)
-    before = [p.grad for p in pipe.parameters()]
-    with pytest.raises(ZeroDivisionError, match="its own") as caught:
-        pipe.train_batch(data_iter=pairs, loss_fn=lambda y, _: weigh(y), schedule=mine)
-    assert "mine when called with m=5, device_of=(0, 1, 2, 3)" in caught.value.__notes__[0]
-    assert [p.grad for p in pipe.parameters()] == before
-    assert len(list(pairs)) == 5
-    pipe.train_batch(torch.randn(10, 6), loss_fn=weigh)
-
-
 def test_a_schedule_is_a_name_an_object_or_a_path():
     with pytest.raises(TypeError, match="must be a name, a Schedule, the path"):
         model_pipe("1f1b").train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=3)
