@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from syncpipe.schedules.build import named
+from syncpipe.schedules.build import ScheduleLike, named, shown
+from syncpipe.schedules.builtin import one_f_one_b
 from syncpipe.schedules.schedule import Schedule
 
 __all__ = [
     "Modes",
-    "Slots",
     "check_length",
     "check_slots",
     "checked_chunks",
@@ -23,9 +24,6 @@ __all__ = [
 
 #: A checkpoint mode for all stages, or one for each.
 Modes = str | tuple[str, ...]
-
-#: Of 1F1B: by name, or a number for each stage.
-Slots = str | tuple[int, ...] | None
 
 _CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -77,48 +75,41 @@ def check_length(modes: Modes, stages: int) -> None:
         )
 
 
-def check_slots(slots: Slots, stages: int) -> None:
-    """Refuses slots for another number of stages.
+def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
+    """A schedule, as far as it can be checked without a mini-batch.
 
-    Raises:
-        ValueError: with both numbers.
-    """
-    if isinstance(slots, tuple) and len(slots) != stages:
-        raise ValueError(
-            f"slots={list(slots)} has {len(slots)} numbers, but there are {stages} stages: give "
-            "one for each stage; setting pipe.schedule = '1f1b' forgets them"
-        )
-
-
-def checked_schedule(schedule: Any, slots: Any) -> tuple[str | os.PathLike[str] | Schedule, Slots]:
-    """A schedule and its slots, as far as they can be checked without a mini-batch.
+    Args:
+        schedule: anything that :func:`syncpipe.schedules.build` takes.
+        slots: of 1F1B; short for ``schedule=functools.partial(one_f_one_b, slots=slots)``.
 
     Raises:
         TypeError: not a schedule.
-        ValueError: an unknown name, or slots that cannot be.
+        ValueError: an unknown name, or slots for something else than 1F1B.
     """
-    if not isinstance(schedule, str | os.PathLike | Schedule):
+    if not isinstance(schedule, str | os.PathLike | Schedule) and not callable(schedule):
         raise TypeError(
-            f"schedule={schedule!r}: must be a name, a Schedule or the path of a CSV file"
+            f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
+            "function (m, device_of) -> Schedule"
         )
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         named(schedule)
     if slots is None:
-        return schedule, None
+        return cast("ScheduleLike", schedule)
     if schedule != "1f1b":
-        raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {schedule!r}")
-    if isinstance(slots, str):
-        if slots not in ("textbook", "overlap"):
-            raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number per stage")
-        return schedule, slots
-    if not isinstance(slots, Sequence):
-        raise TypeError(f"slots={slots!r}: must be 'textbook', 'overlap' or a number per stage")
-    return schedule, tuple(slots)
+        raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {shown(schedule)}")
+    return partial(one_f_one_b, slots=tuple(slots) if isinstance(slots, list) else slots)
 
 
-def shown_schedule(schedule: str | os.PathLike[str] | Schedule, slots: Slots) -> str:
+def check_slots(schedule: ScheduleLike, stages: int) -> None:
+    """Refuses slots that cannot be, as far as that can be said before a mini-batch is there.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if isinstance(schedule, partial) and schedule.func is one_f_one_b:
+        schedule(1, stages)
+
+
+def shown_schedule(schedule: ScheduleLike) -> str:
     """A schedule for the ``repr`` of a pipe; nothing if it is the usual one."""
-    if schedule == "1f1b" and slots is None:
-        return ""
-    name = schedule.name if isinstance(schedule, Schedule) else str(schedule)
-    return f", schedule={name!r}" + ("" if slots is None else f", slots={slots!r}")
+    return "" if schedule == "1f1b" else f", schedule={shown(schedule)}"

@@ -10,7 +10,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,6 @@ from syncpipe.stages.run import Partition
 
 __all__ = ["Partitioned"]
 
-_Self = TypeVar("_Self", bound="Partitioned")
-
 
 class Partitioned(nn.Module):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
@@ -62,11 +60,8 @@ class Partitioned(nn.Module):
         sizes = self._sizes(balance, module)
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
-        self.training = module.training
+        self.training, self._defers = module.training, deferred_batch_norm
         self._place(sizes, self._resolve(len(sizes)))
-        if deferred_batch_norm:  # where the buffers are by now, which both modules share
-            self._modules.update(defer_batch_norm(module)._modules)
-            self._place(sizes, self._workers)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
@@ -98,11 +93,13 @@ class Partitioned(nn.Module):
             if same:  # hooks, which are on the partitions that people have seen
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
-            partition.training = self.training
+            partition.training, partition.defers = self.training, self._defers
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
         check_shared(partitions, workers)
+        if self._defers:
+            defer_batch_norm(self)
         move_layers(partitions, workers)
         self._balance, self._workers, self._partitions = balance, workers, partitions
         self._layers = tuple(self._modules.values())
@@ -167,14 +164,14 @@ class Partitioned(nn.Module):
         verify_skippables(module)
         self._place(check_balance(self._balance, len(self)), self._workers)
 
-    def train(self: _Self, mode: bool = True) -> _Self:
+    def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``."""
         super().train(mode)
         for partition in self._partitions:
             partition.training = mode
         return self
 
-    def to(self: _Self, *args: Any, **kwargs: Any) -> _Self:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """As ``nn.Module.to``, for a dtype or a memory format.
 
         Raises:
@@ -202,7 +199,7 @@ class Partitioned(nn.Module):
         """Refused: the devices of a pipe are given when it is made."""
         _refuse_placement("to_empty()")
 
-    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # A parent that is moved calls this on its children.
         if moves(fn, self.devices):
             _refuse_placement("a move of the module that contains it")

@@ -27,7 +27,7 @@ from syncpipe.options import (
 from syncpipe.partitioned import Partitioned
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.build import ScheduleLike
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.sources import FromIterator, FromMiniBatch, Source, check_iterator
@@ -86,9 +86,10 @@ class Pipe(Partitioned):
             last, ``"never"`` none; or one of these for each stage. It makes no difference in
             ``eval()`` mode and without grad.
         schedule: what :meth:`train_batch` uses if it is not told otherwise.
-        slots: for that schedule, likewise.
+        slots: likewise, short for a schedule with slots.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
-            it had gone through whole. The modules in ``module`` itself are not changed.
+            it had gone through whole. These layers get a class of their own that differs from
+            BatchNorm within such a pipe only.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
@@ -106,7 +107,7 @@ class Pipe(Partitioned):
         devices: Iterable[Any] | None = None,
         chunks: int = 1,
         checkpoint: str | Sequence[str] = "except_last",
-        schedule: str | os.PathLike[str] | Schedule = "1f1b",
+        schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
     ) -> None:
@@ -138,17 +139,19 @@ class Pipe(Partitioned):
         self._checkpoint = modes
 
     @property
-    def schedule(self) -> str | os.PathLike[str] | Schedule:
+    def schedule(self) -> ScheduleLike:
         """What :meth:`train_batch` uses if it is not told otherwise. Setting it forgets slots."""
-        return self._schedule[0]
+        return self._schedule
 
     @schedule.setter
-    def schedule(self, schedule: str | os.PathLike[str] | Schedule) -> None:
-        self._schedule = checked_schedule(schedule, None)
+    def schedule(self, schedule: ScheduleLike) -> None:
+        schedule = checked_schedule(schedule)
+        check_slots(schedule, len(self._balance))
+        self._schedule = schedule
 
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
         check_length(self._checkpoint, len(balance))
-        check_slots(self._schedule[1], len(balance))
+        check_slots(self._schedule, len(balance))
         super()._place(balance, workers)
 
     def forward(self, input: Any) -> Any:
@@ -181,7 +184,7 @@ class Pipe(Partitioned):
         target: Any = None,
         *,
         loss_fn: Callable[..., Any],
-        schedule: str | os.PathLike[str] | Schedule | None = None,
+        schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
         loss_reduction: str = "mean",
         data_iter: Iterator[Any] | None = None,
@@ -214,12 +217,12 @@ class Pipe(Partitioned):
                 sum(weight)``.
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
                 on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
-                :class:`syncpipe.schedules.schedule.Schedule`, or the path of a CSV file
-                (``syncpipe.schedules.to_csv``). None: that of the pipe, ``"1f1b"`` if it was given
-                none.
-            slots: for ``"1f1b"`` the most micro-batches in flight on each stage: ``"textbook"``,
-                ``"overlap"``, or a list with a number for each stage
-                (``syncpipe.schedules.one_f_one_b``).
+                :class:`syncpipe.schedules.schedule.Schedule`, the path of a CSV file
+                (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
+                ``Schedule``. None: that of the pipe, ``"1f1b"`` if it was given none.
+            slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
+                ``"overlap"``, or a list with a number for each stage. It is short for
+                ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
             loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
                 ``"sum"``.
             data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
@@ -250,15 +253,15 @@ class Pipe(Partitioned):
         of micro-batches, before that.
         """
         source = self._source(input, target, data_iter)
-        if schedule is None:
-            schedule, own_slots = self._schedule
-            slots = own_slots if slots is None else slots
+        if schedule is None and slots is None:
+            schedule = self._schedule
+        else:
+            schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
         return _untraced(train)(
             self._ready(),
             source,
             loss_fn=loss_fn,
             schedule=schedule,
-            slots=slots,
             loss_reduction=loss_reduction,
             grad_scaler=grad_scaler,
             return_outputs=return_outputs,
@@ -389,7 +392,7 @@ class Pipe(Partitioned):
     def __repr__(self) -> str:
         lines = [
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
-            f"checkpoint={self.checkpoint!r}{shown_schedule(*self._schedule)}"
+            f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
         ]
         layers = iter(self._modules.items())
         for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):

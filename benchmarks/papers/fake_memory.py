@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncpipe
 from benchmarks.papers.fake_storages import CountedWorker, StorageCounter
 from syncpipe import Pipe
-from syncpipe.schedules import build
+from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, simulate
 from syncpipe.training.task import TrainingTask
@@ -178,9 +178,7 @@ class Effects:
     batch_bytes: tuple[int, int] = (0, 0)
     _tables: dict[str, dict[tuple[Any, ...], Effect]] = field(default_factory=dict)
 
-    def activations(
-        self, schedule: str | Schedule, m: int, checkpoint: str = "always", **options: Any
-    ) -> list[int]:
+    def activations(self, schedule: ScheduleLike, m: int, checkpoint: str = "always") -> list[int]:
         """For each device the most bytes besides parameters, gradients, optimizer and buffers.
 
         Gradients of parameters are taken to be there from the step before, as those who count 12
@@ -191,10 +189,9 @@ class Effects:
             schedule: as for :func:`syncpipe.schedules.build`.
             m: number of micro-batches.
             checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
-            **options: of the schedule.
         """
         n = len(self.balance)
-        plan = build(schedule, m, range(n), **options)
+        plan = build(schedule, m, range(n))
         again = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
         peaks = self.walk(_in_time(plan, again), again, new_gradients=False)
         for device, size in zip((0, n - 1), self.batch_bytes, strict=True):

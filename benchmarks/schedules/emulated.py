@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 
 import torch
@@ -23,7 +24,8 @@ from benchmarks.schedules.naps import (
     splitting_naps,
 )
 from syncpipe import Pipe
-from syncpipe.schedules import build
+from syncpipe.schedules import build, one_f_one_b
+from syncpipe.schedules.build import ScheduleLike
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, simulate
 
@@ -70,8 +72,10 @@ class Run:
         self._naps = Naps(seconds, seconds, seconds)
         devices = n // subject.stages_each
         device_of = [j % devices for j in range(n)]
-        options = {} if subject.slots is None else {"slots": subject.slots}
-        self.schedule: Schedule = build(subject.schedule, m, device_of, **options)
+        kind: ScheduleLike = subject.schedule
+        if subject.slots is not None:
+            kind = partial(one_f_one_b, slots=subject.slots)
+        self.schedule: Schedule = build(kind, m, device_of)
         halves = bool(self.schedule.splits) and subject.splits
         self._halves = m * n if halves else 0
         # A layer that cannot be split does all of its backward in the input half.

@@ -8,9 +8,10 @@ two stages of half the size.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
-from syncpipe.schedules import build
+from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.simulation import Costs, simulate
 from syncpipe.timeline.timeline import Timeline, save_comparison
 
@@ -21,12 +22,12 @@ def timelines() -> dict[str, Timeline]:
     whole = Costs.even(4, 1.0, 1.0, 1.0, TRANSFER)
     half = Costs.even(8, 0.5, 0.5, 0.5, TRANSFER)
     return {
-        name: Timeline.of(simulate(build(schedule, M, devices, **options), costs))
-        for name, schedule, devices, costs, options in [
-            ("gpipe", "gpipe", DEVICES, whole, {}),
-            ("1f1b", "1f1b", DEVICES, whole, {"slots": "textbook"}),
-            ("interleaved_1f1b", "interleaved_1f1b", DEVICES * 2, half, {}),
-            ("zb_h1", "zb_h1", DEVICES, whole, {}),
+        name: Timeline.of(simulate(build(schedule, M, devices), costs))
+        for name, schedule, devices, costs in [
+            ("gpipe", "gpipe", DEVICES, whole),
+            ("1f1b", partial(one_f_one_b, slots="textbook"), DEVICES, whole),
+            ("interleaved_1f1b", "interleaved_1f1b", DEVICES * 2, half),
+            ("zb_h1", "zb_h1", DEVICES, whole),
         ]
     }
 

@@ -95,7 +95,7 @@ def profile(
         RuntimeError: a layer asks for values where there are sizes only.
         ImportError: ``progress=True`` without tqdm.
 
-    An exception in a layer comes as itself, with a note that names the layer (Python 3.11).
+    An exception in a layer comes as itself, with a note that names the layer.
     """
     check_module(module)
     verify_skippables(module)

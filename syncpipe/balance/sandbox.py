@@ -234,7 +234,7 @@ def _bind_forwards(layer: nn.Module, made: nn.Module, eager: bool) -> None:
     """
     originals = {id(module) for module in layer.modules()}
     for old, new in zip(layer.modules(), made.modules(), strict=False):
-        if getattr(old, "_compiled_call_impl", None) is not None and not eager:
+        if old._compiled_call_impl is not None and not eager:
             new.compile()
         if eager and "_orig_mod" in new._modules and "dynamo_ctx" in vars(new):
             vars(new)["forward"] = new._orig_mod  # made by torch.compile(module)

@@ -76,7 +76,7 @@ def check_module(module: Any) -> None:
             f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
             "would not run: register them on the pipe, or on layers"
         )
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if module._compiled_call_impl is not None:
         raise ValueError(
             "module was compiled as a whole (module.compile()), which a pipe would not run: "
             "compile the layers"
@@ -99,7 +99,7 @@ def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
 
 
 def _hooks_of(module: nn.Module) -> list[str]:
-    return [name for name in _HOOKS if getattr(module, name, None)]
+    return [name for name in _HOOKS if getattr(module, name)]
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:

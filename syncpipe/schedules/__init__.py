@@ -2,7 +2,8 @@
 
 from syncpipe.schedules.build import SCHEDULES, build
 from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.schedule import Action, Kind, Schedule, validate
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Action, Schedule, validate
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.schedules.text import from_csv, to_csv
 

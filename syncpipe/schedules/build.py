@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import difflib
-import inspect
+import operator
 import os
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+import types
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
-__all__ = ["SCHEDULES", "build", "named"]
+__all__ = ["SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
-#: The schedules by name; more can be added. Each takes ``(m, device_of)`` and its own options.
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+#: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
+#: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
+ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, tuple[int, ...]], Schedule]
+
+#: The schedules by name; more can be added.
+SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -26,54 +31,41 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def build(
-    schedule: str | os.PathLike[str] | Schedule, m: int, device_of: Sequence[int], **options: Any
-) -> Schedule:
+def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
     """A valid schedule for so many micro-batches and these stages.
 
     Args:
-        schedule: a name in :data:`SCHEDULES`, a schedule, or the path of a CSV file
-            (:func:`to_csv`): a string that ends in ``.csv``, or a path object.
+        schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`):
+            a string that ends in ``.csv``, or a path object; or any function ``(m, device_of)``
+            that returns a schedule, such as ``functools.partial(one_f_one_b, slots="textbook")``.
+            Of a function the result is kept: it is asked once for the same arguments.
         m: number of micro-batches.
         device_of: for each stage the index of its device.
-        **options: those of the schedule of that name, such as ``slots`` of ``"1f1b"``.
 
     Raises:
-        TypeError: if ``schedule`` is none of these.
-        ValueError: if the name or an option is unknown, or if the schedule is not valid or made
-            for something else.
+        TypeError: if ``schedule`` is none of these, or a function that returns no schedule.
+        ValueError: if the name is unknown, or if the schedule is not valid or made for something
+            else.
     """
     devices = tuple(device_of)
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        frozen = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
-        for option, value in frozen:
-            if not isinstance(value, Hashable):
-                raise ValueError(f"schedule {schedule!r} cannot take {option}={value!r}")
-        return _build_named(schedule, named(schedule), m, devices, frozen)
+        schedule = named(schedule)
     if isinstance(schedule, str | os.PathLike):
         path = Path(schedule)
         schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
-    elif not isinstance(schedule, Schedule):
+    if isinstance(schedule, Schedule):
+        _check(schedule, m, devices)
+        return schedule
+    if not callable(schedule):
         raise TypeError(
-            "schedule must be a name, a Schedule or the path of a CSV file, not "
-            f"{type(schedule).__name__}; the names are {', '.join(SCHEDULES)}"
+            f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
+            f"function (m, device_of) -> Schedule; the names are {', '.join(SCHEDULES)}"
         )
-    if options:
-        raise ValueError(
-            f"{', '.join(options)}: only a schedule given by name takes options, and "
-            f"{schedule.name!r} is complete as it is"
-        )
-    for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, devices)):
-        if has != wanted:
-            raise ValueError(
-                f"schedule {schedule.name!r} is made for {what}={has}, but here {what}={wanted}; "
-                f"make one for m={m}, device_of={devices}"
-            )
-    validate(schedule)
-    return schedule
+    # As a method it has a hash, which is that of an object, whatever the function itself has.
+    return _made(types.MethodType(operator.call, schedule), m, devices)
 
 
-def named(name: str) -> Callable[..., Schedule]:
+def named(name: str) -> Callable[[int, tuple[int, ...]], Schedule]:
     """What makes the schedule of that name.
 
     Raises:
@@ -89,19 +81,35 @@ def named(name: str) -> Callable[..., Schedule]:
     return SCHEDULES[name]
 
 
+def shown(schedule: ScheduleLike) -> str:
+    """How messages call it."""
+    if isinstance(schedule, str | os.PathLike | Schedule):
+        return repr(schedule.name if isinstance(schedule, Schedule) else str(schedule))
+    if isinstance(schedule, partial):
+        options = [f"{key}={value!r}" for key, value in schedule.keywords.items()]
+        return f"partial({', '.join([shown(schedule.func), *map(repr, schedule.args), *options])})"
+    return str(getattr(schedule, "__qualname__", repr(schedule)))
+
+
 @lru_cache(maxsize=128)
-def _build_named(
-    name: str,
-    function: Callable[..., Schedule],
-    m: int,
-    device_of: tuple[int, ...],
-    options: tuple[tuple[str, Any], ...],
-) -> Schedule:
-    known = list(inspect.signature(function).parameters)[2:]
-    for option, value in options:
-        if option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"schedule {name!r} has no option {option}={value!r}; {takes}")
-    schedule = function(m, device_of, **dict(options))
-    validate(schedule)
+def _made(function: types.MethodType, m: int, device_of: tuple[int, ...]) -> Schedule:
+    name = shown(cast("ScheduleLike", function.__self__))
+    try:
+        schedule: Any = function(m, device_of)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
+        _check(schedule, m, device_of)
+    except Exception as error:
+        error.add_note(f"So says schedule={name} when called with m={m}, device_of={device_of}")
+        raise
     return schedule
+
+
+def _check(schedule: Schedule, m: int, device_of: tuple[int, ...]) -> None:
+    for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, device_of)):
+        if has != wanted:
+            raise ValueError(
+                f"schedule {schedule.name!r} is made for {what}={has}, but here {what}={wanted}; "
+                f"make one for m={m}, device_of={device_of}"
+            )
+    validate(schedule)

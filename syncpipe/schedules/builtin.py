@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
+from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.merge import onto_devices
-from syncpipe.schedules.schedule import Action, Kind, Schedule
+from syncpipe.schedules.schedule import Action, Schedule
 
 __all__ = ["gpipe", "interleaved_1f1b", "naive", "one_f_one_b", "zb_h1"]
 
@@ -209,7 +210,9 @@ def _checked_slots(slots: Any, n: int) -> list[int]:
     if not counts or not all(isinstance(count, int) for count in counts):
         raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
     if len(counts) != n:
-        raise ValueError(f"slots={counts} has {len(counts)} numbers, but there are {n} stages")
+        raise ValueError(
+            f"slots={counts} has {len(counts)} numbers, but there are {n} stages: give one for each"
+        )
     for j, count in enumerate(counts):
         if count < 1:
             raise ValueError(f"slots={counts}: stage {j} needs at least one slot, not {count}")

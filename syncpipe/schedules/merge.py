@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncpipe.schedules.schedule import Action, Kind, Schedule
+from syncpipe.schedules.kinds import KINDS, Kind
+from syncpipe.schedules.schedule import Action, Schedule
 
 __all__ = ["onto_devices"]
-
-# How urgent an action is where a device can choose: what brings gradients to others, first.
-_URGENCY: dict[Kind, int] = {
-    "backward_input": 0,
-    "backward": 0,
-    "forward": 1,
-    "backward_weight": 2,
-}
-_TICKS: dict[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 
 
 def onto_devices(
@@ -63,7 +55,7 @@ def onto_devices(
                 lists[action.j].pop()
                 taken.append(action)
                 left -= 1
-                free_at[d] = over_at[action] = tick + _TICKS[action.kind]
+                free_at[d] = over_at[action] = tick + len(KINDS[action.kind].takes)
         tick += 1
     return Schedule(m, device_of, tuple(map(tuple, merged)), name)
 
@@ -71,4 +63,4 @@ def onto_devices(
 def _first(action: Action) -> tuple[int, int]:
     """What to do first: the urgent, and then whatever is nearest to the end of its way."""
     kind, _, j = action
-    return _URGENCY[kind], -j if kind == "forward" else j
+    return KINDS[kind].urgency, -j if kind == "forward" else j

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
 
 __all__ = [
-    "LETTERS",
     "Action",
-    "Kind",
     "Program",
     "Schedule",
     "clock_cycles",
@@ -32,20 +32,6 @@ __all__ = [
     "training_program",
     "validate",
 ]
-
-#: The halves of a backward: ``backward_input`` computes the gradient that the stage to the left
-#: waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations
-#: are in no schedule; :func:`training_program` puts them where they belong.
-Kind = Literal["forward", "backward", "backward_input", "backward_weight", "recompute"]
-
-#: One for each kind that a schedule can have, as in pictures and files.
-LETTERS: dict[Kind, str] = {
-    "forward": "F",
-    "backward": "B",
-    "backward_input": "I",
-    "backward_weight": "W",
-}
-_HALVES: tuple[Kind, ...] = ("backward_input", "backward_weight")
 
 
 class Action(NamedTuple):
@@ -63,7 +49,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """Stage, letter and micro-batch, as in CSV files: ``2F0`` is micro-batch 0 on stage 2."""
-        return f"{self.j}{LETTERS.get(self.kind, f'<{self.kind}>')}{self.i}"
+        return f"{self.j}{LETTERS.get(self.kind) or f'<{self.kind}>'}{self.i}"
 
 
 #: For each worker the actions that it performs, in order.
@@ -134,7 +120,7 @@ class Schedule:
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
         """The cells ``(i, j)`` whose backward is split into its two halves."""
-        return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in _HALVES)
+        return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in HALVES)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The actions that must be over before this one can start.
@@ -165,7 +151,7 @@ class Schedule:
         for row in self.actions:
             alive = [0] * self.n
             for action in row:
-                alive[action.j] += _change(action)
+                alive[action.j] += KINDS[action.kind].alive
                 peaks[action.j] = max(peaks[action.j], alive[action.j])
         return tuple(peaks)
 
@@ -176,7 +162,7 @@ class Schedule:
         for row in self.actions:
             alive = peak = 0
             for action in row:
-                alive += _change(action)
+                alive += KINDS[action.kind].alive
                 peak = max(peak, alive)
             peaks.append(peak)
         return tuple(peaks)
@@ -198,15 +184,10 @@ def training_program(schedule: Schedule, rematerialized: tuple[int, ...]) -> Pro
         program.append([])
         for action in row:
             kind, i, j = action
-            if i < rematerialized[j] and kind in ("backward", "backward_input"):
+            if i < rematerialized[j] and KINDS[kind].sends == "gradient":
                 program[-1].append(Action("recompute", i, j))
             program[-1].append(action)
     return program
-
-
-def _change(action: Action) -> int:
-    """What an action adds to the number of micro-batches in flight on its stage."""
-    return {"forward": 1, "backward_input": 0}.get(action.kind, -1)
 
 
 def validate(schedule: Schedule) -> None:
@@ -266,7 +247,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, tuple[int, int]]) -
     for i in range(schedule.m):
         for j in range(schedule.n):
             whole: tuple[Kind, ...] = ("backward",)
-            kinds = _HALVES if (i, j) in schedule.splits else whole
+            kinds = HALVES if (i, j) in schedule.splits else whole
             for kind in ("forward", *kinds):
                 action = Action(kind, i, j)
                 if action not in places:

@@ -16,7 +16,9 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.schedule import Action, Program, Schedule, training_program, validate
 
 __all__ = ["Costs", "Simulation", "Span", "Transfer", "simulate"]
@@ -91,15 +93,13 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """How long an action takes."""
-        kind, _, j = action
-        if kind == "backward":
-            return self.backward_input[j] + self.backward_weight[j]
-        return {
-            "forward": self.forward,
-            "backward_input": self.backward_input,
-            "backward_weight": self.backward_weight,
-            "recompute": self.recompute,
-        }[kind][j]
+        return self._times[action.kind][action.j]
+
+    @cached_property
+    def _times(self) -> dict[Kind, list[float]]:
+        """For each kind and stage."""
+        parts = {kind: [getattr(self, part) for part in KINDS[kind].takes] for kind in KINDS}
+        return {kind: list(map(sum, zip(*times, strict=True))) for kind, times in parts.items()}
 
 
 def _check_times(name: str, times: Iterable[float]) -> None:
@@ -276,18 +276,19 @@ class _Simulator:
     def _send(self, span: Span) -> None:
         """What the end of an action sets off, on its own device and on others."""
         schedule, (kind, i, j) = self._schedule, span.action
+        sends = KINDS[kind].sends
         if kind == "forward":
             self._arrive(schedule.backward_of(i, j), span)
         if kind == "backward_input":
             self._arrive(Action("backward_weight", i, j), span)
-        if kind == "forward" and j + 1 < schedule.n:
+        if sends == "activation" and j + 1 < schedule.n:
             self._transfer(span, j + 1, self._costs.transfer[j], False)
-        if kind in ("backward", "backward_input") and j > 0:
+        if sends == "gradient" and j > 0:
             self._transfer(span, j - 1, self._costs.transfer[j - 1], False)
         for (source, target), time in self._costs.skips.items():
-            if kind == "forward" and j == source:
+            if sends == "activation" and j == source:
                 self._transfer(span, target, time, True)
-            if kind in ("backward", "backward_input") and j == target:
+            if sends == "gradient" and j == target:
                 self._transfer(span, source, time, True)
 
     def _transfer(self, span: Span, target: int, time: float, skip: bool) -> None:
@@ -304,7 +305,7 @@ class _Simulator:
         self._begin(transfer, cause)
 
     def _receiver(self, action: Action, target: int) -> Action:
-        if action.kind == "forward":
+        if KINDS[action.kind].sends == "activation":
             return Action("forward", action.i, target)
         return self._schedule.backward_of(action.i, target)
 
@@ -321,9 +322,9 @@ class _Simulator:
 
 def _crosses(action: Action, source: int, target: int) -> bool:
     """Whether an action needs what comes over a skip, in forward or back."""
-    if action.kind == "forward":
-        return action.j == target
-    return action.kind != "backward_weight" and action.j == source
+    return (
+        action.j == {"activation": target, "gradient": source, "": None}[KINDS[action.kind].sends]
+    )
 
 
 def _later(a: Span | Transfer | None, b: Span | Transfer | None) -> Span | Transfer | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 
-from syncpipe.schedules.schedule import LETTERS, Action, Schedule
+from syncpipe.schedules.kinds import LETTERS
+from syncpipe.schedules.schedule import Action, Schedule
 
 __all__ = ["from_csv", "to_csv"]
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
+_CELL = re.compile(rf"(\d+)([{''.join(_KINDS)}])(\d+)", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -71,7 +72,7 @@ def _parse(cell: str, line: int) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ValueError(
-            f"line {line}: {cell!r} is no action; write stage, letter (F, B, I or W) and "
+            f"line {line}: {cell!r} is no action; write stage, letter ({', '.join(_KINDS)}) and "
             "micro-batch, as in '2F0'"
         )
     j, letter, i = match.groups()

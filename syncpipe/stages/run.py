@@ -41,6 +41,8 @@ _Range = torch._C._profiler._RecordFunctionFast
 class Partition(nn.Sequential):
     """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
 
+    defers = False  #: whether running statistics of batch normalisations move once per mini-batch
+
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
         if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
@@ -108,7 +110,9 @@ class Layers:
         self.stashes = list(stashes)
         self.changes = Changes(partition)
         self.has_skips = any(is_skippable(child) for child in partition.modules())
-        self.defers = any(isinstance(child, DeferredBatchNorm) for child in partition.modules())
+        self.defers = partition.defers and any(
+            isinstance(child, DeferredBatchNorm) for child in partition.modules()
+        )
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self.own = [True] * len(self.names)  # for each layer: a generator of its own would do

@@ -14,10 +14,10 @@ drawn. From top to bottom, for each timeline:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import zip_longest
 from typing import NamedTuple
 
 from matplotlib.textpath import TextPath
@@ -37,13 +37,18 @@ HANDLE, HANDLE_PAD, COLUMN_PAD = 2.2, 0.6, 1.8
 
 
 class Label(NamedTuple):
-    """Text in a box."""
+    """Text in a box, of so many inches, around ``x``."""
 
     span: Span
     lines: list[str]
     x: float
-    size: float
-    upright: bool
+    room: float
+    size: float = 0.0
+
+    def fits(self, size: float) -> bool:
+        """Whether there is room for it in this size."""
+        widest = max(map(text_width, self.lines, (size, smaller(size))))
+        return widest + PAD / 2 <= self.room
 
 
 @dataclass
@@ -125,72 +130,27 @@ class Panel:
         return [f"stage{'s' * (',' in word)} {word}" if word else "" for word in words]
 
     def labels(self, inch: float) -> Iterator[Label]:
-        """What stands in boxes, where there is room: the micro-batch, and one of several stages.
+        """What stands in boxes: the micro-batch, and which of several stages; all in one size.
 
-        Side by side lines are all in one size; a box too narrow for them gets one line upwards.
+        The size is the largest in which nearly all fit that have room at all; others are left out.
 
         Args:
             inch: how much time is an inch.
         """
-        parts = [
-            (span, self._lines(span), start, (end - start) * self.factor / inch)
-            for span, start, end in self._free()
-        ]
-        flat = [(text, room) for _, text, _, room in parts if _fits(text, room, SIZES[-1])]
-        size = _common_size(SIZES, flat, _fits)
-        steep = [(text, room) for _, text, _, room in parts if not _fits(text, room, size)]
-        steep = [(text, room) for text, room in steep if _fits_upright(text, room, SIZES[-1])]
-        upright = _common_size(SIZES[2:], steep, _fits_upright)
-        for span, text, start, room in parts:
-            middle = self.x(start) + room * inch / 2
-            if _fits(text, room, size):
-                yield Label(span, text, middle, size, upright=False)
-            elif _fits_upright(text, room, upright):
-                yield Label(span, [" ".join(text)], middle, upright, upright=True)
+        labels = [label for label in self._labels(inch) if label.fits(SIZES[-1])]
+        fits = [sum(label.fits(size) for label in labels) >= 0.95 * len(labels) for size in SIZES]
+        size = SIZES[fits.index(True)] if any(fits) else SIZES[-1]
+        return (label._replace(size=size) for label in labels if label.fits(size))
 
-    def _free(self) -> Iterator[tuple[Span, float, float]]:
-        """Actions, each with the longest part that no other hides, from when to when.
-
-        A recomputation may be part of a backward.
-        """
-        for row in range(len(self.rows)):
-            own = sorted(
-                (span for span in self.actions if span.row == row),
-                key=lambda span: (span.start, -span.end),
-            )
-            for k, span in enumerate(own, start=1):
-                start, free = span.start, [(span.start, span.start)]
-                while k < len(own) and own[k].start < span.end:
-                    free.append((start, max(start, own[k].start)))
-                    start = max(start, own[k].end)
-                    k += 1
-                free.append((start, max(start, span.end)))
-                yield span, *max(free, key=lambda part: part[1] - part[0])
-
-    def _lines(self, span: Span) -> list[str]:
-        return [str(span.i), *([f"s{span.j}"] if len(self.stages[span.row]) > 1 else [])]
-
-
-def _fits(lines: list[str], room: float, size: float) -> bool:
-    sizes = (size, smaller(size))
-    return max(map(text_width, lines, sizes)) + PAD / 2 <= room
-
-
-def _fits_upright(lines: list[str], room: float, size: float) -> bool:
-    digit = 0.73 * size * POINT  # its height
-    return digit + PAD / 2 <= room and text_width(" ".join(lines), size) + PAD <= ROW
-
-
-def _common_size(
-    sizes: Sequence[float],
-    texts: Sequence[tuple[list[str], float]],
-    fits: Callable[[list[str], float, float], bool],
-) -> float:
-    """The largest in which nearly all texts fit, or the smallest of all."""
-    for size in sizes:
-        if sum(fits(lines, room, size) for lines, room in texts) >= 0.95 * len(texts):
-            return size
-    return sizes[-1]
+    def _labels(self, inch: float) -> Iterator[Label]:
+        for row, stages in enumerate(self.stages):
+            own = sorted((a for a in self.actions if a.row == row), key=lambda a: (a.start, -a.end))
+            for span, after in zip_longest(own, own[1:]):
+                # A recomputation may be part of a backward, and hides it.
+                end = min(span.end, after.start) if after else span.end
+                room = (end - span.start) * self.factor
+                lines = [str(span.i), *([f"s{span.j}"] if len(stages) > 1 else [])]
+                yield Label(span, lines, self.x(span.start) + room / 2, room / inch)
 
 
 def smaller(size: float) -> float:
@@ -225,12 +185,7 @@ def width_of_axes(panels: Sequence[Panel], time: float) -> float:
 
 
 def columns(labels: Sequence[str], width: float) -> int:
-    """In how many columns a legend fits; matplotlib fills them one after another."""
+    """In how many columns a legend fits: a line of its own, or columns of the widest label."""
     pads = (HANDLE + HANDLE_PAD + COLUMN_PAD) * TEXT * POINT
-    for count in range(len(labels), 1, -1):
-        short, longer = divmod(len(labels), count)
-        ends = [short * k + min(k, longer) for k in range(count + 1)]
-        parts = [labels[start:end] for start, end in pairwise(ends)]
-        if sum(pads + max(text_width(label, TEXT) for label in part) for part in parts) <= width:
-            return count
-    return 1
+    widths = [text_width(label, TEXT) + pads for label in labels]
+    return len(labels) if sum(widths) <= width else max(1, int(width / max(widths)))

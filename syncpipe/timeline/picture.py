@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from syncpipe.schedules.kinds import KINDS
 from syncpipe.timeline.layout import (
     COLUMN_PAD,
     HANDLE,
@@ -47,25 +48,10 @@ __all__ = ["draw"]
 PALETTE = (
     "#2F6DB5", "#A89A1C", "#5AAFE0", "#C8483C", "#7B62B8", "#1A9A87", "#E9822B", "#8A5A36",
 )  # fmt: skip
-#: How far looks are from the colour: on the way to white, or if negative to black. A whole
-#: backward is between its halves; a recomputation is a forward, and hatched.
-SHADES = {
-    "forward": 0.62,
-    "recompute": 0.62,
-    "backward": 0.0,
-    "backward_input": 0.25,
-    "backward_weight": -0.36,
-    "activation": 0.35,
-    "gradient": 0.0,
-}
-WORDS = {
-    "forward": "forward",
-    "recompute": "forward again (recomputation)",
-    "backward": "backward",
-    "backward_input": "backward, input half: the stage before waits for it",
-    "backward_weight": "backward, weight half: nobody waits for it",
-    "activation": "activations sent, below their sender",
-    "gradient": "gradients sent, above their sender",
+#: By what a span looks like: in words, and how far that is from the colour of its micro-batch.
+LOOKS = {kind: (about.words, about.shade) for kind, about in KINDS.items()} | {
+    "activation": ("activations sent, below their sender", 0.35),
+    "gradient": ("gradients sent, above their sender", 0.0),
 }
 INK, FAINT, IDLE, HATCH = "#222222", "#666666", "#E6E7EA", "////"
 AXIS, LINE = 0.5, 0.2  # inches: the time axis, and a line of the legend
@@ -148,8 +134,7 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
         sign = Line2D([], [], marker=r"$\mathrm{s0}$", color=INK, markersize=8)
         sign.set(linestyle="", markeredgewidth=0)
         entries.append((sign, "stage"))
-    for what in (what for what in WORDS if what in seen):
-        entries.append((_handle(what), WORDS[what]))
+    entries += [(_handle(what), words) for what, (words, _) in LOOKS.items() if what in seen]
     return [*entries, (Patch(facecolor=IDLE), "idle: the bubble")]
 
 
@@ -167,7 +152,7 @@ def _colour(what: str, i: int) -> Colour:
     if what == "idle":
         share, goal, colour = 0.0, 0.0, IDLE
     else:
-        share, goal = abs(SHADES[what]), float(SHADES[what] > 0)
+        share, goal = abs(LOOKS[what][1]), float(LOOKS[what][1] > 0)
         colour = PALETTE[i % len(PALETTE)]
     red, green, blue = (c + share * (goal - c) for c in to_rgb(colour))
     return red, green, blue
@@ -214,13 +199,11 @@ class _Brush:
         self._beside(1, MARGIN, middle, f"{round(panel.idle[row], 9):.0%} idle", SMALL, FAINT)
 
     def _paint_label(self, label: Label) -> None:
-        lines, size = label.lines, label.size
         y = self._panel.tops[label.span.row] + ROW / 2
-        if len(lines) == 1:
-            self._paint_line(label, y, lines[0], size)
-        else:
-            self._paint_line(label, y - 0.06, lines[0], size)
-            self._paint_line(label, y + 0.095, lines[1], smaller(size))
+        number, *stage = label.lines
+        self._paint_line(label, y - 0.06 * len(stage), number, label.size)
+        for text in stage:
+            self._paint_line(label, y + 0.095, text, smaller(label.size))
 
     def _paint_line(self, label: Label, y: float, text: str, size: float) -> None:
         span = label.span
@@ -237,8 +220,6 @@ class _Brush:
             color="white" if dark else INK,
             horizontalalignment="center",
             verticalalignment="center_baseline",
-            rotation=90 if label.upright else 0,
-            rotation_mode="anchor",
             path_effects=effects,
         )
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from syncpipe.schedules.kinds import KINDS as ACTIONS
+
 __all__ = ["KINDS", "Span", "check", "handy", "idle", "lanes", "merged", "number", "total"]
 
 #: What a span can be.
-KINDS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer")
+KINDS = (*ACTIONS, "transfer")
 
 #: The units of time that are known, the longest first.
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}

@@ -20,7 +20,8 @@ from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.turns import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.schedule import Action, Kind
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Action
 from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
 from syncpipe.stages.pipeline import Call, Edge
 from syncpipe.training.border import Border

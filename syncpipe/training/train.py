@@ -18,7 +18,7 @@ from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
-from syncpipe.schedules import build
+from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.schedule import forward_program, training_program
 from syncpipe.stages.pipeline import Call, Pipeline
 from syncpipe.training.gradients import Gradients
@@ -36,8 +36,7 @@ def train(
     source: Source,
     *,
     loss_fn: Callable[..., Any],
-    schedule: Any,
-    slots: Any,
+    schedule: ScheduleLike,
     loss_reduction: str,
     grad_scaler: Any,
     return_outputs: bool,
@@ -62,8 +61,7 @@ def train(
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
-    options = {} if slots is None else {"slots": slots}
-    plan = build(schedule, source.m, pipeline.worker_of, **options)
+    plan = build(schedule, source.m, pipeline.worker_of)
     objective = Objective(
         loss_fn, reduction=loss_reduction, m=source.m, total=source.total, scaler=grad_scaler
     )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from itertools import accumulate, chain, combinations, pairwise
 
 import pytest
@@ -22,6 +23,7 @@ from benchmarks.papers.memory import smallest_largest as cut
 from syncpipe.balance import Profile
 from syncpipe.planner.cuts.heuristics import even_split
 from syncpipe.runtime.worker import Worker
+from syncpipe.schedules import one_f_one_b
 
 SAMPLES, CHUNKS = 2, 4
 AGAIN = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}
@@ -107,7 +109,9 @@ def test_peaks_follow_the_schedule_and_the_mode():
     effects = Effects(small.on_meta, even_split(len(small.on_meta()), 3), batch, loss, SAMPLES)
     never = {m: effects.activations("gpipe", m, "never") for m in (2, 8)}
     assert never[8][0] > 3 * never[2][0]
-    flat = {m: effects.activations("1f1b", m, "never", slots="textbook") for m in (4, 8)}
+    flat = {
+        m: effects.activations(partial(one_f_one_b, slots="textbook"), m, "never") for m in (4, 8)
+    }
     image = 3 * 32 * 32 * 4 * SAMPLES  # of the mini-batch, which is on the first device
     assert flat[8][0] - flat[4][0] == 4 * image
     assert flat[8][1] == flat[4][1] < never[8][1]

@@ -30,6 +30,12 @@ KINDS: dict[int, type[nn.Module]] = {
 }
 
 
+def deferred_copy(plain: nn.Module) -> nn.Module:
+    bn = copy.deepcopy(plain)
+    defer_batch_norm(bn)
+    return bn
+
+
 # --- running statistics --------------------------------------------------------------------------
 
 
@@ -54,7 +60,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batch(
 ) -> None:
     torch.manual_seed(seed)
     plain = KINDS[dims](channels, momentum=momentum, affine=affine, dtype=dtype)
-    deferred = defer_batch_norm(copy.deepcopy(plain))
+    deferred = deferred_copy(plain)
     for split in splits:
         # One value per channel cannot be normalised, by the plain layer neither.
         sizes = [2 if size == 1 and dims < 2 else size for size in split]
@@ -173,7 +179,7 @@ def test_half_buffers_stay_half() -> None:
 
 def test_autocast_accumulates_in_single_precision() -> None:
     conv, x = nn.Conv2d(1, 3, 1), torch.randn(16, 1, 4, 4)
-    model = defer_batch_norm(nn.Sequential(conv, nn.BatchNorm2d(3, momentum=1.0)))
+    model = nn.Sequential(conv, DeferredBatchNorm2d(3, momentum=1.0))
     with torch.autocast("cpu", torch.bfloat16):
         run(model, *x.split(4))
         seen = conv(x)
@@ -189,7 +195,7 @@ def test_autocast_accumulates_in_single_precision() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_outside_of_collect_it_is_the_plain_layer(training: bool) -> None:
     plain = nn.BatchNorm2d(3).train(training)
-    bn = defer_batch_norm(copy.deepcopy(plain))
+    bn = deferred_copy(plain)
     x = torch.randn(4, 3, 2, 2)
     assert torch.equal(plain(x), bn(x))
     assert_unchanged(bn, snapshot(plain))
@@ -216,7 +222,7 @@ def test_switching_tracking_off_later_is_respected() -> None:
 
 def test_gradients_are_those_of_the_plain_layer_on_each_micro_batch() -> None:
     plain = nn.BatchNorm2d(3)
-    bn = defer_batch_norm(copy.deepcopy(plain))
+    bn = deferred_copy(plain)
     x = torch.randn(6, 3, 2, 2, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     for a, b in zip([plain(c) for c in x.split(2)], run(bn, *y.split(2)), strict=True):

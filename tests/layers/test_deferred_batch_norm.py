@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -79,17 +80,49 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them():
         assert torch.equal(value, before[key])
 
 
-def test_the_users_module_keeps_its_layers_and_shares_the_statistics():
+def test_the_users_module_keeps_its_layers():
     module = model()
     norm, keys = module[1], list(module.state_dict())
     pipe = deferred(module)
-    assert module[1] is norm
-    assert type(norm) is nn.BatchNorm1d
+    assert module[1] is pipe[1] is norm
+    assert isinstance(norm, nn.BatchNorm1d)
     assert list(pipe.state_dict()) == keys
-    assert all(a is b for a, b in zip(pipe.parameters(), module.parameters(), strict=True))
     pipe(torch.randn(16, 4))
     assert norm.num_batches_tracked == 1
-    assert torch.equal(norm.running_mean, pipe[1].running_mean)
+
+
+def test_outside_of_the_pipe_the_layers_do_as_before():
+    module = model()
+    plain = copy.deepcopy(module)
+    deferred(module)
+    not_deferred = pipe_of(module, [2, 2], chunks=4)
+    for x in torch.randn(3, 16, 4):
+        assert torch.equal(module(x), plain(x))
+        assert torch.equal(not_deferred(x), torch.cat([plain(c) for c in x.chunk(4)]))
+    for ours, theirs in zip(module.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_layer_that_is_put_in_later_is_deferred_too():
+    pipe = deferred(model())
+    setattr(pipe, "1", nn.BatchNorm1d(4))
+    pipe(torch.randn(16, 4))
+    assert pipe[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("transfer", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_of_the_pipe_defers(transfer):
+    pipe = transfer(deferred(model()))
+    pipe.balance = [1, 3]
+    pipe(torch.randn(16, 4))
+    assert pipe[1].num_batches_tracked == 1
+
+
+def test_what_cannot_be_deferred_is_refused_and_nothing_is_changed():
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.SyncBatchNorm(4))
+    with pytest.raises(TypeError, match="SyncBatchNorm at '1'"):
+        pipe_of(module, [1, 1], deferred_batch_norm=True)
+    assert type(module[0]) is nn.BatchNorm1d
 
 
 def test_a_mini_batch_that_fails_leaves_no_trace():

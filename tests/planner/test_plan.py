@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import syncpipe
 from syncpipe import Pipe, Worker
 from syncpipe.balance import LayerProfile, Profile, SkipProfile
 from syncpipe.planner import Machine, Plan, replicated
-from syncpipe.schedules import build
+from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.simulation import simulate
 from tests.support.models import linear_model
 
@@ -54,8 +55,8 @@ def planned(profile: Profile = PROFILE, devices: Any = FOUR, **options: Any) -> 
 
 def test_the_step_time_is_that_of_the_schedule_that_a_pipe_will_run() -> None:
     plan = planned()
-    options = {} if plan.slots is None else {"slots": plan.slots}
-    schedule = build(plan.schedule, plan.chunks, range(len(plan.balance)), **options)
+    kind = plan.schedule if plan.slots is None else partial(one_f_one_b, slots=plan.slots)
+    schedule = build(kind, plan.chunks, range(len(plan.balance)))
     again = {"always": plan.chunks, "except_last": plan.chunks - 1, "never": 0}
     counts = [again[mode] for mode in plan.checkpoint]
     assert simulate(schedule, plan.simulation.costs, counts).makespan == plan.step_time

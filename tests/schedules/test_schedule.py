@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     numbers = st.lists(st.integers(1, 12), min_size=n, max_size=n)
     falling = numbers.map(lambda slots: sorted(slots, reverse=True))
     slots = draw(st.sampled_from(["textbook", "overlap"]) | falling)
-    return build(name, m, device_of, slots=slots)
+    return build(partial(one_f_one_b, slots=slots), m, device_of)
 
 
 def letters(schedule: Schedule, device: int) -> str:
@@ -302,59 +302,23 @@ def test_pytorch_reads_the_cells() -> None:
             assert repr(theirs) == str(action)
 
 
-# --- build --------------------------------------------------------------------------------------
-
-
-def test_build_by_name_object_and_file(tmp_path: Path) -> None:
-    schedule = build("1f1b", 4, [0, 1], slots=[4, 2])
-    assert schedule.in_flight == (4, 2)
-    assert build(schedule, 4, (0, 1)) is schedule
-    path = tmp_path / "mine.csv"
-    path.write_text(to_csv(schedule))
-    assert build(path, 4, (0, 1)) == schedule
-    assert build(str(path), 4, (0, 1)) == schedule
-    assert build(str(path), 4, (0, 1)).name == "mine.csv"
-
-
-def test_more_schedules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of, extra=0: gpipe(m, device_of))
-    assert build("mine", 2, (0, 1), extra=1) == gpipe(2, 2)
-    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of, extra=0: naive(m, device_of))
-    assert build("mine", 2, (0, 1), extra=1) == naive(2, 2)
-    monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of: Schedule(m, device_of, ((),)))
-    with pytest.raises(ValueError, match="0F0 is missing"):
-        build("mine", 2, (0,))
+# --- options that cannot be ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("slots", "message"),
     [
-        ("1F1B", {}, "no schedule '1F1B'; did you mean '1f1b'"),
-        ("dualpipe", {}, "the names are naive, gpipe, 1f1b, interleaved_1f1b, zb_h1"),
-        ("gpipe", {"slots": 2}, "'gpipe' has no option slots=2; it takes none"),
-        ("1f1b", {"slot": 2}, "'1f1b' has no option slot=2; it takes slots"),
-        ("1f1b", {"slots": "many"}, "slots='many': use 'textbook', 'overlap' or a number"),
-        ("1f1b", {"slots": 2}, "slots=2: use 'textbook', 'overlap' or a number"),
-        ("1f1b", {"slots": {0: 1}}, "cannot take slots={0: 1}"),
-        ("1f1b", {"slots": [2]}, r"slots=\[2\] has 1 numbers, but there are 2 stages"),
-        ("1f1b", {"slots": [1, 0]}, "stage 1 needs at least one slot, not 0"),
-        ("1f1b", {"slots": [1, 2]}, "stage 1 would wait for ever .* give it at most 1"),
-        (gpipe(4, 2), {"slots": 2}, "slots: only a schedule given by name takes options"),
-        (gpipe(5, 2), {}, "'gpipe' is made for m=5, but here m=4"),
-        (gpipe(4, 3), {}, r"made for device_of=\(0, 1, 2\), but here device_of=\(0, 1\)"),
-        (Schedule(4, (0, 1), ((), ())), {}, "'custom' is not valid: 0F0 is missing"),
+        ("many", "slots='many': use 'textbook', 'overlap' or a number"),
+        (2, "slots=2: use 'textbook', 'overlap' or a number"),
+        ({0: 1}, "slots={0: 1}: use 'textbook', 'overlap' or a number"),
+        ([2], r"slots=\[2\] has 1 numbers, but there are 2 stages: give one for each"),
+        ([1, 0], "stage 1 needs at least one slot, not 0"),
+        ([1, 2], "stage 1 would wait for ever .* give it at most 1"),
     ],
 )
-def test_build_errors(name: Any, options: dict[str, Any], message: str) -> None:
+def test_slots_that_cannot_be(slots: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(name, 4, (0, 1), **options)
-
-
-def test_build_refuses_other_things() -> None:
-    with pytest.raises(TypeError, match="not int; the names are naive"):
-        build(3, 4, (0, 1))  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError):
-        build("nowhere.csv", 4, (0, 1))
+        one_f_one_b(4, 2, slots=slots)
 
 
 @pytest.mark.parametrize("device_of", [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncpipe.schedules import build, gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.schedule import Action, Kind, Schedule
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, Simulation, Span, Transfer, simulate
 from tests.schedules.test_schedule import rounds, schedules
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe, is_recomputing
-from syncpipe.schedules import build
+from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.models import Result, assert_same_tree
 
@@ -26,9 +27,9 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "naive": ({"schedule": "naive"}, FOUR),
     "gpipe": ({"schedule": "gpipe"}, FOUR),
     "1f1b": ({}, FOUR),
-    "1f1b-textbook": ({"schedule": "1f1b", "slots": "textbook"}, FOUR),
-    "1f1b-overlap": ({"schedule": "1f1b", "slots": "overlap"}, FOUR),
-    "1f1b-slots": ({"schedule": "1f1b", "slots": [3, 3, 2, 1]}, FOUR),
+    "1f1b-textbook": ({"schedule": partial(one_f_one_b, slots="textbook")}, FOUR),
+    "1f1b-overlap": ({"schedule": partial(one_f_one_b, slots="overlap")}, FOUR),
+    "1f1b-slots": ({"schedule": partial(one_f_one_b, slots=[3, 3, 2, 1])}, FOUR),
     "1f1b-twice": ({"schedule": "1f1b"}, ["cpu:0", "cpu:0", "cpu:1", "cpu:0"]),
     "interleaved": ({"schedule": "interleaved_1f1b"}, ROUND),
     "zb_h1": ({"schedule": "zb_h1"}, FOUR),
@@ -49,9 +50,9 @@ def device_of(pipe: Pipe) -> tuple[int, ...]:
     return tuple(order.index(name) for name in names)
 
 
-def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b", slots: Any = None) -> Schedule:
+def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:
     """What ``train_batch`` runs for these arguments."""
-    return build(schedule, m, device_of(pipe), **({} if slots is None else {"slots": slots}))
+    return build(schedule, m, device_of(pipe))
 
 
 def any_schedule(

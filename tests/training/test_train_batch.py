@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncpipe import NoChunk, Pipe, inline, is_checkpointing, is_recomputing
-from syncpipe.schedules import gpipe, one_f_one_b, to_csv
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.pipe.test_equivalence import batch, pipes, specs
 from tests.support.models import (
     CHECKPOINT_MODES,
@@ -74,7 +75,7 @@ def runs(
         if how is None:
             counts = st.lists(st.integers(1, m + 1), min_size=len(devices), max_size=len(devices))
             how = sorted(draw(counts), reverse=True)
-        return {"schedule": "1f1b", "slots": how}
+        return {"schedule": partial(one_f_one_b, slots=how)}
     if kind == "any":
         seed = draw(st.integers(0, 2**32))
         kind = any_schedule(m, devices, seed=seed, halves=halves, in_order=in_order)
@@ -290,9 +291,12 @@ def test_one_f_one_b_is_what_one_gets():
         ("1f2b", None, "did you mean '1f1b'"),
         (gpipe(3, 4), None, "made for m=3, but here m=5"),
         (one_f_one_b(5, 2), None, r"made for device_of=\(0, 1\)"),
-        ("gpipe", "textbook", "has no option slots='textbook'"),
+        ("gpipe", "textbook", "only schedule='1f1b' has slots, not 'gpipe'"),
         ("1f1b", [1, 2, 2, 2], "wait for ever"),
-        ("interleaved_1f1b", "textbook", "slots"),
+        (one_f_one_b, "textbook", "only schedule='1f1b' has slots, not one_f_one_b"),
+        (partial(one_f_one_b, slots=[2]), None, "1 numbers, but there are 4 stages"),
+        (lambda m, _: gpipe(m, 3), None, r"made for device_of=\(0, 1, 2\)"),
+        (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
         (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
     ],
 )
@@ -304,7 +308,7 @@ def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
 
 
 def test_a_schedule_is_a_name_an_object_or_a_path():
-    with pytest.raises(TypeError, match="must be a name, a Schedule or the path"):
+    with pytest.raises(TypeError, match="must be a name, a Schedule, the path"):
         model_pipe("1f1b").train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=3)
 
 

@@ -737,7 +737,7 @@ def test_targets_of_an_iterator_are_dropped_with_their_micro_batch(run):
             yield torch.randn(2, 3), target
 
     pipe = pipe_of(linear_model(2), chunks=12, checkpoint="never")
-    pipe.train_batch(data_iter=data(), loss_fn=F.mse_loss, schedule=run, slots=None)
+    pipe.train_batch(data_iter=data(), loss_fn=F.mse_loss, schedule=run)
     # The one in the making, those that are underway, and the one that the generator still holds.
     assert max(most) <= {"naive": 2, "1f1b": 5}[run]
 

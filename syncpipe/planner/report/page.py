@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from syncpipe.balance.profile import in_bytes, interpolate
-from syncpipe.planner.report.rivals import duration
-
-if TYPE_CHECKING:
-    from syncpipe.planner.report.plan import Plan, StagePlan
+from syncpipe.balance.profile import Profile, in_bytes, interpolate
+from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.report.rivals import Rival, duration
+from syncpipe.planner.report.stages import StagePlan, stages_of
+from syncpipe.planner.search.candidate import Candidate
 
 __all__ = ["page"]
 
@@ -20,45 +19,58 @@ _NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _WIDTH = 96
 
 
-def page(plan: Plan) -> str:
-    """What ``print(plan)`` shows."""
-    return "\n".join(
-        [
-            *_head(plan),
-            "",
-            *_stages(plan),
-            "",
-            *_figures(plan),
-            "",
-            *_comparison(plan),
-            *textwrap.wrap(_verdict(plan), _WIDTH),
-        ]
+def page(
+    profile: Profile,
+    machine: Machine,
+    batch_size: int,
+    chosen: Candidate,
+    rivals: Sequence[Rival],
+    fixed: Set[str],
+) -> str:
+    """What ``print(plan)`` shows; the arguments are the attributes of the plan."""
+    samples = batch_size / chosen.chunks
+    start = [f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(len(machine))}"]
+    start += _way(chosen, samples, len(machine), fixed)
+    start.append(_source(profile, samples))
+    table = [*_table(stages_of(profile, machine, chosen)), _not_counted(profile, samples)]
+    if any(chosen.recomputes):
+        table.append("+ again: this stage stores its inputs only, and computes its forward again")
+    blocks = [start, table, _figures(chosen, batch_size)]
+    if rivals:
+        blocks.append(_comparison(rivals, chosen.time))
+    fewer = len(chosen.balance) == 1 < len(machine) and not fixed
+    blocks.append(textwrap.wrap(_verdict(rivals, chosen.time, fewer), _WIDTH))
+    return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> list[str]:
+    """The schedule, and how many stages and micro-batches."""
+    n, m = len(chosen.balance), chosen.chunks
+    what = (
+        f"{_NAMES[chosen.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
     )
-
-
-def _head(plan: Plan) -> list[str]:
-    n, m, devices = len(plan.balance), plan.chunks, len(plan.machine)
-    samples = plan.batch_size / m
-    lines = [f"Plan for mini-batches of {_count(plan.batch_size, 'sample')} on {_devices(devices)}"]
-    what = f"{_NAMES[plan.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
-    lines.append(f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(int(samples), 'sample')}")
+    lines = [f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(int(samples), 'sample')}"]
     if n < devices:
-        why = "as asked" if "stages" in plan.fixed else "no faster plan with more stages was found"
+        why = "as asked" if "stages" in fixed else "no faster plan with more stages was found"
         lines.append(f"({_devices(devices - n)} left over: {why})")
-    where, sizes = plan.profile.device, plan.profile.sizes
-    source = f"layers measured on {where}" if where else "layers as profiled"
-    *others, largest = map(str, sizes)
-    listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
-    lines.append(f"{source}, with micro-batches of {listed}")
-    if not sizes[0] <= samples <= sizes[-1]:
-        lines[-1] += f" (those of {samples:g} are estimated from these)"
     return lines
 
 
-def _stages(plan: Plan) -> list[str]:
+def _source(profile: Profile, samples: float) -> str:
+    """Where the costs of the layers come from."""
+    source = f"layers measured on {profile.device}" if profile.device else "layers as profiled"
+    *others, largest = map(str, profile.sizes)
+    listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
+    line = f"{source}, with micro-batches of {listed}"
+    if not profile.sizes[0] <= samples <= profile.sizes[-1]:
+        line += f" (those of {samples:g} are estimated from these)"
+    return line
+
+
+def _table(stages: Sequence[StagePlan]) -> list[str]:
     header = ["stage", "device", "layers", "forward", "backward", "send", "in flight", "memory"]
     rows = [header]
-    for s, stage in enumerate(plan.stages):
+    for s, stage in enumerate(stages):
         rows.append(
             [
                 str(s),
@@ -73,24 +85,19 @@ def _stages(plan: Plan) -> list[str]:
         )
     left = {1, 2, 7}
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = [
+    return [
         "  ".join(
             cell.ljust(width) if k in left else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    text.append(_not_counted(plan))
-    if any(stage.recomputes for stage in plan.stages):
-        text.append("+ again: this stage stores its inputs only, and computes its forward again")
-    return text
 
 
-def _not_counted(plan: Plan) -> str:
+def _not_counted(profile: Profile, samples: float) -> str:
     """What is alive for a moment only, estimated by the widest layer."""
-    samples = plan.batch_size / plan.chunks
-    outputs = [interpolate(layer.output_bytes, samples) for layer in plan.profile.layers]
-    given = interpolate(plan.profile.input_bytes, samples) if plan.profile.input_bytes else 0.0
+    outputs = [interpolate(layer.output_bytes, samples) for layer in profile.layers]
+    given = interpolate(profile.input_bytes, samples) if profile.input_bytes else 0.0
     widest = max(a + b for a, b in pairwise([given, *outputs]))
     return (
         "memory: parameters, gradients, optimizer and what is stored for backward; gradients of "
@@ -98,60 +105,51 @@ def _not_counted(plan: Plan) -> str:
     )
 
 
-def _figures(plan: Plan) -> list[str]:
+def _figures(chosen: Candidate, batch_size: int) -> list[str]:
+    rate = batch_size / chosen.time if chosen.time else math.inf
     lines = [
-        f"step time   {duration(plan.step_time)}, simulated, without loss and optimizer "
-        f"({_rate(plan.samples_per_second)} samples per second)"
+        f"step time   {duration(chosen.time)}, simulated, without loss and optimizer "
+        f"({_rate(rate)} samples per second)"
     ]
-    if len(plan.balance) > 1:
+    if len(chosen.balance) > 1:
         lines += [
-            f"bubble      {plan.bubble:.1%} of the devices' time",
-            f"bound       {duration(plan.bound)}; the simulated step is "
-            f"{plan.certificate:.3f} times that",
+            f"bubble      {chosen.simulation.bubble:.1%} of the devices' time",
+            f"bound       {duration(chosen.bound)}; the simulated step is "
+            f"{chosen.certificate:.3f} times that",
         ]
     return lines
 
 
-def _comparison(plan: Plan) -> list[str]:
-    if not plan.rivals:
-        return []
+def _comparison(rivals: Sequence[Rival], step_time: float) -> list[str]:
     lines = ["Compared with"]
-    width = max(len(rival.name) for rival in plan.rivals)
-    for rival in plan.rivals:
+    width = max(len(rival.name) for rival in rivals)
+    for rival in rivals:
         if rival.time is None:
             times = "does not fit"
         else:
-            times = f"{duration(rival.time):>9}  {_more(rival.time, plan.step_time):>6}"
+            times = f"{duration(rival.time):>9}  {_more(rival.time, step_time):>6}"
         note = "" if not rival.note or rival.note == "does not fit" else f"  {rival.note}"
         lines.append(f"  {rival.name.ljust(width)}  {times:<17}{note}".rstrip())
-    return [*lines, ""]
+    return lines
 
 
-def _verdict(plan: Plan) -> str:
-    """The plain truth about whether this is the way to go."""
-    others = [rival for rival in plan.rivals if not rival.pipeline and rival.time is not None]
-    faster = [rival for rival in others if rival.time is not None and rival.time < plan.step_time]
-    if len(plan.balance) == 1 < len(plan.machine) and not plan.fixed:
-        start = "No pipeline that was found is faster than one of these devices alone."
-    elif faster:
-        start = ""
-    else:
-        start = "Nothing that was looked at is faster than this plan."
-    if not faster:
-        return start
-    best = min(faster, key=lambda rival: math.inf if rival.time is None else rival.time)
-    assert best.time is not None
-    gain = plan.step_time / best.time
+def _verdict(rivals: Sequence[Rival], step_time: float, fewer: bool) -> str:
+    """The plain truth about whether this is the way to go; ``fewer``: one device was chosen."""
+    others = [(rival.time, rival.name) for rival in rivals if not rival.pipeline and rival.time]
+    time, name = min(others, default=(math.inf, ""))
+    start = "No pipeline that was found is faster than one of these devices alone." * fewer
+    if time >= step_time:
+        return start or "Nothing that was looked at is faster than this plan."
     way = (
         "torch.nn.parallel.DistributedDataParallel, a process for each device"
-        if "copies" in best.name and "pipeline" not in best.name
+        if "copies" in name and "pipeline" not in name
         else "DistributedDataParallel around pipes"
-        if "copies" in best.name
+        if "copies" in name
         else "no pipe at all"
     )
     return (
-        f"{start} The plain truth: {best.name} would be {gain:.2f} times as fast as this plan "
-        f"({duration(best.time)} a step). Use {way}, unless something else speaks for a pipeline."
+        f"{start} The plain truth: {name} would be {step_time / time:.2f} times as fast as this "
+        f"plan ({duration(time)} a step). Use {way}, unless something else speaks for a pipeline."
     ).strip()
 
 

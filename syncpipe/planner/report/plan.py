@@ -6,45 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any
 
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.report.page import page
 from syncpipe.planner.report.rivals import Rival
-from syncpipe.planner.search.search import Candidate
+from syncpipe.planner.report.stages import StagePlan, stages_of
+from syncpipe.planner.search.candidate import Candidate
 from syncpipe.schedules.simulation import Simulation
 from syncpipe.timeline.timeline import Timeline
 
-__all__ = ["Plan", "StagePlan"]
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage of a plan.
-
-    Attributes:
-        layers: the names of its layers.
-        device: what its device is called.
-        forward: seconds, for one micro-batch.
-        backward: seconds, for one micro-batch, without recomputation.
-        send: seconds, for the output of one micro-batch on its way to the next stage.
-        in_flight: the largest number of its micro-batches that are alive at once.
-        recomputes: whether it re-materializes.
-        memory: bytes, at most.
-        limit: bytes, that its device has for this.
-    """
-
-    layers: tuple[str, ...]
-    device: str
-    forward: float
-    backward: float
-    send: float
-    in_flight: int
-    recomputes: bool
-    memory: float
-    limit: float
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True)
@@ -133,24 +106,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """What each stage has and does."""
-        costs = self.simulation.costs
-        names = [layer.name for layer in self.profile.layers]
-        sends = (*costs.transfer, 0.0)
-        borders = pairwise(accumulate(self.balance, initial=0))
-        return tuple(
-            StagePlan(
-                layers=tuple(names[i:j]),
-                device=self.machine.name(s),
-                forward=costs.forward[s],
-                backward=costs.backward_input[s] + costs.backward_weight[s],
-                send=sends[s],
-                in_flight=self.simulation.in_flight[s],
-                recomputes=self.chosen.recomputes[s],
-                memory=self.chosen.memory[s],
-                limit=self.machine.memory[s],
-            )
-            for s, (i, j) in enumerate(borders)
-        )
+        return stages_of(self.profile, self.machine, self.chosen)
 
     def options(self) -> dict[str, Any]:
         """The arguments of a pipe that runs this plan::
@@ -195,7 +151,9 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return page(self)
+        return page(
+            self.profile, self.machine, self.batch_size, self.chosen, self.rivals, self.fixed
+        )
 
     def __repr__(self) -> str:
         return (
