@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncpipe.objects import attributes_of
 from syncpipe.tree import described, objects_in, tensors_in
 
 __all__ = ["Snapshot", "Swap", "Unchanged", "Untouched", "swapped", "version_of", "versions"]
@@ -98,7 +99,7 @@ def _attributes(thing: Any) -> dict[str, tuple[Any, ...]]:
     """The attributes of an object (which keeps them alive), and what tells whether they changed."""
     return {
         name: (value, id(value), version_of(value) if isinstance(value, Tensor) else 0)
-        for name, value in vars(thing).items()
+        for name, value in attributes_of(thing).items()
     }
 
 
