@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.objects import hidden_tensor
-from syncpipe.tree import Structure, described, flatten, leaf_names, unflatten
+from syncpipe.tree import Structure, containers_in, described, flatten, leaf_names, unflatten
 
 __all__ = ["NoChunk", "gather", "scatter", "scatter_pair", "unwrapped"]
 
@@ -139,16 +139,15 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
         TypeError: an object holds tensors where they are not found; or there is no tensor to cut.
     """
     for name, tree in named.items():
-        leaves, _ = flatten(tree)
+        leaves, structure = flatten(tree)
         for k, leaf in enumerate(leaves):
-            if (at := hidden_tensor(leaf)) is not None and not isinstance(leaf, NoChunk):
-                what = f"{leaf_names(name, tree)[k]}, of type {type(leaf).__name__}, holds a tensor"
-                raise TypeError(
-                    f"{what} ({at}) that is not seen there, and would go whole to each of the "
-                    f"micro-batches (chunks={chunks}): pass the tensors in a tuple, a dict or a "
-                    "dataclass, or register the class by "
-                    "torch.utils._pytree.register_pytree_node"
-                )
+            at = None if isinstance(leaf, (Tensor, NoChunk)) else hidden_tensor(leaf)
+            if at is not None:
+                raise TypeError(_hidden(leaf_names(name, tree)[k], leaf, at, chunks))
+        for container in containers_in(structure):
+            at = hidden_tensor(container.like, entries=container.values)
+            if at is not None:
+                raise TypeError(_hidden(name, container.like, at, chunks))
     if not any(isinstance(leaf, Tensor) for leaf in flatten(named["input"])[0]):
         raise TypeError(
             f"the input ({_type_in_words(named['input'])}) holds no tensor to cut into "
@@ -156,6 +155,16 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
             "a tensor with one entry a sample, in a tuple, a dict or a dataclass (not in NoChunk); "
             "or set chunks=1"
         )
+
+
+def _hidden(where: str, thing: Any, at: str, chunks: int) -> str:
+    name = type(thing).__name__
+    return (
+        f"{where} (or what is in it), of type {name}, holds a tensor at {at} that is no entry of a "
+        f"tuple, dict or dataclass and would go whole to each of the micro-batches (chunks={chunks}"
+        "): pass the tensors in one of these, in syncpipe.NoChunk those that every micro-batch "
+        "needs whole; or register the class by torch.utils._pytree.register_pytree_node"
+    )
 
 
 def _type_in_words(value: Any) -> str:

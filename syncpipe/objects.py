@@ -10,12 +10,16 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, MutableSequence
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from itertools import chain, islice
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Container", "hidden_tensor", "opened"]
+__all__ = ["Container", "attributes_of", "could_be_cut", "hidden_tensor", "opened"]
 
 
 class Container(NamedTuple):
@@ -101,20 +105,100 @@ def opened(leaf: Any) -> Container | None:
     return Container(leaf, list(range(len(leaf))), list(leaf))
 
 
-def hidden_tensor(leaf: Any) -> str | None:
-    """Where an object that is no container holds a tensor that could be cut, if it does."""
-    if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf):
+def could_be_cut(tensor: Tensor) -> bool:
+    """Whether a tensor may have one entry a sample; a parameter has not."""
+    return tensor.dim() > 0 and not isinstance(tensor, nn.Parameter)
+
+
+def hidden_tensor(
+    thing: Any,
+    is_meant: Callable[[Tensor], bool] = could_be_cut,
+    *,
+    entries: Iterable[Any] = (),
+) -> str | None:
+    """Where an object holds a tensor that is not seen as part of a tree, if it does.
+
+    However deep, by what the garbage collector knows of it, so that no code of the user's runs.
+    What does something rather than being data (models, functions, iterators, datasets, optimizers)
+    is not looked into, nor are more than two thousand objects.
+
+    Args:
+        thing: a leaf, or a container.
+        is_meant: which tensors count.
+        entries: what is seen of a container.
+
+    Returns:
+        How one gets from the object to the tensor, in Python.
+    """
+    if not gc.is_tracked(thing):  # a number, a string: nearly always it is so
         return None
-    if isinstance(leaf, Mapping):
-        named = {f"[{key!r}]": value for key, value in leaf.items()}
-    else:
-        slots = [name for cls in type(leaf).__mro__ for name in _slots(cls)]
-        names = [*getattr(leaf, "__dict__", ()), *slots]
-        named = {f".{name}": getattr(leaf, name, None) for name in names}
-    for name, value in named.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return name
+    apparatus: dict[type, bool] = {}
+    seen = {id(thing), *map(id, entries)}
+    held: list[tuple[Any, int]] = [(thing, -1)]  # each with the number of what holds it
+    for k, (holder, _) in enumerate(held):  # which grows
+        kind = type(holder)
+        if kind not in apparatus:
+            apparatus[kind] = _is_apparatus(kind)
+        if apparatus[kind]:
+            continue
+        attributes = _dictionary(holder)
+        seen.add(id(attributes))
+        for part in islice(chain(attributes.values(), gc.get_referents(holder)), _MOST):
+            if not gc.is_tracked(part) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            if not isinstance(part, Tensor):
+                if len(held) < _MOST:
+                    held.append((part, k))
+            elif is_meant(part):
+                return _way(held, k, part)
     return None
+
+
+_MOST = 2_000
+_APPARATUS: Any = (Callable, Iterator, ModuleType, FrameType, TracebackType)
+
+
+def _is_apparatus(kind: type) -> bool:
+    """Whether objects of a class do something, so that what they hold is their own business."""
+    return issubclass(kind, _APPARATUS) or any(
+        base.__module__.startswith(("torch.utils.data", "torch.optim")) for base in kind.__mro__
+    )
+
+
+def _dictionary(thing: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """The attributes of an object, also where it has no dictionary."""
+    names = [name for cls in type(thing).__mro__ for name in _slots(cls)]
+    return {**{n: getattr(thing, n) for n in names if hasattr(thing, n)}, **_dictionary(thing)}
+
+
+def _way(held: list[tuple[Any, int]], k: int, part: Any) -> str:
+    names: list[str] = []
+    while k >= 0:
+        holder, above = held[k]
+        names.append(_name(holder, part))
+        part, k = holder, above
+    return "".join(reversed(names))
+
+
+def _name(holder: Any, part: Any) -> str:
+    for name, value in attributes_of(holder).items():
+        if value is part:
+            return f".{name}"
+    found: Iterable[tuple[Any, Any]] = ()
+    if isinstance(holder, dict):
+        found = dict.items(holder)
+    elif isinstance(holder, (list, tuple, deque)):
+        found = enumerate(holder)
+    return next((f"[{key!r}]" for key, value in found if value is part), "[...]")
 
 
 def _slots(cls: type) -> list[str]:

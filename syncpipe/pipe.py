@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from syncpipe.forward import forward
-from syncpipe.layers.placement import check_input
+from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
     check_length,
     check_slots,
@@ -354,10 +354,10 @@ class Pipe(Partitioned):
                 f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
                 "and eval_batch: register them on layers, or on pipe.partitions"
             )
-        if type(self).forward is not Pipe.forward or "forward" in self.__dict__:
+        if (method := own_call(self, Pipe)) is not None:
             raise RuntimeError(
-                f"{type(self).__name__} has a forward of its own, which train_batch and eval_batch "
-                "would not run: call pipe(x), or put what it does into layers and loss_fn"
+                f"{type(self).__name__} has a {method} of its own, which train_batch and "
+                "eval_batch would not run: call pipe(x), or put what it does into layers and loss_fn"
             )
         if data_iter is not None:
             if input is not None or target is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from syncpipe.objects import Container, opened
 __all__ = [
     "clones",
     "compact",
+    "containers_in",
     "described",
     "distinct",
     "flatten",
@@ -74,6 +76,12 @@ def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
     return leaves, Structure(spec, inner)
 
 
+def containers_in(structure: Structure | None) -> list[Container]:
+    """The containers in a tree that PyTorch's pytrees take for leaves."""
+    parts = [] if structure is None else [part for part in structure.inner if part is not None]
+    return [found for part in parts for found in (part[0], *containers_in(part[1]))]
+
+
 def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
     """The inverse of :func:`flatten`."""
     return next(iter(leaves)) if structure is None else _filled(iter(leaves), structure)
@@ -118,13 +126,13 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
 
 
 def objects_in(tree: Any) -> list[Any]:
-    """The leaves of a tree that are objects with attributes, which a layer may change."""
+    """The leaves of a tree that are objects, which a layer may change, or hide tensors in."""
     if isinstance(tree, Tensor) or tree is None:
         return []
     if type(tree) is tuple or type(tree) is list:
         return [found for child in tree for found in objects_in(child)]
     leaves, _ = flatten(tree)
-    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and gc.is_tracked(leaf)]
 
 
 def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> Any:

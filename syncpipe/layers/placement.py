@@ -25,6 +25,7 @@ __all__ = [
     "missing_balance",
     "move_layers",
     "moves",
+    "own_call",
     "placed_balance",
     "resolve_workers",
 ]
@@ -35,6 +36,15 @@ _HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """The method that runs when a module is called and is not that of ``kind``, if there is one."""
+    for name in ("forward", "__call__", "_wrapped_call_impl", "_call_impl"):
+        of_the_class = getattr(type(module), name) is not getattr(kind, name)
+        if of_the_class or (name != "__call__" and name in module.__dict__):
+            return name
+    return None
 
 
 def check_module(module: Any) -> None:
@@ -49,9 +59,9 @@ def check_module(module: Any) -> None:
             f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
             "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
         )
-    if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
+    if (method := own_call(module, nn.Sequential)) is not None:
         raise TypeError(
-            f"module ({type(module).__name__}) is an nn.Sequential with a forward of its own, "
+            f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"
         )
     places: dict[int, str] = {}

@@ -10,7 +10,8 @@ What a cell is given may belong to somebody else, too:
 
 All other inputs are the cell's own, and it gets them as they are. So whether a layer writes is
 learned from version counters, and makes no difference to what is computed, also not in the first
-call.
+call. ``inference_mode`` counts no versions: there a layer writes into what it was lent, as in the
+plain model, and what is aliased is compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from syncpipe.runtime.rematerialization.guards import version_of
@@ -42,7 +44,8 @@ def entering(inputs: Any, beside: Any) -> list[int]:
         views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
         return any(overlap(tensor, other) for other in (*views, *others))
 
-    return [LENT | ALIASED if is_aliased(tensor) else LENT for tensor in tensors]
+    lent = 0 if torch.is_inference_mode_enabled() else LENT
+    return [lent | ALIASED if is_aliased(tensor) else lent for tensor in tensors]
 
 
 def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
@@ -109,11 +112,11 @@ class Given:
             inputs = map_tensors(lambda tensors: tensors, inputs)
         self.tree, self.kept, self._kept = inputs, kept, kept
         self._marks, self._copy = marks, copy
-        tensors = tensors_in(inputs)
+        tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
         # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
         # it from a copy.
         self._copied = [
-            bool(copy and mark == LENT) and not (tensor.is_leaf and tensor.requires_grad)
+            bool(copy and mark == LENT) and not (grad and tensor.is_leaf and tensor.requires_grad)
             for mark, tensor in zip(marks, tensors, strict=True)
         ]
         if True in self._copied:
@@ -121,12 +124,20 @@ class Given:
         if copy and kept is not None:
             self.kept = _copied(kept, [not flag for flag in self._copied])
         self._tensors = tensors_in(self.tree)
-        self._before = [version_of(tensor) for tensor in self._tensors]
+        compare = torch.is_inference_mode_enabled()
+        self._before: list[Any] = [
+            tensor.clone() if compare and mark & ALIASED else version_of(tensor)
+            for mark, tensor in zip(marks, self._tensors, strict=True)
+        ]
 
     def written(self) -> list[bool]:
         """For each tensor whether the cell has written into it."""
-        now = [version_of(tensor) for tensor in self._tensors]
-        return [a != b for a, b in zip(now, self._before, strict=True)]
+        return [
+            bool(((now != then) & (now == now)).any())  # what is no number equals nothing
+            if isinstance(then, Tensor)
+            else version_of(now) != then
+            for now, then in zip(self._tensors, self._before, strict=True)
+        ]
 
     def aliased(self, written: list[bool]) -> bool:
         """Whether somebody else should have seen what was written."""

@@ -14,9 +14,10 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
+from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
@@ -30,7 +31,7 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
 from syncpipe.stages.transfer import Note, send
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import map_tensors, objects_in, tensors_in
 
 __all__ = ["Call", "Edge", "EntryEvent", "Pipeline"]
 
@@ -215,11 +216,38 @@ class Call:
             source, target = target, source
         if source is target:
             return value, None
+        if not (backward or isinstance(value, Tensor)):
+            self._check_objects(edge, i, value, graph)
         if self.recorder is None:
             return _sent(source, target, value, graph, None)
         note = partial(self.recorder.transfer, i, j, k)
         with note(backward=backward):
             return _sent(source, target, value, graph, note)
+
+    def _check_objects(self, edge: Edge, i: int, value: Any, graph: bool) -> None:
+        """Refuses objects with tensors in them that would have to be sent.
+
+        Raises:
+            TypeError: a tensor is on an accelerator, or has a graph that only one worker may walk.
+        """
+
+        def has_to_be_sent(tensor: Tensor) -> bool:
+            there = tensor.device.type not in ("cpu", "meta")
+            return (there and not isinstance(tensor, nn.Parameter)) or (
+                not graph and tensor.requires_grad and not tensor.is_leaf
+            )
+
+        for thing in objects_in(value):
+            at = hidden_tensor(thing, has_to_be_sent)
+            if at is not None:
+                raise TypeError(
+                    f"{self.pipeline.stages[edge.source].describe(i)} gave an object of type "
+                    f"{type(thing).__name__} that goes from stage {edge.source} to stage "
+                    f"{edge.target}, with a tensor at {at} that is not seen there, so that neither "
+                    "it nor its gradient can be sent: let the layer return its tensors in a tuple, "
+                    "a dict or a dataclass, or register the class by "
+                    "torch.utils._pytree.register_pytree_node"
+                )
 
     def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
         """When tensors are there that the calling thread has just made or been given."""

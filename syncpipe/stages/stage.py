@@ -33,7 +33,7 @@ class Stage(Layers):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._mutates_inputs: bool | None = None  # not known yet
+        self._mutating: dict[tuple[bool, bool], bool] = {}  # by modes; empty: not known yet
         self._has_python_nodes: bool | None = None  # not known yet
         # TorchScript compiles itself in its second run, and stores other tensors in that one.
         self._compiled = not any(
@@ -105,7 +105,7 @@ class Stage(Layers):
 
         def run() -> tuple[Inputs, Recomputation]:
             state, cell.drawn = self._state(cell), {}
-            given = self._given(inputs, self._marked(cell, inputs, marks, beside), detached)
+            given = self._given(cell, inputs, self._marked(cell, inputs, marks, beside), detached)
             unchanged = UnchangedObjects(inputs)
             outputs, written = self._written(
                 cell, given, lambda tree: without_storing(cell.run, tree)
@@ -128,7 +128,7 @@ class Stage(Layers):
         return outputs, recomputation
 
     def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
-        """The outputs of a without_storing cell once more."""
+        """The outputs of a cell whose graph was dropped once more, with a new graph."""
         outputs: Inputs = self._locked(lambda: recomputation(inputs))
         return outputs
 
@@ -241,14 +241,13 @@ class Stage(Layers):
         """The marks of outputs that are inputs which others need, too; nothing where none is."""
         if self.j > 0 and not rematerialize:
             return handed_on(inputs, marks, outputs) if any(marks) else []
-        if not batch.state.grad:
-            return []
-        if len(inputs[1]) == len(outputs[1]) == 0:
-            given, made = inputs[0], outputs[0]
-            lone = isinstance(given, Tensor) and isinstance(made, Tensor)
-            if lone and storage_of(given) != storage_of(made):  # mostly it is so
+        given, made = inputs[0], outputs[0]
+        if type(given) is type(made) is Tensor and not (inputs[1] or outputs[1]):
+            if not batch.state.grad and made is not given and not made._is_view():
                 return []
-        return handed_on(inputs, (), outputs)
+            if storage_of(given) != storage_of(made):  # mostly it is so
+                return []
+        return [] if torch.is_inference_mode_enabled() else handed_on(inputs, (), outputs)
 
     def _run(
         self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
@@ -256,19 +255,23 @@ class Stage(Layers):
         compiled, self._compiled = self._compiled, True
         if rematerialize and (compiled or cell.batch.m > 1):  # or the second would recompute
             return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, beside))
-        if self.j == 0 and self._mutates_inputs is not False:
+        if self.j == 0 and self._mutates_inputs(cell.batch) is not False:
             marks = self._marked(cell, inputs, marks, beside)
-        if any(marks) and cell.batch.state.grad:
-            return self._written(cell, self._given(inputs, marks), cell.run)[0], None
+        if any(marks):
+            return self._written(cell, self._given(cell, inputs, marks), cell.run)[0], None
         return cell.run(inputs), None
 
     def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
         """The marks, also of what comes from the caller, which matters to who writes into it."""
-        if self.j > 0 or not cell.batch.state.grad:
+        if self.j > 0:
             return marks
-        if self._mutates_inputs is False:
+        if self._mutates_inputs(cell.batch) is False:
             return [0] * len(tensors_in(inputs))
         return entering(inputs, beside)
+
+    def _mutates_inputs(self, batch: CallContext) -> bool | None:
+        """Whether the layers write into inputs as they are now; None: that is not known."""
+        return self._mutating.get((self.partition.training, batch.state.grad))
 
     def _rematerialized(
         self, cell: StageRun, inputs: Inputs, marks: list[int]
@@ -276,7 +279,7 @@ class Stage(Layers):
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         state, cell.drawn = self._state(cell), {}
         kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
-        given = self._given(inputs, marks, kept)
+        given = self._given(cell, inputs, marks, kept)
         frame = CheckpointFrame(
             self._recorded(cell),
             given.kept,
@@ -324,8 +327,10 @@ class Stage(Layers):
 
         return again
 
-    def _given(self, inputs: Inputs, marks: list[int], kept: Inputs | None = None) -> Given:
-        return Given(inputs, marks, copy=self._mutates_inputs is not False, kept=kept)
+    def _given(
+        self, cell: StageRun, inputs: Inputs, marks: list[int], kept: Inputs | None = None
+    ) -> Given:
+        return Given(inputs, marks, copy=self._mutates_inputs(cell.batch) is not False, kept=kept)
 
     def _written(
         self, cell: StageRun, given: Given, run: Callable[[Inputs], Inputs]
@@ -334,7 +339,9 @@ class Stage(Layers):
         outputs = run(given.tree)
         written = given.written()
         mutated = True in written
-        self._mutates_inputs = mutated or bool(self._mutates_inputs)
+        if not torch.is_inference_mode_enabled():
+            modes = self.partition.training, cell.batch.state.grad
+            self._mutating[modes] = mutated or self._mutating.get(modes, False)
         if mutated and given.aliased(written):
             raise RuntimeError(
                 f"{cell.where} modified in place a tensor whose memory others use as well (another "

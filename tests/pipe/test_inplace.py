@@ -274,3 +274,76 @@ def test_overlap_is_told_to_the_element():
     assert overlap(x[1].expand(3, 6), x[:2])
     assert not overlap(x, torch.zeros(4, 6))
     assert not overlap(x[:0], x)
+
+
+# --- without grad --------------------------------------------------------------------------------
+
+
+WITHOUT = pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+
+
+@WITHOUT
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("driver", [Pipe.forward, Pipe.eval_batch])
+def test_overlapping_inputs_are_refused_without_grad_as_well(driver, before, chunks, context):
+    layers = nn.Sequential(*(nn.Identity() for _ in range(before)), Do(write_first), nn.Identity())
+    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=chunks)
+    a = torch.arange(16.0).reshape(4, 4)
+    for _ in range(2):
+        with context(), pytest.raises(RuntimeError, match="whose memory others use"):
+            driver(pipe, (a, a.T))
+        with context():
+            output = driver(pipe, (a.clone(), a.T))
+        torch.testing.assert_close(output, 2 * a + a.T)
+
+
+@WITHOUT
+def test_a_target_that_the_input_overlaps_is_refused_without_grad_as_well(context):
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Identity())
+    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=2)
+    x = torch.randn(4, 3)
+    with context(), pytest.raises(RuntimeError, match="whose memory others use"):
+        pipe.eval_batch(x, x, loss_fn=nn.functional.mse_loss)
+
+
+@WITHOUT
+def test_overlapping_inputs_are_fine_without_grad_where_nobody_writes(context):
+    pipe = Pipe(nn.Sequential(Do(sum), nn.Identity()), [1, 1], devices=DEVICES[1], chunks=2)
+    a = torch.full((4, 4), torch.nan)
+    with context():
+        assert pipe((a, a.T)).isnan().all()
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("driver", [Pipe.forward, Pipe.eval_batch])
+def test_what_the_caller_gave_stays_as_it_was_without_grad(driver, before):
+    layers = nn.Sequential(*(nn.Flatten() for _ in range(before)), nn.ReLU(inplace=True))
+    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=2)
+    x = torch.randn(4, 3, requires_grad=True)
+    given = x.detach().clone()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(driver(pipe, x), given.relu())
+            assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_layer_that_writes_in_some_modes_only(checkpoint):
+    class Sometimes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and torch.is_grad_enabled():
+                x.mul_(2)
+            return super().forward(x)
+
+    layers = nn.Sequential(Sometimes(3, 3), nn.Linear(3, 3))
+    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3)
+    given = x.clone()
+    for _ in range(2):
+        pipe.eval_batch(x)
+        pipe.eval()(x)
+        with torch.no_grad():
+            pipe.train()(x)
+        torch.testing.assert_close(pipe(x), layers(given.clone()))
+        assert torch.equal(x, given)

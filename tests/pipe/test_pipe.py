@@ -154,6 +154,11 @@ class OwnForward(nn.Sequential):
         return super().forward(input) + 1
 
 
+class OwnCall(nn.Sequential):
+    def __call__(self, input: Any) -> Any:
+        return super().__call__(input) + 1
+
+
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), None])
 def test_what_is_not_a_sequential_is_refused_with_its_type(module: Any) -> None:
     with pytest.raises(TypeError, match=rf"nn\.Sequential.*not {type(module).__name__}"):
@@ -163,6 +168,8 @@ def test_what_is_not_a_sequential_is_refused_with_its_type(module: Any) -> None:
 def test_a_sequential_with_its_own_forward_is_refused() -> None:
     with pytest.raises(TypeError, match=r"OwnForward.*forward of its own"):
         Pipe(OwnForward(nn.Linear(2, 2)), [1])
+    with pytest.raises(TypeError, match=r"OwnCall.*__call__ of its own"):
+        Pipe(OwnCall(nn.Linear(2, 2)), [1])
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,49 @@ def of_an_instance() -> Pipe:
     return pipe
 
 
-@pytest.mark.parametrize("made", [of_a_subclass, of_an_instance])
+class CalledTwice(Pipe):
+    """One that is called in another way."""
+
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+class ImplementedTwice(Pipe):
+    """By the method that PyTorch's tools override."""
+
+    def _call_impl(self, *args):
+        return 2 * super()._call_impl(*args)
+
+
+def called() -> Pipe:
+    return CalledTwice(layers(), [1] * 4, devices=FOUR)
+
+
+def implemented() -> Pipe:
+    return ImplementedTwice(layers(), [1] * 4, devices=FOUR)
+
+
+def implemented_by_an_instance() -> Pipe:
+    pipe = Pipe(layers(), [1] * 4, devices=FOUR)
+    call = pipe._call_impl
+    pipe._call_impl = lambda *args: 2 * call(*args)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("made", "method"),
+    [
+        (of_a_subclass, "forward"),
+        (of_an_instance, "forward"),
+        (called, "__call__"),
+        (implemented, "_call_impl"),
+        (implemented_by_an_instance, "_call_impl"),
+    ],
+)
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_forward_of_its_own_is_refused_where_it_would_not_run(made, call):
+def test_a_forward_of_its_own_is_refused_where_it_would_not_run(made, method, call):
     pipe = made()
-    with pytest.raises(RuntimeError, match=r"has a forward of its own.*pipe\(x\)"):
+    with pytest.raises(RuntimeError, match=rf"has a {method} of its own.*pipe\(x\)"):
         getattr(pipe, call)(X, TARGET, loss_fn=F.mse_loss)
     assert torch.equal(pipe(X), 2 * pipe[:](X))
 

@@ -108,6 +108,28 @@ def test_torch_script_may_be_recomputed_from_its_first_run_on(chunks):
         torch.testing.assert_close([p.grad for p in pipe.parameters()], ours)
 
 
+class Counts(nn.Module):
+    """Does something else each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            x = x * x.tanh()
+        return x
+
+
+def test_what_torch_script_hides_of_an_error_is_said():
+    layers = nn.Sequential(nn.Linear(4, 4), torch.jit.script(Counts()), nn.Linear(4, 4))
+    pipe = Pipe(layers, [1, 2], devices=["cpu:0", "cpu:1"], chunks=2, checkpoint="always")
+    loss = pipe(torch.randn(6, 4)).sum()
+    with pytest.raises(RuntimeError, match=r"stage 1 .* stored other tensors .*checkpoint='never'"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_weights_of_an_embedding_that_renorms_are_let_go(checkpoint):
     layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 2))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from syncpipe.objects import attributes_of
 from syncpipe.tree import described, objects_in, tensors_in
 
 __all__ = ["UnchangedObjects", "UnmodifiedTensors", "modified", "version_of", "versions"]
@@ -84,5 +85,5 @@ def _attributes(thing: Any) -> dict[str, tuple[Any, ...]]:
     """The attributes of an object (which keeps them alive), and what tells whether they changed."""
     return {
         name: (value, id(value), version_of(value) if isinstance(value, Tensor) else 0)
-        for name, value in vars(thing).items()
+        for name, value in attributes_of(thing).items()
     }

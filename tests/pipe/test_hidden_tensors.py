@@ -1,0 +1,239 @@
+"""Tensors in objects that no tree opens: refused where they would go whole to each micro-batch."""
+
+from __future__ import annotations
+
+import random
+from collections import UserDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+from torch.utils.data import DataLoader, TensorDataset
+
+from syncpipe import Pipe
+from syncpipe.microbatch import scatter
+from syncpipe.objects import hidden_tensor
+from tests.support.running import pipe_of
+
+
+class Holds:
+    """An object with attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class Fixed(Sequence):
+    """A sequence that nothing can be put into."""
+
+    def __init__(self, *items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, k: Any) -> Any:
+        return self._items[k]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Shut(Mapping):
+    """A mapping that nothing can be put into, and that must not be asked."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        raise AssertionError("asked")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("asked")
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def cyclic(x: Tensor) -> Holds:
+    """Objects that hold each other."""
+    outer = Holds(inner=Holds())
+    outer.inner.outer = outer
+    outer.inner.x = x
+    return outer
+
+
+@dataclass
+class Counted:
+    """A dataclass that computes something of its field once."""
+
+    x: Tensor
+
+    @cached_property
+    def signs(self) -> Tensor:
+        """Of the whole mini-batch, if it was asked for there."""
+        return self.x.sign()
+
+
+def asked(x: Tensor) -> Counted:
+    """One that was asked."""
+    made = Counted(x)
+    assert len(made.signs) == len(x)
+    return made
+
+
+def with_attribute(x: Tensor) -> UserDict:
+    """An entry that was set as an attribute by mistake."""
+    made = UserDict({"a": torch.zeros(len(x))})
+    made.labels = x
+    return made
+
+
+HIDDEN: dict[str, tuple[Any, str]] = {
+    "object in an object": (lambda x: Holds(inner=Holds(a=x)), ".inner.a"),
+    "dict in an object": (lambda x: Holds(inner={"a": x}), ".inner['a']"),
+    "three levels": (lambda x: Holds(b=[SimpleNamespace(c=(5, x))]), ".b[0].c[1]"),
+    "slots": (Slotted, ".inner"),
+    "slots in slots": (lambda x: Slotted(Slotted(x)), ".inner.inner"),
+    "immutable sequence": (Fixed, "._items[0]"),
+    "sequence in a sequence": (lambda x: Fixed(1, Fixed(x)), "._items[1]._items[0]"),
+    "immutable mapping": (lambda x: Shut(a=x), "._items['a']"),
+    "mapping proxy": (lambda x: Holds(inner=MappingProxyType({"a": x})), ".inner[...]['a']"),
+    "deque": (lambda x: Holds(last=deque([x])), ".last[0]"),
+    "set": (lambda x: Holds(all={x}), ".all[...]"),
+    "cycle": (cyclic, ".inner.x"),
+    "distribution": (lambda x: Independent(Normal(x, 1.0), 1), ".base_dist.loc"),
+    "cached property": (asked, ".signs"),
+    "attribute of a mapping": (with_attribute, ".labels"),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+@pytest.mark.parametrize("at", ["input", "target"])
+def test_however_deep_it_is_refused_and_named(what, at):
+    make, where = HIDDEN[what]
+    x = torch.randn(4, 3)
+    thing = make(x)
+    pipe = pipe_of(nn.Sequential(nn.Identity(), nn.Identity()), chunks=2)
+    given = ((x, thing), x) if at == "input" else (x, thing)
+    with pytest.raises(TypeError, match=f"^{at}") as caught:
+        pipe.train_batch(*given, loss_fn=lambda y, target: y.sum())
+    for part in (f"type {type(thing).__name__}", f"at {where} ", "dict", "NoChunk", "chunks=2"):
+        assert part in str(caught.value)
+
+
+class Tokenizer:
+    """Is called, and has tables of its own."""
+
+    def __init__(self) -> None:
+        self.table, self.words = torch.arange(9), {str(k): k for k in range(1000)}
+
+    def __call__(self, text: str) -> Any:
+        return self.table
+
+
+def harmless() -> dict[str, Any]:
+    """Objects with tensors that are no part of a mini-batch."""
+    layer = nn.Linear(3, 3)
+    loader = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2, shuffle=True)
+    return {
+        "model": layer,
+        "parameters": list(layer.parameters()),
+        "loss": nn.CrossEntropyLoss(weight=torch.ones(3)),
+        "dataset": loader.dataset,
+        "loader": loader,
+        "batches": iter(loader),
+        "optimizer": torch.optim.Adam(layer.parameters()),
+        "tokenizer": Tokenizer(),
+        "function": lambda x: x + layer.weight,
+        "method": layer.forward,
+        "device": torch.device("cpu"),
+        "dtype": torch.float16,
+        "generator": torch.Generator(),
+        "random": random.Random(),
+        "number": torch.tensor(3.0),
+        "class": Tokenizer,
+        "module": torch,
+        "numbers": list(range(1000)),
+    }
+
+
+@pytest.mark.parametrize("what", harmless())
+def test_what_an_object_works_with_is_no_part_of_a_mini_batch(what):
+    thing = Holds(this=Holds(that=harmless()[what]), note="text")
+    x = torch.randn(4, 3)
+    pieces = scatter((x, thing), 2)
+    assert [piece[1] for piece in pieces] == [thing, thing]
+
+
+def test_entries_of_a_container_are_not_hidden():
+    class Encoding(UserDict):
+        pass
+
+    given = Encoding({"a": torch.ones(4), "b": {"c": [torch.ones(4)]}})
+    given.text = ["one", "two"]
+    assert scatter(given, 2)[1]["b"]["c"][0].shape == (2,)
+
+
+def test_more_objects_than_can_be_looked_at_are_given_up():
+    crowd: list[Any] = [[] for _ in range(40_000)]
+    many = Holds(crowd=crowd, other=Holds(x=torch.ones(3)))
+    assert hidden_tensor(many) == ".other.x"
+    many.other.x = None
+    crowd[20_000] = Holds(x=torch.ones(3))
+    assert hidden_tensor(many) is None
+
+
+# --- between stages ----------------------------------------------------------------------------
+
+
+class Wraps(nn.Linear):
+    """Returns its result in an object, or takes it out of one."""
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, Holds):
+            return super().forward(value.inner.x)
+        return Holds(inner=Holds(x=super().forward(value)))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_object_with_a_graph_between_workers_is_refused_for_what_it_is(checkpoint, chunks):
+    layers = nn.Sequential(Wraps(3, 3), Wraps(3, 3))
+    x = torch.randn(4, 3)
+    pipe = pipe_of(layers, checkpoint=checkpoint, chunks=chunks)
+    with pytest.raises(TypeError, match=r"Holds.* from stage 0 to stage 1.*\.inner\.x.*tuple"):
+        pipe.train_batch(x, loss_fn=lambda y: y.sum())
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe(x).sum().backward()  # one graph, which goes back in one thread
+    theirs = [p.grad for p in pipe.parameters()]
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0"] * 2, checkpoint=checkpoint, chunks=chunks)
+    pipe.zero_grad()
+    pipe.train_batch(x, loss_fn=lambda y: y.sum(), loss_reduction="sum")
+    for p, grad in zip(pipe.parameters(), theirs, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_object_with_tensors_that_need_no_gradient_goes_from_stage_to_stage(checkpoint):
+    class Masks(nn.Linear):
+        def forward(self, value: Any) -> Any:
+            x, thing = value
+            return super().forward(x) * thing.inner.x, thing
+
+    pipe = pipe_of(nn.Sequential(Masks(3, 3), Masks(3, 3)), checkpoint=checkpoint, chunks=1)
+    thing = Holds(inner=Holds(x=torch.randn(3), unused=nn.Parameter(torch.ones(3))))
+    loss = pipe.train_batch((torch.randn(4, 3), thing), loss_fn=lambda y: y[0].sum())
+    assert loss.isfinite()
