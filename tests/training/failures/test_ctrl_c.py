@@ -460,7 +460,7 @@ COMMON = """
     from torch import nn
     from torch.overrides import _get_current_function_mode_stack as stack
     from syncpipe import Pipe, inline
-    from tests.training.test_train_failures import Grads, numbered, mean
+    from tests.training.failures.test_ctrl_c import Grads, numbered, mean
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
