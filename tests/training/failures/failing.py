@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from tests.support.training import (
     RUNS,
-    Fails,
     assert_same_step,
-    numbered,
     orders_of,
     pipe_step,
     plain_step,
     schedule_of,
 )
+from tests.support.watched import Fails, numbered
 
 CHUNKS = 3
 

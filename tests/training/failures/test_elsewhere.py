@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tests.support.running import Do, pipe_of
-from tests.support.training import KINDS, RUNS, Fails, numbered
+from tests.support.training import KINDS, RUNS
+from tests.support.watched import Fails, numbered
 from tests.training.failures.failing import (
     CHUNKS,
     Grads,

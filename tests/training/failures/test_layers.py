@@ -13,7 +13,8 @@ from torch import nn
 
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.training import FOUR, KINDS, RUNS, Fails, any_schedule, device_of, numbered
+from tests.support.training import FOUR, KINDS, RUNS, any_schedule, device_of
+from tests.support.watched import Fails, numbered
 from tests.training.failures.failing import (
     CHUNKS,
     Grads,

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.conftest import our_threads
 from tests.support.running import Do, pipe_of
-from tests.support.training import numbered
+from tests.support.watched import numbered
 from tests.training.failures.failing import CHUNKS, assert_works, failing_pipe, mean
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
 from tests.support.running import Do, assert_same, pipe_of
-from tests.support.training import KINDS, RUNS, alive
+from tests.support.training import KINDS, RUNS
+from tests.support.watched import alive
 from tests.training.loss.whole import assert_trains_like, four, grads_of, whole
 
 

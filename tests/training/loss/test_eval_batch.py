@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from syncpipe import Pipe
 from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Dawdle, Do, pipe_of
-from tests.support.training import alive
+from tests.support.watched import alive
 from tests.training.loss.whole import four, grads_of, whole
 
 
