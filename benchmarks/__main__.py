@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import common, overhead
 from benchmarks.common import Part
-from benchmarks.papers import tables as paper_tables
+from benchmarks.papers import parts as paper_tables
 from benchmarks.papers.costs import PaperOptions
 from benchmarks.peers import parts as peers
 from benchmarks.peers.measure import PeerOptions

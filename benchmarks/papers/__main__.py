@@ -2,6 +2,6 @@
 
 import sys
 
-from benchmarks.papers.tables import main
+from benchmarks.papers.parts import main
 
 sys.exit(main())

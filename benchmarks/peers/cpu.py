@@ -16,10 +16,10 @@ from benchmarks.peers.check import Field, distance, gathered, outcome, tell, thr
 from benchmarks.peers.libraries import DISTRIBUTED, Task, ours, plain
 from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
 from benchmarks.peers.ranks import PeerRanks
+from benchmarks.ranks import SCHEDULES as THEIRS
+from benchmarks.ranks import missing as ranks_missing
 from benchmarks.schedules.model import mlp
 from benchmarks.schedules.overhead import linears
-from benchmarks.schedules.ranks import SCHEDULES as THEIRS
-from benchmarks.schedules.ranks import missing as ranks_missing
 from syncpipe.balance import balance_by_time
 from syncpipe.commands.demo_model import even_balance, layer_times, resnext
 

@@ -13,15 +13,15 @@ import torch
 from torch import distributed
 
 from benchmarks.peers.libraries import Task
+from benchmarks.ranks import RANKS, SCHEDULES, Ranks, live
 from benchmarks.schedules.model import gradients
-from benchmarks.schedules.ranks import RANKS, SCHEDULES, Ranks, live
 
 #: Makes the task, the same one in each process; a function at the top level of a module.
 Maker = Callable[..., Task]
 
 
 class PeerRanks(Ranks):
-    """As :class:`benchmarks.schedules.ranks.Ranks`, for any task.
+    """As :class:`benchmarks.ranks.Ranks`, for any task.
 
     Args:
         threads: intra-op threads of each process.

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.common import Part, Spread, number, rounds, timed
+from benchmarks.ranks import SCHEDULES as THEIRS
+from benchmarks.ranks import Ranks, missing
 from benchmarks.schedules.ideal import DEVICES
 from benchmarks.schedules.ideal import SCHEDULES as OURS
 from benchmarks.schedules.model import Options, big, check
-from benchmarks.schedules.ranks import SCHEDULES as THEIRS
-from benchmarks.schedules.ranks import Ranks, missing
 
 
 def run(options: Options) -> Part:

@@ -1,4 +1,4 @@
-"""``benchmarks.papers.tables``: memory counted without values is that of real runs; the tables."""
+"""``benchmarks.papers.parts``: memory counted without values is that of real runs; the tables."""
 
 import json
 import sys
@@ -13,8 +13,8 @@ from benchmarks.models import PaperModel, amoebanetd, transformer, unet
 from benchmarks.models.resnet import resnet
 from benchmarks.papers import costs as paper_costs
 from benchmarks.papers import fake_storages
+from benchmarks.papers import parts as paper_tables
 from benchmarks.papers import speed as paper_speed
-from benchmarks.papers import tables as paper_tables
 from benchmarks.papers.costs import CUTS, WAYS, Measured, PaperOptions, Subject, step_time
 from benchmarks.papers.fake_memory import Effects, actual_peaks
 from benchmarks.papers.memory import Family, Setting, batch_and_loss, counted, largest
