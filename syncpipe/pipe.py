@@ -357,7 +357,7 @@ class Pipe(Partitioned):
         if (method := own_call(self, Pipe)) is not None:
             raise RuntimeError(
                 f"{type(self).__name__} has a {method} of its own, which train_batch and "
-                "eval_batch would not run: call pipe(x), or put what it does into layers and loss_fn"
+                "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
             )
         if data_iter is not None:
             if input is not None or target is not None:

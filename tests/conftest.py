@@ -46,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """What is there before the first test is not looked at again by the garbage collector.
+
+    PyTorch's and pytest's own objects are some hundred thousand. To go through them takes half a
+    second, which every test would pay that collects garbage, itself or in the check for threads.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def four_devices() -> list[torch.device]:
     """Four accelerators, real or simulated."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.accelerators.test_accelerators import LAYOUTS, WIDTH, model
+from tests.accelerators.four import LAYOUTS, WIDTH, model
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.accelerators.test_accelerators import (
+from tests.accelerators.four import (
     CHUNKS,
     LAYOUTS,
     assert_close,

@@ -8,7 +8,8 @@ import warnings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import check, drawn_case
+from tests.fuzz.cases import drawn_case
+from tests.fuzz.runs import check
 
 
 @settings(max_examples=150)

@@ -24,14 +24,13 @@ from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
 from syncpipe.tree import tensors_in
 from tests import simulated
-from tests.fuzz.cases import (
-    Call,
-    Case,
+from tests.fuzz.cases import Call, Case, drawn_case
+from tests.fuzz.command import by_hand
+from tests.fuzz.models import KINDS, leaves
+from tests.fuzz.runs import (
     NothingToTrain,
     Seen,
     batch,
-    by_hand,
-    drawn_case,
     loss_function,
     own_gradients,
     run_plain,
@@ -40,7 +39,6 @@ from tests.fuzz.cases import (
     step,
     target_of,
 )
-from tests.fuzz.models import KINDS, leaves
 from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]

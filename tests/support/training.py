@@ -1,10 +1,8 @@
-"""What the tests of ``train_batch`` share: schedules, the reference, layers that can be watched."""
+"""What the tests of ``train_batch`` share: schedules, and the plain model as the reference."""
 
 from __future__ import annotations
 
 import random
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from syncpipe import Pipe, is_recomputing
+from syncpipe import Pipe
 from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.models import Result, assert_same_tree
@@ -284,126 +282,3 @@ def weigh(output: Any, target: Any = None) -> Tensor:
     ]
     loss = sum(terms[1:], terms[0])
     return loss if target is None else loss * target["scale"].mean()
-
-
-# --- layers that can be watched, and that fail ---------------------------------------------------
-
-
-class Watched(nn.Module):
-    """Makes an activation that its Linear stores for backward, and remembers it weakly.
-
-    Attributes:
-        made: for each forward the activation.
-        given: for each forward the input, where it is a tensor of its own.
-        counts: how many activations were alive at each forward, the new one included.
-        inputs: how many inputs were, at each forward.
-        sent: for each backward the gradient that it hands on.
-        grads: how many of these were alive at each backward, the new one included.
-    """
-
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.forget()
-
-    def forget(self) -> None:
-        """Begins to count anew."""
-        self.made: list[weakref.ref[Any]] = []
-        self.given: list[weakref.ref[Any]] = []
-        self.counts: list[int] = []
-        self.inputs: list[int] = []
-        self.sent: list[weakref.ref[Any]] = []
-        self.grads: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        activation = Double.apply(x, self)
-        self.made.append(weakref.ref(activation.untyped_storage()))
-        if not is_recomputing():
-            self.given.append(weakref.ref(x.untyped_storage()))
-            self.inputs.append(alive(self.given))
-        self.counts.append(alive(self.made))
-        result: Tensor = self.linear(activation)
-        return result
-
-
-class Double(torch.autograd.Function):
-    """Twice the input, which it stores for no reason."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Watched) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = weakref.ref(layer)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        assert x.shape == grad.shape
-        result = grad * 2
-        layer = ctx.layer()
-        layer.sent.append(weakref.ref(result.untyped_storage()))
-        layer.grads.append(alive(layer.sent))
-        return result, None
-
-
-def alive(references: list[weakref.ref[Any]]) -> int:
-    """How many of them still refer to something."""
-    return sum(reference() is not None for reference in references)
-
-
-class Fails(nn.Module):
-    """Scales; raises ``error`` in a phase of a micro-batch (which its input's first value names).
-
-    Attributes:
-        error: what to raise; None for nothing.
-        phase: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"hook"`` (of the parameter).
-        i: the micro-batch.
-        threads: those that it ran on.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
-        hook = weakref.WeakMethod(self._hook)  # or the parameter would keep the layer alive
-        self.weight.register_hook(lambda grad: hook()(grad))  # type: ignore[misc]
-        self.error: BaseException | None = None
-        self.phase, self.i = "", -1
-        self.threads: set[threading.Thread] = set()
-        self._going_back = -1
-
-    def act(self, phase: str, i: int) -> None:
-        """Something happens to a micro-batch."""
-        self.threads.add(threading.current_thread())
-        if self.error is not None and (phase, i) == (self.phase, self.i):
-            error, self.error = self.error, None  # once; and nothing of it stays here
-            raise error  # the line of the layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        i = int(x.detach()[0, 0])
-        self.act("recompute" if is_recomputing() else "forward", i)
-        scaled = torch.cat([x[:, :1], x[:, 1:] * self.weight.tanh()], 1)
-        result: Tensor = _Back.apply(scaled, self, i)
-        return result
-
-    def _hook(self, grad: Tensor) -> None:
-        self.act("hook", self._going_back)
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Fails, i: int) -> Tensor:
-        ctx.layer, ctx.i = layer, i
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.layer._going_back = ctx.i
-        ctx.layer.act("backward", ctx.i)
-        return grad, None, None
-
-
-def numbered(chunks: int, rows: int = 2) -> Tensor:
-    """A mini-batch whose first column says which micro-batch a sample is in."""
-    x = torch.randn(rows * chunks, 5)
-    x[:, 0] = torch.arange(chunks).repeat_interleave(rows)
-    return x

@@ -17,15 +17,8 @@ from syncpipe.skip import pop, skippable, stash
 from tests.conftest import our_threads
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, pipe_of
-from tests.support.training import (
-    FOUR,
-    KINDS,
-    RUNS,
-    Watched,
-    alive,
-    any_schedule,
-    schedule_of,
-)
+from tests.support.training import FOUR, KINDS, RUNS, any_schedule, schedule_of
+from tests.support.watched import Watched, alive
 
 CHUNKS = 10
 

@@ -1,0 +1,164 @@
+"""Layers that are hard on a pipe: each takes a tensor, or the dict that Fork or Twice makes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import CHANNELS, LENGTH, on_x
+
+
+class Do(nn.Module):
+    """Calls a function that may use leaves of its own, which no module knows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return on_x(self.function, value)
+
+
+def near(leaf: Tensor, x: Tensor) -> Tensor:
+    """A leaf where the layer is; a pipe moves only those that it knows."""
+    return leaf if leaf.device == x.device else leaf.to(x.device)
+
+
+class Hidden(nn.Module):
+    """Parameters in a plain list, used whole and by views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.randn(CHANNELS * LENGTH)), nn.Parameter(torch.ones(1))]
+
+    def forward(self, value: Any) -> Any:
+        def add(x: Tensor) -> Tensor:
+            bias, scale = (near(weight, x) for weight in self.weights)
+            return x * scale + bias.view(1, CHANNELS, LENGTH)
+
+        return on_x(add, value)
+
+
+def closure() -> nn.Module:
+    """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
+    leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
+    layer = Do(lambda x: x + near(leaf, x).view(1, CHANNELS, LENGTH))
+    layer.leaf = lambda: leaf
+    return layer
+
+
+class ParameterViews(nn.Module):
+    """Adds and multiplies by views of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH, CHANNELS + 1))
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x * self.weight[:, 0] + self.weight[:, 1:].t(), value)
+
+
+class Checkpointed(nn.Module):
+    """A layer that re-materializes a part of itself."""
+
+    def __init__(self, *, reentrant: bool, dropout: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(LENGTH, LENGTH), nn.Tanh())
+        if dropout:
+            self.inner.append(nn.Dropout(0.4))
+        self.reentrant = reentrant
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant), value)
+
+
+class Embed(nn.Module):
+    """Adds what an embedding has for the signs of the input."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, LENGTH, max_norm=max_norm)
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x + self.table((x.detach()[..., 0] > 0).long()), value)
+
+
+class TensorHook(nn.Module):
+    """Changes the gradient of an activation of its own."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, value: Any) -> Any:
+        def hooked(x: Tensor) -> Tensor:
+            y = x * 1.5
+            if y.requires_grad:
+                y.register_hook(self.hook)
+            return y
+
+        return on_x(hooked, value)
+
+
+class Residual(nn.Module):
+    """Uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, value: Any) -> Any:
+        return on_x(lambda x: x + torch.tanh(self.linear(x)), value)
+
+
+class Twice(nn.Module):
+    """From a tensor to a tree that has it twice."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x, "again": x}
+
+
+class Meet(nn.Module):
+    """From the tree of Twice back to a tensor."""
+
+    def forward(self, tree: dict[str, Any]) -> Tensor:
+        return tree["x"] - tree["again"] * 0.5
+
+
+class ForkRng(nn.Module):
+    """Draws from the global generator, and puts it back."""
+
+    def forward(self, value: Any) -> Any:
+        def scaled(x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(7)
+                return x * torch.rand(LENGTH).to(x)
+
+        return on_x(scaled, value)
+
+
+class Dawdle(nn.Module):
+    """Takes a different, short time at each call, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delays = random.Random(0)
+
+    def wait(self, *_: Any) -> None:
+        time.sleep(self.delays.random() * 4e-4)
+
+    def forward(self, value: Any) -> Any:
+        def late(x: Tensor) -> Tensor:
+            self.wait()
+            y = x * 1.0
+            if y.requires_grad:
+                y.register_hook(self.wait)
+            return y
+
+        return on_x(late, value)

@@ -1,0 +1,296 @@
+"""A case is run beside the plain model: what they compute has to be the same.
+
+Models without random layers have to equal the plain model, fed micro-batch by micro-batch in the
+same order, to the last bit (to rounding where README's Limits say so). Those with random layers
+have to equal themselves under ``syncpipe.inline()`` with the same seed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from syncpipe import Pipe, inline
+from syncpipe.schedules import build
+from syncpipe.schedules.schedule import Schedule
+from tests.fuzz.cases import Call, Case
+from tests.fuzz.models import leaves
+from tests.support.models import CHANNELS, LENGTH, concatenate, loss_of
+from tests.support.training import orders_of, weigh
+
+
+def batch(size: int, k: int, requires_grad: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mini-batch, the same for the same numbers."""
+    generator = torch.Generator().manual_seed(100 * size + k)
+    x = torch.randn(size, CHANNELS, LENGTH, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_(requires_grad)
+
+
+def target_of(x: Tensor) -> dict[str, Tensor]:
+    """A target for a mini-batch or micro-batch."""
+    return {"scale": 0.5 + x.detach()[:, 0, 0].abs().to("cpu", copy=True)}
+
+
+@dataclass
+class Seen:
+    """All that one can see of a call."""
+
+    loss: Any
+    output: Any
+    input_grads: list[Tensor | None]
+    grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def seen(loss: Any, output: Any, inputs: list[Tensor], module: nn.Module) -> Seen:
+    """What a call left behind, as it is now."""
+
+    def copied(tensor: Any) -> Any:
+        return tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor
+
+    return Seen(
+        copied(loss),
+        pytree.tree_map(copied, output),
+        [copied(x.grad) for x in inputs],
+        {name: copied(leaf.grad) for name, leaf in leaves(module).items()},
+        {name: copied(buffer) for name, buffer in module.named_buffers()},
+    )
+
+
+def loss_function(kind: str) -> Any:
+    """A loss, with its weight if it has one."""
+    if kind != "weighted":
+        return weigh
+    return lambda output, target: (weigh(output, target), len(target["scale"]) + 0.5)
+
+
+def autocast(call: Call) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if call.autocast else nullcontext()
+
+
+# --- the pipe, and the plain model ---------------------------------------------------------------
+
+
+def run_pipe(pipe: Pipe, call: Call, k: int, input_grad: bool, copied: bool) -> Seen:
+    """A call of a pipe."""
+    xs = [batch(size, k + i, input_grad) for i, size in enumerate(call.sizes)]
+    # PyTorch refuses to write into leaves, and so into views of them.
+    given = [x.clone() if copied else x for x in xs]
+    options = {"loss_fn": loss_function(call.loss), "schedule": call.schedule}
+    reduction = "sum" if call.loss == "sum" else "mean"
+    loss = output = None
+    with autocast(call):
+        if call.driver == "forward":
+            output = pipe(given[0])
+            loss = loss_of(output)
+        elif call.driver == "no_grad":
+            with torch.no_grad():
+                output = pipe(given[0])
+        elif call.driver == "eval":
+            del options["schedule"]
+            loss = pipe.eval_batch(given[0], target_of(xs[0]), loss_reduction=reduction, **options)
+        else:
+            pairs = [(x, target_of(x)) for x in given]
+            source = {"data_iter": iter(pairs)} if call.driver == "iterator" else {}
+            loss, output = pipe.train_batch(
+                *(() if source else pairs[0]),
+                **source,
+                loss_reduction=reduction,
+                return_outputs=True,
+                **options,
+            )
+    if call.driver == "forward" and loss is not None:
+        loss.backward()
+    return seen(loss, output, xs, pipe)
+
+
+class Aligned(torch.autograd.Function):
+    """A copy whose memory is aligned as the original's is, which can decide the last bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        memory = torch.empty(x.numel() * x.itemsize + 64, dtype=torch.uint8)
+        begin = (x.data_ptr() - memory.data_ptr()) % 64
+        there = x.new_empty(0).set_(
+            memory.untyped_storage(), begin // x.itemsize, x.shape, x.stride()
+        )
+        return there.copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class NothingToTrain(Exception):
+    """No loss of the plain model has a graph."""
+
+
+def run_plain(
+    case: Case,
+    model: nn.Sequential,
+    call: Call,
+    k: int,
+    schedule: Schedule | None,
+    dtype: torch.dtype = torch.float32,
+) -> Seen:
+    """The same call of the plain model, micro-batch by micro-batch."""
+    xs = [batch(size, k + i, case.input_grad, dtype) for i, size in enumerate(call.sizes)]
+    whole = [piece for x in xs for piece in x.chunk(case.chunks if len(xs) == 1 else 1)]
+    if call.driver == "train":
+        # Each micro-batch has a graph of its own, which begins at the same memory.
+        whole = [piece.data.requires_grad_(case.input_grad) for piece in whole]
+    pieces = [Aligned.apply(p) if case.model.begins_in_place else p for p in whole]
+    trains = call.driver in ("forward", "train", "iterator")
+    model.train(call.driver != "eval")
+    outputs, losses = [], []
+    with autocast(call), torch.set_grad_enabled(trains):
+        for piece in pieces:
+            outputs.append(model(piece))
+        if call.driver == "forward":
+            output = joined(outputs)
+            loss = loss_of(output)
+        elif call.driver != "no_grad":
+            for y, piece in zip(outputs, whole, strict=True):
+                losses.append(weigh(y, target_of(piece)))
+    if call.driver == "no_grad":
+        with torch.no_grad():
+            return seen(None, joined(outputs), xs, model)
+    if call.driver == "forward":
+        if loss is not None:
+            loss.backward()
+        return seen(loss, output, xs, model)
+    shares = shared(call, losses, [len(piece) for piece in whole])
+    if call.driver == "eval":
+        model.train()
+        return seen(sum(shares[1:], shares[0]), None, xs, model)
+    assert schedule is not None
+    if not any(share.requires_grad for share in shares):
+        raise NothingToTrain
+    for i in orders_of(schedule)[0]:
+        shares[i].backward()
+        own_gradients(model)
+    if call.driver == "train" and case.input_grad and any(p.grad is not None for p in whole):
+        xs[0].grad = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
+    loss = sum([share.detach() for share in shares[1:]], shares[0].detach())
+    return seen(loss, joined(outputs), xs, model)
+
+
+def joined(outputs: list[Any]) -> Any:
+    """The output of the mini-batch; of one micro-batch it keeps its strides."""
+    return concatenate(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def shared(call: Call, losses: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """What each micro-batch contributes to the loss."""
+    if call.loss == "sum":
+        return losses
+    weights = [size + 0.5 if call.loss == "weighted" else size for size in sizes]
+    return [loss * (weight / sum(weights)) for loss, weight in zip(losses, weights, strict=True)]
+
+
+def check(case: Case) -> None:
+    """Runs a case.
+
+    Raises:
+        AssertionError: something is not as it has to be.
+    """
+    pipe = case.pipe()
+    other = case.pipe() if case.model.draws else case.model.build()
+    entering = case.input_grad, case.model.begins_in_place
+    exact = True
+    for k, call in enumerate(case.calls):
+        if call.zero or not exact:
+            exact = True
+            for module in (pipe, other):
+                for leaf in leaves(module).values():
+                    leaf.grad = None
+        schedule = schedule_of(pipe, call)
+        try:
+            torch.manual_seed(k)
+            with inline() if case.by_hand and not case.model.draws else nullcontext():
+                actual = run_pipe(pipe, call, k, *entering)
+        except RuntimeError as error:
+            if "there is nothing to train" not in str(error):
+                raise
+            with pytest.raises(NothingToTrain):
+                run_plain(case, case.model.build(), call, k, schedule)
+            return
+        torch.manual_seed(k)
+        if case.model.draws:
+            with inline():
+                expected = run_pipe(other, call, k, *entering)
+            rounded: set[str] = set()
+        else:
+            expected = run_plain(case, other, call, k, schedule)
+            rounded = to_rounding(call, schedule)
+        compare(actual, expected, rounded, f"call {k}", 0.1 if call.autocast else 1e-4)
+        exact = not rounded
+        for module in (pipe, other):
+            own_gradients(module)
+            if exact:
+                step(module)
+
+
+def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
+    """What a call runs, if it trains."""
+    if call.driver not in ("train", "iterator"):
+        return None
+    m = len(call.sizes)
+    if call.driver == "train":
+        m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
+    workers = list(dict.fromkeys(pipe._workers))
+    return build(call.schedule, m, [workers.index(worker) for worker in pipe._workers])
+
+
+def to_rounding(call: Call, schedule: Schedule | None) -> set[str]:
+    """What is equal to rounding only, as README's Limits say."""
+    if schedule is None:
+        return set()
+    rounded = set()
+    if call.loss == "weighted" or (len(set(call.sizes)) > 1 and call.loss == "mean"):
+        rounded |= {"grads", "input_grads", "loss"}
+    if schedule.splits:
+        rounded |= {"grads"}
+    return rounded
+
+
+def own_gradients(module: nn.Module) -> None:
+    """Gives each leaf memory of its own for its gradient.
+
+    By themselves two leaves can have one memory there, and the next micro-batch is added twice: a
+    bug of PyTorch's, which the pipe does not have.
+    """
+    for leaf in leaves(module).values():
+        leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+
+
+@torch.no_grad()
+def step(module: nn.Module) -> None:
+    """A step of an optimizer."""
+    for leaf in leaves(module).values():
+        if leaf.grad is not None:
+            leaf.sub_(leaf.grad.clamp(-1, 1), alpha=0.05)
+
+
+def compare(actual: Seen, expected: Seen, rounded: set[str], where: str, atol: float) -> None:
+    """Equality to the last bit; of what is in ``rounded``, to rounding."""
+    for what in ("loss", "output", "buffers", "input_grads", "grads"):
+        ours, spec = pytree.tree_flatten(getattr(actual, what))
+        theirs, other_spec = pytree.tree_flatten(getattr(expected, what))
+        assert spec == other_spec, f"{where}, {what}: {spec} instead of {other_spec}"
+        names = pytree.tree_leaves_with_path(getattr(expected, what), is_leaf=lambda v: v is None)
+        for (path, _), a, b in zip(names, ours, theirs, strict=True):
+            name = f"{where}, {what}{pytree.keystr(path)}"
+            if not isinstance(b, Tensor) or not isinstance(a, Tensor):
+                assert a is b or a == b, f"{name}: {a} instead of {b}"
+            elif what in rounded:
+                assert torch.allclose(a, b, rtol=atol, atol=atol), f"{name}: {a}\ninstead of\n{b}"
+            else:
+                same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+                assert same or (a.isnan() | (a == b)).all(), f"{name}: {a}\ninstead of\n{b}"

@@ -1,0 +1,78 @@
+"""A pipe that fails where it is told to, and what ``.grad`` was before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe import Pipe
+from tests.support.training import (
+    RUNS,
+    assert_same_step,
+    orders_of,
+    pipe_step,
+    plain_step,
+    schedule_of,
+)
+from tests.support.watched import Fails, numbered
+
+CHUNKS = 3
+
+
+class Odd(BaseException):
+    """Not even an Exception, and not to be built again from its arguments."""
+
+    def __init__(self, a, b):
+        super().__init__("odd")
+        self.pair = (a, b)
+
+
+def failing_pipe(run: str, checkpoint: str = "always") -> Pipe:
+    layers = nn.Sequential(*(Fails() for _ in range(4)))
+    return Pipe(layers, [1] * 4, devices=RUNS[run][1], chunks=CHUNKS, checkpoint=checkpoint)
+
+
+class Grads:
+    """What ``.grad`` was; half of the parameters have one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        for parameter in self.parameters[::2]:
+            parameter.grad = torch.randn_like(parameter)
+        self.tensors = [p.grad for p in self.parameters]
+        self.values = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def unchanged(self) -> bool:
+        """The same tensors, with the same values; None where there was none."""
+        pairs = zip(self.parameters, self.tensors, self.values, strict=True)
+        return all(
+            p.grad is tensor and (value is None or torch.equal(p.grad, value))
+            for p, tensor, value in pairs
+        )
+
+
+def assert_works(pipe: Pipe, run: str) -> None:
+    """The next call is as if nothing had been."""
+    pipe.zero_grad()
+    plain = nn.Sequential(*(Fails() for _ in pipe))
+    plain.load_state_dict(pipe.state_dict())
+    x = numbered(CHUNKS).requires_grad_()
+    options = RUNS[run][0]
+    expected = plain_step(
+        plain,
+        x,
+        loss_fn=mean,
+        chunks=CHUNKS,
+        orders=orders_of(schedule_of(pipe, CHUNKS, **options)),
+        balance=[1] * 4,
+    )
+    actual = pipe_step(pipe, x, loss_fn=mean, **options)
+    assert_same_step(actual, expected, exact=run != "zb_h1")
+
+
+def mean(y: Tensor) -> Tensor:
+    return y.pow(2).mean()
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))

@@ -1,0 +1,155 @@
+"""``train_batch`` beside the loop written out, under schedules of all kinds."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from syncpipe import Pipe
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
+from tests.pipe.test_equivalence import batch
+from tests.support.models import CHECKPOINT_MODES, Spec, assert_same_tree
+from tests.support.running import Do, assert_same, pipe_of
+from tests.support.training import (
+    FOUR,
+    ROUND,
+    RUNS,
+    WHOLE,
+    any_schedule,
+    assert_same_step,
+    orders_of,
+    pipe_step,
+    plain_step,
+    weigh,
+)
+from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed input"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", RUNS)
+def test_loss_outputs_buffers_and_all_gradients_are_those_of_the_loop(run, checkpoint, leaf):
+    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
+    for _ in range(3):  # gradients accumulate
+        x, target = torch.randn(14, 6, requires_grad=True), torch.randn(14, 3)  # 3, 3, 3, 3, 2
+        ours = x.detach().clone().requires_grad_()
+        given = ours if leaf else ours * 1
+        expected = by_hand(plain, x, target, run)
+        loss, outputs = pipe.train_batch(
+            given, target, loss_fn=F.mse_loss, return_outputs=True, **RUNS[run][0]
+        )
+        assert_same([loss, outputs, ours.grad], [*expected, x.grad])
+        assert_same_state(pipe, plain, exact=run in WHOLE)
+        if run not in WHOLE:
+            plain.load_state_dict(pipe.state_dict())
+            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+                q.grad = p.grad.clone()
+
+
+@pytest.mark.parametrize("form", ["object", "path", "name of a file"])
+def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
+    # A schedule of nobody's: each stage takes micro-batches back in an order of its own.
+    schedule = any_schedule(5, (0, 1, 2, 3), seed=3, halves=False, in_order=True)
+    orders = orders_of(schedule)
+    assert len(set(map(tuple, orders))) > 1
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule))
+    given = {"object": schedule, "path": path, "name of a file": str(path)}[form]
+    x, plain, pipe = torch.randn(14, 6, requires_grad=True), model(), model_pipe("1f1b")
+    expected = plain_step(plain, x, loss_fn=weigh, chunks=5, orders=orders, balance=pipe.balance)
+    assert_same_step(pipe_step(pipe, x, loss_fn=weigh, schedule=given), expected)
+
+
+def test_one_f_one_b_is_what_one_gets():
+    alive, most = [0, 0], [0, 0]
+
+    class Back(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, j):
+            ctx.j = j
+            alive[j] += 1
+            most[j] = max(most[j], alive[j])
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            alive[ctx.j] -= 1
+            return grad, None
+
+    layers = [nn.Linear(3, 3), Do(lambda x: Back.apply(x, 0)), Do(lambda x: Back.apply(x, 1))]
+    pipe = pipe_of(nn.Sequential(*layers), [2, 1], chunks=8, checkpoint="never")
+    pipe.train_batch(torch.randn(8, 3), loss_fn=weigh)
+    assert most == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots", "message"),
+    [
+        ("1f2b", None, "did you mean '1f1b'"),
+        (gpipe(3, 4), None, "made for m=3, but here m=5"),
+        (one_f_one_b(5, 2), None, r"made for device_of=\(0, 1\)"),
+        ("gpipe", "textbook", "only schedule='1f1b' has slots, not 'gpipe'"),
+        ("1f1b", [1, 2, 2, 2], "wait for ever"),
+        (one_f_one_b, "textbook", "only schedule='1f1b' has slots, not one_f_one_b"),
+        (partial(one_f_one_b, slots=[2]), None, "1 numbers, but there are 4 stages"),
+        (lambda m, _: gpipe(m, 3), None, r"made for device_of=\(0, 1, 2\)"),
+        (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
+        (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
+    pipe = model_pipe("1f1b")
+    with pytest.raises(ValueError, match=message):
+        pipe.train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=schedule, slots=slots)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_a_schedule_is_a_name_an_object_or_a_path():
+    with pytest.raises(TypeError, match="must be a name, a Schedule, the path"):
+        model_pipe("1f1b").train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=3)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b"])
+def test_every_way_to_cut_five_layers_gives_the_same_result(run, checkpoint):
+    spec = Spec(("linear", "send", "norm", "inplace", "receive"))
+    x = batch(6, True)
+    for bits in range(16):
+        edges = [0, *[k + 1 for k in range(4) if bits >> k & 1], 5]
+        balance = [b - a for a, b in pairwise(edges)]
+        pipe, plain = Pipe(spec.build(), balance, chunks=3, checkpoint=checkpoint), spec.build()
+        orders = [[2, 1, 0] if run == "gpipe" else [0, 1, 2]] * len(balance)
+        for _ in range(2):
+            expected = plain_step(plain, x, loss_fn=weigh, chunks=3, orders=orders, balance=balance)
+            assert_same_step(pipe_step(pipe, x, loss_fn=weigh, schedule=run), expected)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "interleaved"])
+def test_a_whole_training_gives_the_parameters_of_the_loop(run, checkpoint):
+    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (plain, pipe)]
+    for _ in range(10):
+        x, target = torch.randn(10, 6), torch.randn(10, 3)
+        by_hand(plain, x, target, run)
+        pipe.train_batch(x, target, loss_fn=F.mse_loss, **RUNS[run][0])
+        for module, optimizer in zip((plain, pipe), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_tree(dict(pipe.state_dict()), dict(plain.state_dict()), "state")
+
+
+def test_interleaved_stages_need_their_devices():
+    pipe = Pipe(model(), [2, 2, 1, 1], devices=FOUR, chunks=4)
+    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
+    pipe.devices = ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+    with pytest.raises(ValueError, match="go round the devices"):
+        pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
+    pipe.devices = ROUND
+    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
