@@ -175,7 +175,9 @@ def _train(demo: Demo, epochs: int) -> None:
         optimizer, max_lr=PEAK_LEARNING_RATE, total_steps=steps
     )
     begin, accuracy, watched = time.perf_counter(), 0.0, sys.stdout.isatty()
-    with tqdm(total=steps, file=sys.stdout, disable=not watched, ncols=WIDTH, unit="step") as bar:
+    # (With sizes of its own: some terminals say that they have no rows, and would get no bar.)
+    options = {"file": sys.stdout, "disable": not watched, "ncols": WIDTH, "nrows": 24}
+    with tqdm(total=steps, unit="step", **options) as bar:
         for epoch in range(1, epochs + 1):
             for images, labels in batches(digits):
                 optimizer.zero_grad()
