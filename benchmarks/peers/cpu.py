@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Part
 from benchmarks.models.gpt2 import gpt2_small
+from benchmarks.models.small_resnext import even_balance, layer_times, resnext
 from benchmarks.peers.check import Field, distance, gathered, outcome, tell, threads_seen, too_far
 from benchmarks.peers.libraries import DISTRIBUTED, Task, ours, plain
 from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
@@ -21,7 +22,6 @@ from benchmarks.schedules.overhead import linears
 from benchmarks.schedules.ranks import SCHEDULES as THEIRS
 from benchmarks.schedules.ranks import missing as ranks_missing
 from syncpipe.balance import balance_by_time
-from syncpipe.commands.demo_model import even_balance, layer_times, resnext
 
 PARTITIONS = 2
 MODES = ("never", "always")

@@ -8,7 +8,6 @@ import argparse
 import copy
 import os
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,18 +22,18 @@ import syncpipe
 from syncpipe import Pipe, Plan
 from syncpipe.balance.profile import in_bytes
 from syncpipe.commands.demo_check import compare, plain_step
-from syncpipe.commands.demo_data import BATCH_SIZE, Digits, batches, load_digits
+from syncpipe.commands.demo_data import BATCH_SIZE, Digits, load_digits
 from syncpipe.commands.demo_gain import held, median_times, threads
 from syncpipe.commands.demo_model import BLOCKS, MOST_STAGES, crossing_skips, resnet
 from syncpipe.commands.demo_options import accelerators, default_devices
+from syncpipe.commands.demo_training import train
 from syncpipe.planner.report.rivals import duration
 from syncpipe.timeline import save_comparison
 
 __all__ = ["run"]
 
-PEAK_LEARNING_RATE = 5e-3
 #: Images in the step that is planned and timed: a mini-batch of the training leaves a GPU idle.
-ACCELERATOR_BATCH = 4096
+ACCELERATOR_BATCH = 16_384
 PLAN_SECONDS = 2.0
 TIMED_SECONDS = 3.0
 TRACED_STEPS = 5
@@ -89,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     with threads(len(devices) if devices[0].type == "cpu" else all_threads):
         demo = _plan(args, digits, devices, len(given), all_threads)
         equal = _check(demo)
-        _train(demo, args.epochs)
+        _say("\n3. The training, by train_batch")
+        train(demo.pipe, digits, args.epochs)
         speed_up = _gain(demo)
         _draw(demo, args.picture)
     _close(demo, speed_up)
@@ -162,44 +162,6 @@ def _check(demo: Demo) -> bool:
     equal, verdict = compare(pipe, loss, plain, expected)
     _say(f"   {verdict}")
     return equal
-
-
-def _train(demo: Demo, epochs: int) -> None:
-    from tqdm import tqdm
-
-    _say("\n3. The training, by train_batch")
-    pipe, device, digits = demo.pipe, demo.devices[0], demo.digits
-    steps = epochs * (len(digits.train_labels) // BATCH_SIZE)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=PEAK_LEARNING_RATE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=PEAK_LEARNING_RATE, total_steps=steps
-    )
-    begin, accuracy, watched = time.perf_counter(), 0.0, sys.stdout.isatty()
-    # (With sizes of its own: some terminals say that they have no rows, and would get no bar.)
-    options = {"file": sys.stdout, "disable": not watched, "ncols": WIDTH, "nrows": 24}
-    with tqdm(total=steps, unit="step", **options) as bar:
-        for epoch in range(1, epochs + 1):
-            for images, labels in batches(digits):
-                optimizer.zero_grad()
-                loss = pipe.train_batch(images.to(device), labels, loss_fn=F.cross_entropy)
-                optimizer.step()
-                scheduler.step()
-                bar.update()
-            accuracy = _accuracy(pipe, digits)
-            told = f"epoch {epoch:2}: loss {loss.item():.3f}, test accuracy {accuracy:.1%}"
-            bar.set_description_str(f"   {told}")
-            if not watched:
-                _say(f"   {told}")
-    seconds = time.perf_counter() - begin
-    _say(
-        f"   it reads {accuracy:.1%} of {len(digits.test_labels)} new images, after {seconds:.1f} s"
-    )
-
-
-def _accuracy(pipe: Pipe, digits: Digits) -> float:
-    output = pipe.eval_batch(digits.test_images.to(pipe.devices[0]))
-    right = output.argmax(1).cpu() == digits.test_labels
-    return int(right.sum()) / len(right)
 
 
 def _gain(demo: Demo) -> float:

@@ -187,7 +187,7 @@ def test_a_wrong_first_step_is_noticed(
         return loss
 
     monkeypatch.setattr(demo, "plain_step", slightly_off)
-    for step in ("_train", "_draw", "_close"):
+    for step in ("train", "_draw", "_close"):
         monkeypatch.setattr(demo, step, lambda *_: None)
     monkeypatch.setattr(demo, "_gain", lambda *_: 1.0)
     assert main(["demo"]) == 1
@@ -201,7 +201,7 @@ def test_ctrl_c_is_no_traceback(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_train", interrupted)
+    monkeypatch.setattr(demo, "train", interrupted)
     assert main(["demo", "--devices", "cpu"]) == 130
     assert capsys.readouterr().err == "\npython -m syncpipe demo: interrupted\n"
 
