@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 
-DEMO = ["scikit-learn>=1.3", "tqdm>=4.60"]
+DEMO = ["scikit-learn>=1.3", "tqdm>=4.60", "matplotlib>=3.7"]
 # (Ninja builds the simulated devices of the tests.)
 TEST = [
     "pytest>=9.0",
@@ -32,6 +32,7 @@ setup(
     packages=find_packages(include=["syncpipe", "syncpipe.*"]),
     package_data={"syncpipe": ["py.typed"]},
     python_requires=">=3.11",
+    entry_points={"console_scripts": ["syncpipe = syncpipe.commands.main:main"]},
     install_requires=["torch>=2.9"],
     extras_require={
         "demo": DEMO,

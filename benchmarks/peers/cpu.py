@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Part, threads
 from benchmarks.models.gpt2 import gpt2_small
+from benchmarks.models.small_resnext import resnext
 from benchmarks.peers.check import Field, distance, gathered, outcome, tell, threads_seen, too_far
 from benchmarks.peers.libraries import DISTRIBUTED, Task, ours, plain
 from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
@@ -20,7 +21,6 @@ from benchmarks.ranks import missing as ranks_missing
 from benchmarks.schedules.model import mlp
 from benchmarks.schedules.overhead import linears
 from syncpipe.balance import balance_by_time
-from syncpipe.commands.demo_model import resnext
 
 PARTITIONS = 2
 MODES = ("never", "always")

@@ -1,264 +1,275 @@
-"""``python -m syncpipe demo``: train a small ResNeXt on handwritten digits through a pipe.
+"""Teaches a small ResNet to read handwritten digits through a pipe, on the devices at hand.
 
-The data are real and come with scikit-learn. The first step's gradients are compared with those of
-the plain model, and at the end a step is timed beside the plain model's.
+The data are real and come with scikit-learn. How to run it is planned, the first step is compared
+with the plain model's, and in the end a step is timed beside it, and drawn.
 """
 
 import argparse
 import copy
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from textwrap import fill, indent
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe import Pipe
-from syncpipe.commands.demo_model import (
-    MOST_PARTITIONS,
-    crossing_skips,
-    even_balance,
-    layer_times,
-    resnext,
-    synchronize,
-)
-from syncpipe.commands.demo_options import BATCH_SIZE, default_devices
+import syncpipe
+from syncpipe import Pipe, Plan
+from syncpipe.balance.profile import in_bytes
+from syncpipe.commands.demo_check import compare, plain_step
+from syncpipe.commands.demo_data import BATCH_SIZE, Digits, load_digits
+from syncpipe.commands.demo_gain import held, median_times, threads
+from syncpipe.commands.demo_model import BLOCKS, MOST_STAGES, crossing_skips, resnet
+from syncpipe.commands.demo_options import accelerators, default_devices
+from syncpipe.commands.demo_training import train
+from syncpipe.planner.report.rivals import duration
+from syncpipe.timeline import save_comparison
 
-PEAK_LEARNING_RATE = 3e-3
-TIMED_ROUNDS = 12
-# Relative to the largest gradient: an accelerator may sum in another order on another device.
-TOLERANCE = 1e-3
+__all__ = ["run"]
+
+#: Images in the step that is planned and timed: a mini-batch of the training leaves a GPU idle.
+ACCELERATOR_BATCH = 16_384
+PLAN_SECONDS = 2.0
+TIMED_SECONDS = 3.0
+TRACED_STEPS = 5
 MISSING = 'demo: {}; it needs scikit-learn and tqdm: pip install "syncpipe[demo]"'
-
-# From images to the output of a model, on the device where it ends.
-Forward = Callable[[Tensor], Tensor]
+NEXT = "Next: docs/guide.md wraps and trains your own model, docs/schedules.md reads the picture."
+WIDTH = 96
+NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 @dataclass(frozen=True)
-class Digits:
-    """Images of shape ``[N, 1, 8, 8]`` with values from 0 to 1, labels of shape ``[N]``."""
+class Demo:
+    """What the parts of the demo share.
 
-    train_images: Tensor
-    test_images: Tensor
-    train_labels: Tensor
-    test_labels: Tensor
+    Attributes:
+        digits: the data.
+        devices: one for each stage.
+        plan: how to run the model on them.
+        pipe: the model, run so.
+        plain: a copy of the model on the first device.
+        all_threads: as many intra-op threads as PyTorch takes where nobody says how many.
+    """
+
+    digits: Digits
+    devices: list[torch.device]
+    plan: Plan
+    pipe: Pipe
+    plain: nn.Sequential
+    all_threads: int
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.devices[0].type == "cpu"
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Returns:
-        0, or 1 where an extra is missing or the gradients are not the plain model's.
+        0, or 1 where an extra is missing or the first step is not the plain model's.
     """
     try:
         import tqdm  # noqa: F401  # asked for now, needed later
 
-        digits = _load_digits()
+        digits = load_digits()
     except ImportError as error:
         print(MISSING.format(error), file=sys.stderr)
         return 1
-
     torch.manual_seed(args.seed)
-    pipe, plain = _build(args, digits.train_images[:BATCH_SIZE])
-    size, per_epoch = len(digits.train_labels), len(digits.train_labels) // BATCH_SIZE
-    order = [b for _ in range(args.epochs) for b in _shuffled(size, per_epoch)]
-    equal = _train(pipe, plain, digits, order, per_epoch)
-
-    accuracy = _accuracy(pipe, digits.test_images, digits.test_labels)
-    print(f"Test accuracy: {accuracy:.1%} of {len(digits.test_labels)} images", flush=True)
-    _report_times(pipe, plain, digits)
+    given = args.devices or default_devices()
+    devices, all_threads = given[:MOST_STAGES], torch.get_num_threads()
+    # A pipe's CPU workers share out the threads of its caller: that makes one for each.
+    with threads(len(devices) if devices[0].type == "cpu" else all_threads):
+        demo = _plan(args, digits, devices, len(given), all_threads)
+        equal = _check(demo)
+        _say("\n3. The training, by train_batch")
+        train(demo.pipe, digits, args.epochs)
+        speed_up = _gain(demo)
+        _draw(demo, args.picture)
+    _close(demo, speed_up)
     return 0 if equal else 1
 
 
-def _load_digits() -> Digits:
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    data = load_digits()
-    images = torch.tensor(data.images / 16, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(data.target, dtype=torch.int64)
-    # The same split for every seed, so that accuracies can be compared.
-    train, test = train_test_split(
-        range(len(labels)), test_size=0.2, stratify=data.target, random_state=0
-    )
-    return Digits(images[train], images[test], labels[train], labels[test])
-
-
-def _build(args: argparse.Namespace, sample: Tensor) -> tuple[Pipe, nn.Sequential]:
-    """The pipe, and a copy of its model to compare with, on the pipe's first device."""
-    given: list[torch.device] = args.devices or default_devices()
-    devices = given[:MOST_PARTITIONS]
-    model = resnext()
+def _plan(
+    args: argparse.Namespace,
+    digits: Digits,
+    devices: list[torch.device],
+    given: int,
+    all_threads: int,
+) -> Demo:
+    n, on_cpu = len(devices), devices[0].type == "cpu"
+    _say(f"syncpipe {syncpipe.__version__}: a small ResNet learns to read handwritten digits")
+    _say("\n1. The plan, by syncpipe.plan, from what each layer takes here")
+    model = resnet()
     plain = copy.deepcopy(model).to(devices[0])
-    micro_batch = sample.chunk(args.chunks)[0].to(devices[0])
-    with _one_thread():
-        balance = even_balance(layer_times(plain, micro_batch), len(devices))
-    pipe = Pipe(model, balance, devices=devices, chunks=args.chunks, checkpoint=args.checkpoint)
-
-    parameters = sum(parameter.numel() for parameter in plain.parameters())
-    print(f"Model:      ResNeXt, {len(plain)} layers, {parameters:,} parameters")
-    print("Data:       scikit-learn's load_digits: real handwriting, 8x8 pixels")
-    print(f"Devices:    {', '.join(map(str, devices))}")
-    if len(given) > len(devices):
-        print(f"            (the first {len(devices)} of {len(given)}: one per residual block)")
-    print(f"Balance:    {balance} layers per partition, from the time that each layer takes")
-    print(
-        f"Skips:      {crossing_skips(balance)} of {MOST_PARTITIONS} residual connections cross "
-        "from one partition to another"
+    size = BATCH_SIZE if on_cpu else ACCELERATOR_BATCH
+    plan = syncpipe.plan(
+        model,
+        digits.many(size)[0],
+        devices=devices,
+        batch_size=size,
+        stages=n,
+        # More of them keep more of the devices busy, but BatchNorm wants a few images in each.
+        chunks=args.chunks or [8, 16],
+        timeout=PLAN_SECONDS,
+        progress=False,
     )
-    print(f"Chunks:     {args.chunks} micro-batches per mini-batch of {BATCH_SIZE}")
-    print(f"Checkpoint: {args.checkpoint}", flush=True)
-    return pipe, plain
+    pipe = Pipe(model, **plan.options(), devices=devices)
 
-
-def _train(
-    pipe: Pipe, plain: nn.Sequential, digits: Digits, order: list[Tensor], per_epoch: int
-) -> bool:
-    """Train on the batches in ``order``; True if the first gradients are the plain model's."""
-    from tqdm import tqdm
-
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=PEAK_LEARNING_RATE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=PEAK_LEARNING_RATE, total_steps=len(order)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    crossing = crossing_skips(plan.balance)
+    names = ", ".join(map(str, devices))
+    if given > n:
+        names += f" (the first {n} of {given}: the model is small)"
+    elif on_cpu and args.devices is None:
+        found = accelerators()
+        names += f" ({found[0]} is alone" if found else " (no accelerator here"
+        names += ": CPU workers of one thread each)"
+    alone = [rival.time for rival in plan.rivals if rival.name == "one device" and rival.time]
+    _say(
+        f"   model      {len(plain)} layers, {count:,} parameters, {len(BLOCKS)} skip connections: "
+        f"{crossing} from stage to stage"
     )
-    equal, right, summary = False, 0, ""
-    bar = tqdm(order, unit="step", disable=None)  # on a terminal only
-    for k, batch in enumerate(bar):
-        images, labels = digits.train_images[batch], digits.train_labels[batch]
-        optimizer.zero_grad()
-        with _one_thread() if k == 0 else nullcontext():
-            loss, output = _backward(partial(_by_pipe, pipe), images, labels)
-            if k == 0:
-                _backward(partial(_by_micro_batch, plain, pipe.chunks), images, labels)
-                equal, verdict = _compare_gradients(pipe, plain)
-                bar.write(f"First step: {verdict}")
-        optimizer.step()
-        scheduler.step()
+    _say(f"   devices    {names}")
+    _say(f"   balance    {plan.balance} layers")
+    _say(
+        f"   schedule   {NAMES[plan.schedule]}, {plan.chunks} micro-batches of "
+        f"{size // plan.chunks} images"
+    )
+    _say(
+        f"   predicted  {duration(plan.step_time)} a step, {plan.bubble:.1%} of it bubble"
+        + "".join(f"; {duration(time)} on one device" for time in alone)
+    )
+    return Demo(digits, devices, plan, pipe, plain, all_threads)
 
-        epoch, step = divmod(k, per_epoch)
-        right = _count_right(output, labels) + (right if step else 0)
-        summary = f"loss {loss.item():.3f}, accuracy {right / (step + 1) / BATCH_SIZE:.1%}"
-        bar.set_description_str(f"epoch {epoch + 1}", refresh=False)
-        bar.set_postfix_str(summary)
-    print(f"Training:   {summary} in the last epoch")
+
+def _check(demo: Demo) -> bool:
+    """Whether the first step has the loss and the gradients of the plain model's."""
+    _say("\n2. The check: a step of train_batch, and of the plain model on the same micro-batches")
+    pipe, plain, device = demo.pipe, demo.plain, demo.devices[0]
+    images, labels = (tensor.to(device) for tensor in demo.digits.many(BATCH_SIZE))
+    loss = pipe.train_batch(images, labels, loss_fn=F.cross_entropy)
+    last = demo.plan.simulation.schedule.actions[-1]
+    order = [action.i for action in last if action.kind == "backward"]
+    with threads(1):  # how many share a sum decides its last bit
+        expected = plain_step(plain, images, labels, pipe.chunks, order)
+    equal, verdict = compare(pipe, loss, plain, expected)
+    _say(f"   {verdict}")
     return equal
 
 
-def _shuffled(size: int, batches: int) -> Iterator[Tensor]:
-    """Indices of one epoch's mini-batches; the few images that fill no mini-batch sit it out."""
-    indices = torch.randperm(size)
-    for k in range(batches):
-        yield indices[k * BATCH_SIZE : (k + 1) * BATCH_SIZE]
+def _gain(demo: Demo) -> float:
+    """Measures what the pipe gains; returns how many times as fast as one device it is."""
+    pipe, plain, n, m = demo.pipe, demo.plain, len(demo.devices), demo.pipe.chunks
+    images, labels = (t.to(demo.devices[0]) for t in demo.digits.many(demo.plan.batch_size))
+    slots = demo.plan.slots
+    one = partial(_plain_step, plain, images, labels)
+    ways = {
+        "gpipe": partial(_pipe_step, pipe, images, labels, schedule="gpipe"),
+        "1f1b": partial(_pipe_step, pipe, images, labels, schedule="1f1b", slots=slots),
+    }
+    count = n if demo.on_cpu else demo.all_threads
+    steps: dict[str, Any] = {"plain": (1 if demo.on_cpu else count, one)}
+    steps.update({name: (count, way) for name, way in ways.items()})
+    if demo.on_cpu:
+        steps["all threads"] = (demo.all_threads, one)
+    times, rounds = median_times(steps, demo.devices, TIMED_SECONDS)
+    memory = {"plain": held(one, [plain], demo.devices[:1])}
+    memory |= {name: held(way, pipe.partitions, demo.devices) for name, way in ways.items()}
+
+    what = "stored activations" if demo.on_cpu else "activations"
+    _say(f"\n4. The gain: forward and backward of {len(labels)} images, median of {rounds} rounds")
+    _say("   memory: parameters, gradients and " + what + ", on the device that holds most")
+    _say(f"   {'':24}{'time':>10}{'speed-up':>12}{'memory':>12}")
+    for name, title in {
+        "plain": "plain model, 1 device",
+        "gpipe": f"GPipe, {_devices(n)}",
+        "1f1b": f"1F1B, {_devices(n)}",
+    }.items():
+        speed_up = times["plain"] / times[name]
+        _say(
+            f"   {title:24}{duration(times[name]):>10}{speed_up:>12.2f}{in_bytes(memory[name]):>12}"
+        )
+    _say(
+        f"   {'ideal, n m / (m + n - 1)':24}{'':>10}{n * m / (m + n - 1):>12.2f}"
+        f"   for n = {n} stages, m = {m} micro-batches"
+    )
+    if demo.on_cpu:
+        _say(
+            f"   With all {demo.all_threads} threads of this CPU the plain model takes "
+            f"{duration(times['all threads'])}. No pipe of CPU workers needs to\n"
+            "   beat that: a model can have all cores of a CPU to itself, but not several GPUs."
+        )
+    return times["plain"] / min(times["gpipe"], times["1f1b"])
 
 
-def _by_pipe(pipe: Pipe, images: Tensor) -> Tensor:
-    output: Tensor = pipe(images.to(pipe.devices[0]))
-    return output
+def _plain_step(model: nn.Sequential, images: Tensor, labels: Tensor) -> None:
+    model.zero_grad()
+    F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
 
 
-def _by_micro_batch(model: nn.Sequential, chunks: int, images: Tensor) -> Tensor:
-    """What a pipe has to compute: the plain model, fed the micro-batches one after another."""
-    return torch.cat([_at_once(model, micro_batch) for micro_batch in images.chunk(chunks)])
+def _pipe_step(pipe: Pipe, images: Tensor, labels: Tensor, **options: Any) -> None:
+    pipe.zero_grad()
+    pipe.train_batch(images, labels, loss_fn=F.cross_entropy, **options)
 
 
-def _at_once(model: nn.Sequential, images: Tensor) -> Tensor:
-    output: Tensor = model(images.to(next(model.parameters()).device))
-    return output
-
-
-def _backward(forward: Forward, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward and backward; returns the loss and the output."""
-    output = forward(images)
-    loss = F.cross_entropy(output, labels.to(output.device))
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), output.detach()
-
-
-def _compare_gradients(pipe: Pipe, plain: nn.Sequential) -> tuple[bool, str]:
-    """Whether both hold the same gradients, and that in words.
-
-    On the CPU the same means bitwise equal, elsewhere within ``TOLERANCE``.
-    """
-    pairs = list(zip(pipe.parameters(), plain.parameters(), strict=True))
-    ours = [p.grad.cpu() for p, _ in pairs if p.grad is not None]
-    theirs = [q.grad.cpu() for _, q in pairs if q.grad is not None]
-    if len(ours) < len(pairs) or len(theirs) < len(pairs):
-        return False, "WRONG, a parameter of the pipe or of the plain model got no gradient"
-    if all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-        return True, f"all {len(pairs)} gradients are bitwise equal to the plain model's"
-
-    difference = torch.stack([(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)]).max()
-    largest = torch.stack([b.abs().max() for b in theirs]).max()
-    on_cpu = all(device.type == "cpu" for device in pipe.devices)
-    close = not on_cpu and bool(difference <= TOLERANCE * largest)  # False for nan
-    return close, (
-        f"{'' if close else 'WRONG, '}the {len(pairs)} gradients differ from the plain model's "
-        f"by up to {difference:.1e} (the largest gradient is {largest:.1e})"
+def _draw(demo: Demo, path: Path) -> None:
+    """Draws a measured step above the planned one."""
+    images, labels = (t.to(demo.devices[0]) for t in demo.digits.many(demo.plan.batch_size))
+    traces = []
+    for _ in range(TRACED_STEPS):
+        with demo.pipe.trace() as trace:
+            _pipe_step(demo.pipe, images, labels)
+        traces.append(trace)
+    measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
+    planned = demo.plan.timeline()
+    both = {"measured, just now": measured, "simulated, as planned": planned}
+    title = "\n5. The timeline of a step, measured above simulated"
+    try:
+        save_comparison(path, both)
+    except (ImportError, OSError) as error:
+        _say(f"{title} (no picture: {error})")
+        _say(indent(measured.table(), "   "))
+        _say(f"   simulated: {duration(planned.makespan)}, bubble {planned.bubble:.1%}")
+        return
+    _say(f"{title}: {path}")
+    _say(
+        f"   measured {duration(measured.makespan)}, bubble {measured.bubble:.1%}; "
+        f"simulated {duration(planned.makespan)}, bubble {planned.bubble:.1%}"
     )
 
 
-def _count_right(output: Tensor, labels: Tensor) -> int:
-    return int((output.argmax(1).cpu() == labels).sum())
+def _close(demo: Demo, speed_up: float) -> None:
+    """Says what to read next, and before it why the pipe lost, if it did."""
+    why = f"Here the pipe does not win: {_why_not(demo)}. " if speed_up <= 1 else ""
+    _say("\n" + fill(f"{why}{NEXT}", WIDTH))
 
 
-@torch.no_grad()
-def _accuracy(pipe: Pipe, images: Tensor, labels: Tensor) -> float:
-    pipe.eval()
-    right = _count_right(_by_pipe(pipe, images), labels)
-    pipe.train()
-    return right / len(labels)
+def _why_not(demo: Demo) -> str:
+    n, cores = len(demo.devices), demo.all_threads
+    if n == 1:
+        return "with one device there is nothing to share"
+    if demo.on_cpu and cores < n:
+        return f"{n} workers have {cores} core{'s' * (cores > 1)} between them"
+    load = os.getloadavg()[0]
+    if demo.on_cpu and load > cores + 1:
+        return f"other programs want this CPU as well (load {load:.1f} on {cores} cores)"
+    cell = max(stage.forward for stage in demo.plan.stages)
+    return (
+        f"a stage has only {duration(cell)} to compute for a micro-batch, and handing it over "
+        "takes time, too"
+    )
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One intra-op thread on the CPU: how many share a sum decides its last bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _devices(number: int) -> str:
+    return f"{number} device{'s' * (number > 1)}"
 
 
-def _report_times(pipe: Pipe, plain: nn.Sequential, digits: Digits) -> None:
-    images, labels = digits.train_images[:BATCH_SIZE], digits.train_labels[:BATCH_SIZE]
-    steps = {
-        "pipe": _step(pipe, partial(_by_pipe, pipe), images, labels),
-        "plain, same micro-batches": _step(
-            plain, partial(_by_micro_batch, plain, pipe.chunks), images, labels
-        ),
-        "plain, whole mini-batch": _step(plain, partial(_at_once, plain), images, labels),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(TIMED_ROUNDS):
-        for name, step in steps.items():  # in turns, so that a busy machine slows all alike
-            for device in {*pipe.devices}:
-                synchronize(device)
-            start = time.perf_counter()
-            step()
-            for device in {*pipe.devices}:
-                synchronize(device)
-            times[name].append(time.perf_counter() - start)
-
-    ours = statistics.median(times["pipe"])
-    print(f"Time per step of {BATCH_SIZE} images, median of {TIMED_ROUNDS}:")
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        print(f"  {name:26} {median * 1e3:7.1f} ms  = {median / ours:.2f} x the pipe's")
-    print("A model this small shows what a pipe costs, not what it gains.")
-
-
-def _step(model: nn.Module, forward: Forward, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        _backward(forward, images, labels)
-        optimizer.step()
-
-    return step
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,20 +1,15 @@
-"""The demo's model, a small ResNeXt, and a simple way to cut it into even partitions.
+"""The demo's model: a small ResNet, flattened so that a stage may end inside of a residual block.
 
-Each residual block is flattened into five layers of one ``nn.Sequential``, so that a partition may
-end inside of it. The identity then travels as a skip, from the layer that stashes it to the layer
-that pops it::
+The identity then travels as a skip, from the layer that stashes it to the layer that pops it::
 
-    Fork -> 1x1 -> 3x3 grouped -> 1x1 -> Join
-      '------------ identity -------------^
+    Fork -> 3x3 -> 3x3 -> Join
+      '----- identity -----^
 
-The architecture is that of "Aggregated Residual Transformations for Deep Neural Networks"
-(https://arxiv.org/abs/1611.05431), shrunk for images of 8x8 pixels.
+The blocks are those of "Deep Residual Learning for Image Recognition"
+(https://arxiv.org/abs/1512.03385), shrunk for images of 8x8 pixels.
 """
 
-import copy
-import time
 from collections.abc import Generator, Sequence
-from itertools import accumulate, combinations
 from typing import Any
 
 import torch
@@ -22,19 +17,13 @@ from torch import Tensor, nn
 
 from syncpipe.skip import Namespace, pop, skippable, stash
 
-LAYERS_PER_BLOCK = 5
-GROUPS = 8
-# (channels in, channels inside, channels out, stride) of each residual block.
-BLOCKS = (
-    (64, 64, 128, 1),
-    (128, 64, 128, 1),
-    (128, 64, 128, 1),
-    (128, 128, 256, 2),
-    (256, 128, 256, 1),
-    (256, 128, 256, 1),
-)
-# No more partitions than blocks: beyond that, what is left for a stage is not worth a hand-off.
-MOST_PARTITIONS = len(BLOCKS)
+__all__ = ["BLOCKS", "MOST_STAGES", "crossing_skips", "resnet"]
+
+# (channels in, channels out, stride) of each residual block.
+BLOCKS = ((32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1))
+LAYERS_PER_BLOCK = 4
+# With more of them, what is left for a stage is not worth a hand-off.
+MOST_STAGES = 2 * len(BLOCKS)
 
 
 @skippable(stash=["identity"])
@@ -59,86 +48,34 @@ class Join(nn.Module):
         return torch.relu(x + self.shortcut(identity))
 
 
-def _conv(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
-) -> nn.Sequential:
-    convolution = nn.Conv2d(
-        channels_in, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False
-    )
+def _conv(channels_in: int, channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(channels_in, channels, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(channels))
 
 
-def _block(channels_in: int, width: int, channels: int, stride: int) -> list[nn.Module]:
+def _block(channels_in: int, channels: int, stride: int) -> list[nn.Module]:
     same = channels_in == channels and stride == 1
-    shortcut = nn.Identity() if same else _conv(channels_in, channels, 1, stride=stride)
+    shortcut = nn.Identity() if same else _conv(channels_in, channels, 1, stride)
     block = Namespace()  # every block uses the name "identity"; this keeps them apart
     return [
         Fork().isolate(block),  # type: ignore[operator]  # a method that skippable adds
-        _conv(channels_in, width, 1).append(nn.ReLU()),
-        _conv(width, width, 3, stride=stride, groups=GROUPS).append(nn.ReLU()),
-        _conv(width, channels, 1),
+        _conv(channels_in, channels, 3, stride).append(nn.ReLU()),
+        _conv(channels, channels, 3),
         Join(shortcut).isolate(block),  # type: ignore[operator]
     ]
 
 
-def resnext(classes: int = 10) -> nn.Sequential:
-    """A ResNeXt of 20 convolutions in a row, for images of shape ``[N, 1, 8, 8]``."""
+def resnet(classes: int = 10) -> nn.Sequential:
+    """A ResNet of 9 convolutions in a row, for images of shape ``[N, 1, 8, 8]``."""
     layers: list[nn.Module] = [_conv(1, BLOCKS[0][0], 3).append(nn.ReLU())]
     for block in BLOCKS:
         layers += _block(*block)
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*layers, pool, nn.Linear(BLOCKS[-1][2], classes))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all its work, so that a clock can be read."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def layer_times(model: nn.Sequential, sample: Tensor, repeats: int = 5) -> list[float]:
-    """Seconds that forward and backward of each layer take on ``sample``, the best of ``repeats``.
-
-    Works on a copy: the buffers and gradients of ``model`` stay as they are.
-    """
-    model = copy.deepcopy(model).to(sample.device)
-    best = [float("inf")] * len(model)
-    for _ in range(repeats):
-        output = sample
-        for j, layer in enumerate(model):
-            x = output.detach().requires_grad_()
-            synchronize(sample.device)
-            start = time.perf_counter()
-            output = layer(x)
-            torch.autograd.backward(output, torch.ones_like(output))
-            synchronize(sample.device)
-            best[j] = min(best[j], time.perf_counter() - start)
-    return best
-
-
-def even_balance(costs: Sequence[float], partitions: int) -> list[int]:
-    """Layers per partition such that the slowest partition costs as little as possible.
-
-    Considers the cuts inside residual blocks only: the demo wants to show skips that cross borders.
-    There are few of them, so it just tries all combinations.
-    """
-    inside = [
-        1 + LAYERS_PER_BLOCK * block + layer
-        for block in range(len(BLOCKS))
-        for layer in range(1, LAYERS_PER_BLOCK)
-    ]
-    total = [0.0, *accumulate(costs)]
-
-    def slowest(cuts: tuple[int, ...]) -> float:
-        ends = (*cuts, len(costs))
-        return max(total[end] - total[begin] for begin, end in zip((0, *cuts), ends, strict=True))
-
-    cuts = min(combinations(inside, partitions - 1), key=slowest)
-    return [end - begin for begin, end in zip((0, *cuts), (*cuts, len(costs)), strict=True)]
+    return nn.Sequential(*layers, pool, nn.Linear(BLOCKS[-1][1], classes))
 
 
 def crossing_skips(balance: Sequence[int]) -> int:
-    """How many residual connections have their two ends in different partitions."""
-    partition = [j for j, layers in enumerate(balance) for _ in range(layers)]
+    """How many residual connections have their two ends in different stages."""
+    stage = [j for j, layers in enumerate(balance) for _ in range(layers)]
     forks = range(1, 1 + LAYERS_PER_BLOCK * len(BLOCKS), LAYERS_PER_BLOCK)
-    return sum(partition[k] != partition[k + LAYERS_PER_BLOCK - 1] for k in forks)
+    return sum(stage[k] != stage[k + LAYERS_PER_BLOCK - 1] for k in forks)

@@ -2,11 +2,16 @@
 
 import argparse
 import re
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-BATCH_SIZE = 128
+from syncpipe.commands.demo_data import BATCH_SIZE
+
+__all__ = ["accelerators", "add_arguments", "default_devices"]
+
+_PICTURES = (".png", ".svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,50 +20,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=_devices,
         metavar="D,D,...",
-        help="such as 0,1 or cpu:0,cpu:1 (default: all accelerators, "
-        "or two CPU workers where there is none)",
+        help="such as 0,1 or cpu:0,cpu:1, a stage on each (default: all accelerators, or two CPU "
+        "workers where there are not two of them)",
     )
     parser.add_argument(
         "--chunks",
-        type=partial(_integer, least=1, most=BATCH_SIZE),
-        default=4,
+        type=_chunks,
         metavar="M",
-        help=f"micro-batches per mini-batch of {BATCH_SIZE} images (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        choices=["always", "except_last", "never"],
-        default="except_last",
-        help="which micro-batches are recomputed in backward (default: %(default)s)",
+        help=f"micro-batches per mini-batch of {BATCH_SIZE} images (default: as planned)",
     )
     parser.add_argument(
         "--epochs",
-        type=partial(_integer, least=1, most=10_000),
+        type=_integer(1, 10_000),
         default=12,
         metavar="N",
         help="passes over the training images (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=partial(_integer, least=0, most=2**32 - 1),
+        type=_integer(0, 2**32 - 1),
         default=0,
         metavar="N",
         help="for the weights and for the order of the images (default: %(default)s)",
     )
+    parser.add_argument(
+        "--picture",
+        type=_picture,
+        default=Path("syncpipe-demo.png"),
+        metavar="FILE",
+        help="where to draw a step, .png or .svg (default: %(default)s)",
+    )
 
 
-def _integer(text: str, *, least: int, most: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-    return value
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to {most}"
+            )
+        return value
+
+    return read
+
+
+def _chunks(text: str) -> int:
+    fit = [m for m in range(1, BATCH_SIZE + 1) if BATCH_SIZE % m == 0]
+    if text not in map(str, fit):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not divide a mini-batch of {BATCH_SIZE} images: "
+            f"{', '.join(map(str, fit))} do"
+        )
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
+    return path
 
 
 def _devices(text: str) -> list[torch.device]:
-    return [_device(name.strip()) for name in text.split(",")]
+    devices = [_device(name.strip()) for name in text.split(",")]
+    for device in devices:
+        if devices.count(device) > 1:
+            raise argparse.ArgumentTypeError(
+                f"{device} is named twice: the demo puts one stage on each device"
+            )
+        if device.type != devices[0].type:
+            raise argparse.ArgumentTypeError(
+                f"{devices[0]} and {device} are of two kinds: the demo measures on the first of "
+                "them what it plans for all"
+            )
+    return devices
 
 
 def _device(name: str) -> torch.device:
@@ -89,5 +129,6 @@ def accelerators() -> list[torch.device]:
 
 
 def default_devices() -> list[torch.device]:
-    """All accelerators, or two CPU workers where there is none."""
-    return accelerators() or [torch.device("cpu", 0), torch.device("cpu", 1)]
+    """All accelerators, or two CPU workers: one device has nobody to share the work with."""
+    found = accelerators()
+    return found if len(found) > 1 else [torch.device("cpu", 0), torch.device("cpu", 1)]

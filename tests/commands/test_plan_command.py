@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from syncpipe.__main__ import main
 from syncpipe.balance import LayerProfile, Profile
+from syncpipe.commands.main import main
 from tests.support.models import linear_model
 
 HERE = "tests.commands.test_plan_command"

@@ -1,0 +1,136 @@
+"""A small ResNeXt for images of 8x8 pixels, and a simple way to cut it into even partitions.
+
+Each residual block is flattened into five layers of one ``nn.Sequential``, so that a partition may
+end inside of it. The identity then travels as a skip, from the layer that stashes it to the layer
+that pops it::
+
+    Fork -> 1x1 -> 3x3 grouped -> 1x1 -> Join
+      '------------ identity -------------^
+
+The architecture is that of "Aggregated Residual Transformations for Deep Neural Networks"
+(https://arxiv.org/abs/1611.05431), shrunk for images of 8x8 pixels.
+"""
+
+import copy
+import time
+from collections.abc import Generator, Sequence
+from itertools import accumulate, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.skip import Namespace, pop, skippable, stash
+
+__all__ = ["BLOCKS", "even_balance", "layer_times", "resnext"]
+
+LAYERS_PER_BLOCK = 5
+GROUPS = 8
+# (channels in, channels inside, channels out, stride) of each residual block.
+BLOCKS = (
+    (64, 64, 128, 1),
+    (128, 64, 128, 1),
+    (128, 64, 128, 1),
+    (128, 128, 256, 2),
+    (256, 128, 256, 1),
+    (256, 128, 256, 1),
+)
+
+
+@skippable(stash=["identity"])
+class Fork(nn.Module):
+    """Opens a residual block: puts its input aside and passes it on."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("identity", x)
+        return x
+
+
+@skippable(pop=["identity"])
+class Join(nn.Module):
+    """Closes a residual block: adds what :class:`Fork` put aside."""
+
+    def __init__(self, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        identity = yield pop("identity")
+        return torch.relu(x + self.shortcut(identity))
+
+
+def _conv(
+    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    convolution = nn.Conv2d(
+        channels_in, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False
+    )
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
+
+
+def _block(channels_in: int, width: int, channels: int, stride: int) -> list[nn.Module]:
+    same = channels_in == channels and stride == 1
+    shortcut = nn.Identity() if same else _conv(channels_in, channels, 1, stride=stride)
+    block = Namespace()  # every block uses the name "identity"; this keeps them apart
+    return [
+        Fork().isolate(block),  # type: ignore[operator]  # a method that skippable adds
+        _conv(channels_in, width, 1).append(nn.ReLU()),
+        _conv(width, width, 3, stride=stride, groups=GROUPS).append(nn.ReLU()),
+        _conv(width, channels, 1),
+        Join(shortcut).isolate(block),  # type: ignore[operator]
+    ]
+
+
+def resnext(classes: int = 10) -> nn.Sequential:
+    """A ResNeXt of 20 convolutions in a row, for images of shape ``[N, 1, 8, 8]``."""
+    layers: list[nn.Module] = [_conv(1, BLOCKS[0][0], 3).append(nn.ReLU())]
+    for block in BLOCKS:
+        layers += _block(*block)
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, pool, nn.Linear(BLOCKS[-1][2], classes))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def layer_times(model: nn.Sequential, sample: Tensor, repeats: int = 5) -> list[float]:
+    """Seconds that forward and backward of each layer take on ``sample``, the best of ``repeats``.
+
+    Works on a copy: the buffers and gradients of ``model`` stay as they are.
+    """
+    model = copy.deepcopy(model).to(sample.device)
+    best = [float("inf")] * len(model)
+    for _ in range(repeats):
+        output = sample
+        for j, layer in enumerate(model):
+            x = output.detach().requires_grad_()
+            _synchronize(sample.device)
+            start = time.perf_counter()
+            output = layer(x)
+            torch.autograd.backward(output, torch.ones_like(output))
+            _synchronize(sample.device)
+            best[j] = min(best[j], time.perf_counter() - start)
+    return best
+
+
+def even_balance(costs: Sequence[float], partitions: int) -> list[int]:
+    """Layers per partition such that the slowest partition costs as little as possible.
+
+    Considers the cuts inside residual blocks only: skips are to cross borders.
+    There are few of them, so it just tries all combinations.
+    """
+    inside = [
+        1 + LAYERS_PER_BLOCK * block + layer
+        for block in range(len(BLOCKS))
+        for layer in range(1, LAYERS_PER_BLOCK)
+    ]
+    total = [0.0, *accumulate(costs)]
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        ends = (*cuts, len(costs))
+        return max(total[end] - total[begin] for begin, end in zip((0, *cuts), ends, strict=True))
+
+    cuts = min(combinations(inside, partitions - 1), key=slowest)
+    return [end - begin for begin, end in zip((0, *cuts), (*cuts, len(costs)), strict=True)]

@@ -1,0 +1,71 @@
+"""The command line: ``python -m syncpipe COMMAND``, or, installed, ``syncpipe COMMAND``."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import syncpipe
+from syncpipe.commands import demo, demo_options
+from syncpipe.commands import plan as plan_command
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # as shells say it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; without one, say which there are.
+
+    Args:
+        argv: what follows ``python -m syncpipe``; by default that of this process.
+
+    Returns:
+        The exit status: 0 for success.
+
+    Raises:
+        SystemExit: with status 2 for a wrong argument, after usage and reason went to stderr.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        status: int = args.run(args)
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    script = Path(sys.argv[0]).name == "syncpipe"
+    parser = argparse.ArgumentParser(
+        prog="syncpipe" if script else "python -m syncpipe",
+        description="Pipeline parallelism for PyTorch on one machine: one model on several "
+        "devices, in one line, Pipe(model, balance=[2, 2], chunks=8).",
+        epilog="Each command says more with --help. How to wrap and train a model of your own: "
+        "README.md and docs/guide.md.",
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"syncpipe {syncpipe.__version__} (PyTorch {torch.__version__}, "
+        f"Python {platform.python_version()})",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    about = "plan, check, train and measure a small model on handwritten digits (half a minute)"
+    command = commands.add_parser("demo", help=about, description=demo.__doc__)
+    demo_options.add_arguments(command)
+    command.set_defaults(run=demo.run)
+
+    about = "find how to cut a model and run it on several devices, here or elsewhere"
+    command = commands.add_parser("plan", help=about)
+    plan_command.add_arguments(command)
+    command.set_defaults(run=plan_command.run)
+    return parser
