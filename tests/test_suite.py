@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 # Each makes pipes without naming devices.
 WITHOUT_DEVICES = [
     "layers/test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
-    "pipe/test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
+    "inputs/test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
     "balance/test_balance.py::test_without_devices_nobody_knows_how_many_stages",
 ]
 
