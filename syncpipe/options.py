@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from syncpipe.schedules.build import ScheduleLike, named, shown
@@ -97,7 +97,17 @@ def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
         return cast("ScheduleLike", schedule)
     if schedule != "1f1b":
         raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {shown(schedule)}")
-    return partial(one_f_one_b, slots=tuple(slots) if isinstance(slots, list) else slots)
+    slots = tuple(slots) if isinstance(slots, list) else slots
+    try:
+        return _with_slots(slots)
+    except TypeError:  # it has no hash; what else is wrong with it, the schedule says
+        return partial(one_f_one_b, slots=slots)
+
+
+@lru_cache(maxsize=128)
+def _with_slots(slots: Any) -> partial[Schedule]:
+    """The same object for the same slots, so that its schedules are made once."""
+    return partial(one_f_one_b, slots=slots)
 
 
 def check_slots(schedule: ScheduleLike, stages: int) -> None:

@@ -195,6 +195,8 @@ def test_an_unknown_schedule_is_refused_when_the_pipe_is_made() -> None:
         ({"slots": [2, 1]}, ValueError, r"slots=\[2, 1\] has 2 numbers.*4 stages"),
         ({"slots": "some"}, ValueError, "slots='some'"),
         ({"slots": 3}, ValueError, "slots=3"),
+        ({"slots": {0: 1}}, ValueError, "slots={0: 1}"),
+        ({"slots": [[1], 1, 1, 1]}, ValueError, r"slots=\(\[1\], 1, 1, 1\)"),
         ({"schedule": "gpipe", "slots": "textbook"}, ValueError, "only schedule='1f1b' has slots"),
     ],
 )
