@@ -14,43 +14,38 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from benchmarks import common, overhead
+from benchmarks import common
 from benchmarks.common import Part
-from benchmarks.papers import parts as paper_tables
+from benchmarks.group import Group, Options, missing_extra
+from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.papers.costs import PaperOptions
-from benchmarks.peers import parts as peers
+from benchmarks.papers.parts import COLUMNS
+from benchmarks.papers.parts import GROUP as PAPERS
 from benchmarks.peers.measure import PeerOptions
-from benchmarks.planning import parts as planning
+from benchmarks.peers.parts import GROUP as PEERS
+from benchmarks.planning.parts import GROUP as PLANNING
 from benchmarks.planning.profiles import PlanningOptions
 from benchmarks.report import QUICK, Job, Report
-from benchmarks.schedules import parts as schedules
-from benchmarks.schedules.model import Options
+from benchmarks.schedules.parts import GROUP as SCHEDULES
+
+GROUPS: tuple[tuple[Group, type[Options]], ...] = (
+    (OVERHEAD, Options),
+    (SCHEDULES, Options),
+    (PLANNING, PlanningOptions),
+    (PAPERS, PaperOptions),
+    (PEERS, PeerOptions),
+)
 
 
 def every(quick: bool) -> dict[str, Job]:
     """What there is to measure, by name."""
-
-    def alone(function: Callable[..., Part | Sequence[Part]], options: Options) -> Job:
-        def job() -> Part | Sequence[Part]:
-            with common.one_thread():
-                return function(options)
-
-        return job
-
-    peer_options = PeerOptions(quick)
-    groups: dict[str, Mapping[str, Job]] = {
-        "schedules": {k: alone(f, Options(quick)) for k, f in schedules.PARTS.items()},
-        "planning": {k: alone(f, PlanningOptions(quick)) for k, f in planning.PARTS.items()},
-        "papers": {k: alone(f, PaperOptions(quick)) for k, f in paper_tables.PARTS.items()},
-        "peers": {k: partial(f, peer_options) for k, f in peers.PARTS.items()},
+    return {
+        name if name == group.name else f"{group.name}.{name}": job
+        for group, options in GROUPS
+        for name, job in group.jobs(options(quick)).items()
     }
-    jobs: dict[str, Job] = {"overhead": partial(overhead.part, Options(quick))}
-    for group, parts in groups.items():
-        jobs |= {f"{group}.{name}": job for name, job in parts.items()}
-    return jobs
 
 
 def selected(names: Sequence[str], jobs: Mapping[str, Job]) -> dict[str, Job]:
@@ -95,12 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = selected(args.names, jobs)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        import matplotlib  # noqa: F401  # asked for now, needed later
-        from tqdm import tqdm
-    except ImportError as error:
-        print(common.MISSING.format(error), file=sys.stderr)
+    if missing_extra("matplotlib"):
         return 1
+    from tqdm import tqdm
+
     if args.json is not None and not args.json.parent.is_dir():
         parser.error(f"argument --json: there is no folder {args.json.parent}")
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(
         "Benchmarks",
         command,
-        [paper_tables.COLUMNS, *[QUICK] * args.quick],
+        [COLUMNS, *[QUICK] * args.quick],
         json_file=args.json,
         markdown=args.folder / "report.md",
         pictures=args.folder,

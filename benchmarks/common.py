@@ -1,4 +1,4 @@
-"""What the measurements share: rounds, spreads, the machine, tables in Markdown."""
+"""What the measurements share: rounds, spreads, agreement, the machine, tables in Markdown."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import syncpipe
 
 MISSING = 'benchmarks: {}; this measurement needs tqdm: pip install "syncpipe[bench]"'
+
+
+#: What a training step leaves: the loss, and the gradients of all parameters in order.
+Outcome = tuple[Tensor, list[Tensor]]
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -100,14 +105,43 @@ def timed(step: Callable[[], Any], times: int = 1) -> Callable[[], float]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread for whatever runs in here, workers of pipes included."""
+def threads(count: int) -> Iterator[None]:
+    """So many intra-op threads for whatever runs in here, workers of pipes included."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# -- whether they do the same ----------------------------------------------------------------------
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Of all parameters in order; each has one."""
+    found = []
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise SystemExit(f"{name} got no gradient; nothing measured")
+        found.append(parameter.grad.clone())
+    return found
+
+
+def check(label: str, outcome: Outcome, expected: Outcome) -> None:
+    """Refuses to measure something that computes something else.
+
+    Raises:
+        SystemExit: the loss or a gradient is not the plain loop's, by ``torch.allclose``; the
+            absolute tolerance is relative to the largest entry of the tensor.
+    """
+    pairs = zip([outcome[0], *outcome[1]], [expected[0], *expected[1]], strict=True)
+    for k, (got, wanted) in enumerate(pairs):
+        largest = float(wanted.abs().max())
+        same = got.shape == wanted.shape and largest > 0
+        if not (same and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5 * largest)):
+            what = f"gradient {k - 1}" if k else "the loss"
+            raise SystemExit(f"{label}: {what} is not the plain loop's; nothing measured")
 
 
 # -- where it was measured ------------------------------------------------------------------------

@@ -1,7 +1,14 @@
-"""Pictures of what was measured: a panel for each ratio of a table, a bar for each line."""
+"""Pictures: of what was measured, and of the schedules.
+
+Of a table in a report: a panel for each ratio, a bar for each line. The schedules for the README
+are drawn by ``python -m benchmarks.pictures [FILE]``. They are simulated: four devices, eight
+micro-batches; a forward, an input half and a weight half of backward take one unit of time each, a
+transfer a tenth of it. In the interleaved schedule each device has two stages of half the size.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +17,18 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.common import Part, Spread
+from syncpipe.schedules import build
+from syncpipe.schedules.simulation import Costs, simulate
+from syncpipe.timeline.timeline import Timeline, save_comparison
 
 __all__ = ["draw", "save"]
 
 #: At most so many panels beside each other; a table may have more columns.
 _PANELS = 3
 _BAR, _PALE, _LINE = "#3b6ea5", "#c9d8e8", "#b03a2e"
+
+
+# -- of a table ------------------------------------------------------------------------------------
 
 
 def ratios(part: Part) -> list[str]:
@@ -80,3 +93,28 @@ def save(part: Part, folder: Path, name: str) -> str | None:
     file = f"{name}.svg"
     figure.savefig(folder / file, metadata={"Date": None})
     return file
+
+
+# -- of the schedules ------------------------------------------------------------------------------
+
+M, DEVICES, TRANSFER = 8, [0, 1, 2, 3], 0.1
+
+
+def timelines() -> dict[str, Timeline]:
+    """What each device does under each schedule, on one scale."""
+    whole = Costs.even(4, 1.0, 1.0, 1.0, TRANSFER)
+    half = Costs.even(8, 0.5, 0.5, 0.5, TRANSFER)
+    return {
+        name: Timeline.of(simulate(build(schedule, M, devices, **options), costs))
+        for name, schedule, devices, costs, options in [
+            ("gpipe", "gpipe", DEVICES, whole, {}),
+            ("1f1b", "1f1b", DEVICES, whole, {"slots": "textbook"}),
+            ("interleaved_1f1b", "interleaved_1f1b", DEVICES * 2, half, {}),
+            ("zb_h1", "zb_h1", DEVICES, whole, {}),
+        ]
+    }
+
+
+if __name__ == "__main__":
+    default = Path(__file__).parent / "results" / "schedules.svg"
+    save_comparison(sys.argv[1] if len(sys.argv) > 1 else default, timelines())

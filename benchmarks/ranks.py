@@ -8,17 +8,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-from benchmarks.schedules.model import Options, Outcome, big, gradients
+from benchmarks.common import Outcome, gradients
 
 #: By name: the class of the schedule in ``torch.distributed.pipelining``.
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -37,7 +37,22 @@ def missing() -> str | None:
     return None
 
 
-_Self = TypeVar("_Self", bound="Ranks")
+class Work(NamedTuple):
+    """What the ranks train together.
+
+    Attributes:
+        model: the layers, all of them.
+        x: the mini-batch.
+        target: what ``loss`` takes as its second argument.
+        loss: a mean over the samples.
+        first: how many layers the first rank has; the second one has the others.
+    """
+
+    model: nn.Sequential
+    x: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    first: int
 
 
 class Ranks:
@@ -45,24 +60,30 @@ class Ranks:
 
     ::
 
-        with Ranks(options) as ranks:
+        with Ranks(1, make_work, options) as ranks:
             seconds = ranks.step("gpipe", 8)
             loss, gradients = ranks.outcome("gpipe", 8)
+
+    Args:
+        threads: intra-op threads of each process.
+        make: what they train, by ``make(*arguments)`` in each process anew; a function at the top
+            level of a module.
+        arguments: what it needs.
     """
 
-    def __init__(self, work: Any, serve: Callable[..., None] | None = None) -> None:
-        """What the ranks are told; and what they do, by default steps under schedules."""
-        self._work, self._serve = work, serve or _serve
+    def __init__(self, threads: int, make: Callable[..., Work], *arguments: Any) -> None:
+        self.threads = threads
+        self._work = threads, partial(make, *arguments)
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Ranks:
         self._folder = tempfile.TemporaryDirectory()
         spawn = get_context("spawn")
         self._links: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(RANKS):
             here, there = spawn.Pipe()
-            arguments = (rank, self._folder.name, self._work, there)
-            process = spawn.Process(target=self._serve, args=arguments, daemon=True)
+            arguments = (rank, self._folder.name, *self._work, there)
+            process = spawn.Process(target=_live, args=arguments, daemon=True)
             self._links.append(here)
             self._processes.append(process)
             process.start()
@@ -84,13 +105,13 @@ class Ranks:
                 process.join()
         self._folder.cleanup()
 
-    def step(self, schedule: str, m: int) -> float:
-        """The time of one training step: of the rank that took the longest."""
-        return max(self._order("step", schedule, m))
+    def step(self, schedule: str, m: int, times: int = 1) -> float:
+        """The time of one training step, the mean of so many: of the rank that took the longest."""
+        return max(self._order("step", schedule, m, times))
 
     def outcome(self, schedule: str, m: int) -> Outcome:
         """What a training step leaves."""
-        self._order("outcome", schedule, m)
+        self._order("outcome", schedule, m, 1)
         parts = [torch.load(Path(self._folder.name) / f"{rank}.pt") for rank in range(RANKS)]
         return parts[-1][0], [gradient for part in parts for gradient in part[1]]
 
@@ -111,15 +132,15 @@ class Ranks:
         raise SystemExit(f"rank {rank} failed; nothing measured\n{answer}")
 
 
-def live(rank: int, folder: str, threads: int, link: Connection, work: Callable[[], None]) -> None:
+def _live(rank: int, folder: str, threads: int, make: Callable[[], Work], link: Connection) -> None:
     """The whole life of a rank; the process ends in here.
 
     Args:
         rank: which one.
         folder: where the ranks meet.
         threads: how many intra-op threads it has.
+        make: what it trains with the others.
         link: to the one that measures.
-        work: what it does among the others.
     """
     code = 1
     try:
@@ -127,7 +148,7 @@ def live(rank: int, folder: str, threads: int, link: Connection, work: Callable[
         torch.set_num_threads(threads)
         meeting = f"file://{folder}/meet"
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-        work()
+        _obey(rank, Path(folder) / f"{rank}.pt", make(), link)
         distributed.destroy_process_group()
         code = 0
     except BaseException:
@@ -138,59 +159,49 @@ def live(rank: int, folder: str, threads: int, link: Connection, work: Callable[
         os._exit(code)
 
 
-def _serve(rank: int, folder: str, options: Options, link: Connection) -> None:
-    live(rank, folder, 1, link, lambda: _Stage(rank, folder, options).obey(link))
+def _obey(rank: int, file: Path, work: Work, link: Connection) -> None:
+    """Until the other end is closed: steps, timed; the outcome into the file where asked for."""
+    module = work.model[: work.first] if rank == 0 else work.model[work.first :]
+    steps: dict[tuple[str, int], Callable[[], list[Tensor]]] = {}
+    while True:
+        try:
+            order, schedule, m, times = link.recv()
+        except EOFError:
+            return
+        if (schedule, m) not in steps:
+            steps[schedule, m] = _made(rank, work, module, schedule, m)
+        distributed.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            module.zero_grad()
+            losses = steps[schedule, m]()
+        took = (time.perf_counter() - start) / times
+        if order == "outcome":
+            torch.save((sum(losses, torch.zeros(())), gradients(module)), file)
+        link.send(took)
 
 
-class _Stage:
-    """What a rank has: its layers, and a schedule for each number of micro-batches."""
+def _made(
+    rank: int, work: Work, module: nn.Module, schedule: str, m: int
+) -> Callable[[], list[Tensor]]:
+    """A training step of this rank; returns the losses, where they are."""
+    from torch.distributed import pipelining
 
-    def __init__(self, rank: int, folder: str, options: Options) -> None:
-        self._rank = rank
-        self._file = Path(folder) / f"{rank}.pt"
-        self._problem, _, _ = big(options)
-        each = len(self._problem.model) // RANKS
-        self._module: nn.Module = self._problem.model[rank * each : (rank + 1) * each]
-        self._steps: dict[tuple[str, int], Callable[[], list[torch.Tensor]]] = {}
+    stage = pipelining.PipelineStage(module, rank, RANKS, work.x.device)
+    # A scaled loss is cheaper for it than its own way, scaled gradients.
+    runner = getattr(pipelining, SCHEDULES[schedule])(
+        stage, m, loss_fn=lambda y, t: work.loss(y, t) / m, scale_grads=False
+    )
+    quiet: dict[str, Any] = {}
+    if "return_outputs" in inspect.signature(runner.step).parameters:
+        quiet["return_outputs"] = False  # nor do we gather any
 
-    def obey(self, link: Connection) -> None:
-        """Until the other end is closed."""
-        while True:
-            try:
-                order, schedule, m = link.recv()
-            except EOFError:
-                return
-            if (schedule, m) not in self._steps:
-                self._steps[schedule, m] = self._made(schedule, m)
-            step = self._steps[schedule, m]
-            distributed.barrier()
-            start = time.perf_counter()
-            losses = step()
-            took = time.perf_counter() - start
-            if order == "outcome":
-                torch.save((sum(losses, torch.zeros(())), gradients(self._module)), self._file)
-            link.send(took)
+    def step() -> list[Tensor]:
+        losses: list[Tensor] = []
+        if rank == 0:
+            runner.step(work.x, **quiet)
+        else:
+            runner.step(target=work.target, losses=losses, **quiet)
+        return [loss.detach() for loss in losses]
 
-    def _made(self, schedule: str, m: int) -> Callable[[], list[torch.Tensor]]:
-        """A training step, into gradients of None; returns the losses, where they are."""
-        from torch.distributed import pipelining
-
-        stage = pipelining.PipelineStage(self._module, self._rank, RANKS, torch.device("cpu"))
-        # A scaled loss is cheaper for it than its own way, scaled gradients.
-        runner = getattr(pipelining, SCHEDULES[schedule])(
-            stage, m, loss_fn=lambda y, t: F.mse_loss(y, t) / m, scale_grads=False
-        )
-        quiet: dict[str, Any] = {}
-        if "return_outputs" in inspect.signature(runner.step).parameters:
-            quiet["return_outputs"] = False  # nor do we gather any
-
-        def step() -> list[torch.Tensor]:
-            self._module.zero_grad()
-            losses: list[torch.Tensor] = []
-            if self._rank == 0:
-                runner.step(self._problem.x, **quiet)
-            else:
-                runner.step(target=self._problem.target, losses=losses, **quiet)
-            return [loss.detach() for loss in losses]
-
-        return step
+    return step

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,53 +12,13 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import Part
 
-__all__ = ["QUICK", "Job", "Report", "check", "parser_of"]
+__all__ = ["QUICK", "Job", "Report"]
 
 #: A remark for what was measured with too little of everything.
 QUICK = "Quick: small sizes and few rounds. These numbers say nothing."
 
 #: What measures something, when it is called.
 Job = Callable[[], Part | Sequence[Part]]
-
-
-def parser_of(name: str, doc: str | None, parts: Iterable[str], rounds: str) -> ArgumentParser:
-    """The options that all benchmarks have.
-
-    Args:
-        name: of the module.
-        doc: what it says about itself.
-        parts: what ``--only`` takes.
-        rounds: how many there are by default, in words; empty if there are none.
-    """
-    parser = ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=doc,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: to see that it runs, not to measure"
-    )
-    listed = ", ".join(parts)
-    parser.add_argument(
-        "--only", nargs="+", choices=list(parts), metavar="NAME", help=f"some of {listed}"
-    )
-    if rounds:
-        parser.add_argument(
-            "--repeats", type=int, metavar="N", help=f"number of rounds, at least 2 ({rounds})"
-        )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
-    return parser
-
-
-def check(parser: ArgumentParser, args: Namespace) -> None:
-    """Refuses values of these options that cannot be."""
-    if getattr(args, "repeats", None) is not None and args.repeats < 2:
-        parser.error(f"argument --repeats: must be at least 2, not {args.repeats}")
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {path.parent}")
 
 
 @dataclass

@@ -118,7 +118,7 @@ def tokens(vocabulary: int, length: int) -> Sample:
 
 # -- the list -------------------------------------------------------------------------------------
 
-GPIPE = "Huang et al. 2018 (GPipe), Table 1"
+GPIPE = "Huang et al. 2019 (GPipe), Table 1"
 TORCHGPIPE = "Kim et al. 2020 (torchgpipe)"
 TORCHVISION = "documentation of torchvision"
 CUT = "GPipe seems to have cut digits off"
@@ -134,12 +134,18 @@ _UNET = {
 _AMOEBANET = {
     (18, 208): ("82 M", GPIPE, ""),
     (18, 256): ("122.5 M", "quoted for the model of GPipe's Table 2", ""),
-    (18, 416): ("318 M", GPIPE, "unexplained; the other sizes agree"),
+    (18, 416): ("318 M", GPIPE, "torchgpipe counts 319.0 M, as here"),
     (18, 544): ("542 M", GPIPE, CUT),
     (36, 544): ("1.05 B", GPIPE, CUT),
     (72, 512): ("1.8 B", GPIPE, ""),
 }
-_TRANSFORMER = {3: "282 M", 13: "786 M", 103: "5.3 B", 415: "21.0 B", 1663: "83.9 B"}
+_TRANSFORMER = {
+    3: ("282.2 M", ""),
+    13: ("785.8 M", "unexplained; the other sizes agree"),
+    103: ("5.3 B", ""),
+    415: ("21.0 B", ""),
+    1663: ("83.9 B", ""),
+}
 
 MODELS: tuple[PaperModel, ...] = (
     PaperModel(
@@ -188,8 +194,9 @@ MODELS: tuple[PaperModel, ...] = (
             published,
             GPIPE,
             "1024 tokens, mini-batches of 32",
+            difference=difference,
         )
-        for layers, published in _TRANSFORMER.items()
+        for layers, (published, difference) in _TRANSFORMER.items()
     ),
     PaperModel("VGG-16", vgg16, images(224), (1000,), "138.36 M", TORCHVISION, "224x224 pixels"),
     PaperModel(

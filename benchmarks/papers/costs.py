@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.group import Options
 from benchmarks.models import amoebanetd, resnet101, unet, vgg16
-from benchmarks.schedules.model import Options
 from syncpipe.balance import Profile, balance_cost, profile
 from syncpipe.planner.cuts.heuristics import block_partitions
 from syncpipe.schedules import build

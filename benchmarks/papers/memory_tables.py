@@ -1,4 +1,4 @@
-"""The papers' tables of memory: GPipe's Table 1 and torchgpipe's U-Nets, counted.
+"""The papers' tables of memory: GPipe's Table 1, torchgpipe's U-Nets and AmoebaNets, counted.
 
     experiment   schedule      micro-batches        re-materialized
     naive-1      one by one    as for the others    none: gradients are accumulated
@@ -14,27 +14,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common import Part
-from benchmarks.models import find
+from benchmarks.models import PaperModel, find
 from benchmarks.papers.costs import PaperOptions, bar
-from benchmarks.papers.memory import Family, Setting, counted, largest
+from benchmarks.papers.memory import Counted, Family, Setting, counted, largest
 from benchmarks.planning.profiles import Table
 
 GB, GiB = 1e9, 2.0**30
 _GB = "GB are 10^9 bytes, GiB 2^30."
-_FROM_MEMORY = (
-    "The published memory figures were entered without the paper at hand; those of parameters are "
-    "near 12 bytes for each but where it is said, those of activations could not be checked."
-)
 _LESS = (
     "Counted are tensors, to the byte, on a single-threaded run. What devices need besides "
     "(workspaces of kernels, what the allocator holds and does not use, the runtime) is not in it."
 )
 
 
+_BALANCE = {
+    "balance": "of theirs: layers of their model, in which a cell or a block is one; ours is "
+    "flatter, and cut so that the largest stage is as small as possible.",
+}
 _TOTALS = {
     "memory": "of all devices together, in GiB: 8 bytes for each parameter (itself and its "
     "gradient, no optimizer) and the peaks of everything else.",
     "with 12 bytes": "the same with 4 bytes more for each parameter.",
+    **_BALANCE,
 }
 
 
@@ -46,13 +47,17 @@ class Row:
         name: what the paper calls it; "naive" ones are without pipeline and re-materialization.
         model: its name in :mod:`benchmarks.models`.
         n: number of partitions.
-        memory: published numbers, by column.
+        memory: published numbers, by column; None for "out of memory".
+        parameters: as published, where it is not what :mod:`benchmarks.models` says.
+        balance: as published: layers of the authors' model, which is less flat than ours.
     """
 
     name: str
     model: str
     n: int
-    memory: tuple[float, ...]
+    memory: tuple[float | None, ...]
+    parameters: str = ""
+    balance: str = ""
 
     @property
     def naive(self) -> bool:
@@ -75,11 +80,22 @@ TRANSFORMER = (
 )
 UNET = (
     Row("baseline", "U-Net (6, 72)", 1, (20.3,)),
-    Row("pipeline-1", "U-Net (11, 128)", 1, (20.5,)),
-    Row("pipeline-2", "U-Net (24, 128)", 2, (43.4,)),
-    Row("pipeline-4", "U-Net (24, 160)", 4, (79.1,)),
-    Row("pipeline-8", "U-Net (48, 160)", 8, (154.1,)),
+    Row("pipeline-1", "U-Net (11, 128)", 1, (20.5,), balance="505"),
+    Row("pipeline-2", "U-Net (24, 128)", 2, (43.4,), balance="526, 551"),
+    Row("pipeline-4", "U-Net (24, 160)", 4, (79.1,), balance="472, 54, 36, 515"),
+    Row("pipeline-8", "U-Net (48, 160)", 8, (154.1,), balance="800, 140, 62, 36, 36, 36, 36, 987"),
 )
+#: The same experiments as GPipe's, by torchgpipe: memory of the model and peak of activations, GiB.
+AMOEBANET_AGAIN = (
+    Row("naive-1", "AmoebaNet-D (18, 208)", 1, (0.91, None), "81.5 M"),
+    Row("pipeline-1", "AmoebaNet-D (18, 416)", 1, (3.57, 0.91), "319.0 M", "24"),
+    Row("pipeline-2", "AmoebaNet-D (18, 544)", 2, (6.07, 3.39), "542.7 M", "16, 8"),
+    Row("pipeline-4", "AmoebaNet-D (36, 544)", 4, (11.80, 6.91), "1.06 B", "16, 12, 7, 7"),
+    Row(
+        "pipeline-8", "AmoebaNet-D (72, 512)", 8, (20.62, 10.83), "1.84 B",
+        "23, 16, 11, 6, 6, 5, 5, 6",
+    ),
+)  # fmt: skip
 
 
 # -- the tables -----------------------------------------------------------------------------------
@@ -141,7 +157,6 @@ def gpipe_amoebanet(options: PaperOptions) -> Part:
             "re-materialization.",
             "Published sizes are the largest that did fit; all of them fit by definition. By the "
             "published sums, a device of pipeline-8 had 6.4 GB on average.",
-            _FROM_MEMORY,
             _LESS,
             "1.8 B parameters of 12 bytes are 21.6 GB, not the 24.62 GB that were published; the "
             "other rows are near 12 bytes.",
@@ -160,10 +175,9 @@ def gpipe_transformer(options: PaperOptions) -> Part:
         _DEFINITIONS,
         over=_GB,
         notes=[
-            "The 11.7 and 3.15 GB of naive-1 are probably swapped, here or in the paper: 282 M "
+            "The 11.7 and 3.15 GB of naive-1 are as published, and probably swapped there: 282.2 M "
             "parameters of 12 bytes are 3.39 GB, 3.15 GiB. The other published numbers of this "
             "table are GiB by their parameters as well: 9.437 GB are 8.79 GiB.",
-            _FROM_MEMORY,
             _LESS,
             "Attention stores its scores here, 32 heads * 1024 * 1024 * 4 bytes, several times in "
             "each layer. How the paper's did, and in which precision, it does not say.",
@@ -177,9 +191,9 @@ def torchgpipe_unet(options: PaperOptions) -> Part:
     setting = Setting(samples=32, m=32, bytes=8)
     part = Table(
         "torchgpipe: memory of U-Net (B, C)",
-        "Kim et al. 2020 and torchgpipe's README. Counted with 192x192 pixels, mini-batches of 32 "
-        "in 32 micro-batches, GPipe's schedule, all of them re-materialized; 8 bytes for each "
-        "parameter.",
+        "Kim et al. 2020 and torchgpipe's documentation. Counted with 192x192 pixels, mini-batches "
+        "of 32 in 32 micro-batches, GPipe's schedule, all of them re-materialized; 8 bytes for "
+        "each parameter.",
         _TOTALS,
         over=_GB,
         notes=[
@@ -189,38 +203,10 @@ def torchgpipe_unet(options: PaperOptions) -> Part:
             "A baseline has its mini-batch whole, without re-materialization.",
         ],
     )
-    return _torchgpipe(UNET[: 2 if options.quick else None], setting, part, "torchgpipe, U-Net")
-
-
-def torchgpipe_amoebanet(options: PaperOptions) -> Part:
-    """torchgpipe's table of AmoebaNets, as far as it can be told."""
-    setting = Setting(samples=128, m=32, bytes=8)
-    part = Table(
-        "torchgpipe: memory of AmoebaNet-D (L, D)",
-        "The experiment of Kim et al. 2020 with the sizes of GPipe's Table 1. Counted with 224x224 "
-        "pixels, mini-batches of 128 in 32 micro-batches, GPipe's schedule, all of them "
-        "re-materialized; 8 bytes for each parameter.",
-        _TOTALS,
-        over=_GB,
-        notes=[
-            "The published memory figures of this table were not at hand, so there are none here.",
-            _LESS,
-            "A baseline has its mini-batch whole, without re-materialization.",
-        ],
-    )
-    rows = [
-        replace(row, name=row.name.replace("naive-1", "baseline"), memory=()) for row in AMOEBANET
-    ]
-    rows = rows[: 1 if options.quick else None]
-    return _torchgpipe(rows, setting, part, "torchgpipe, AmoebaNet-D")
-
-
-def _torchgpipe(rows: Sequence[Row], setting: Setting, part: Part, label: str) -> Part:
-    with bar(len(rows), label) as progress:
+    rows = UNET[: 2 if options.quick else None]
+    with bar(len(rows), "torchgpipe, U-Net") as progress:
         for row in rows:
-            entry = find(row.model)
-            chosen = replace(setting, m=1) if row.naive else setting
-            found = counted(entry, row.n, chosen, naive=row.naive)
+            entry, found = _counted(row, setting)
             total, count = sum(found.fixed) + sum(found.activations), sum(found.parameters)
             part.rows.append(
                 {
@@ -228,12 +214,67 @@ def _torchgpipe(rows: Sequence[Row], setting: Setting, part: Part, label: str) -
                     "model": row.model,
                     "parameters (published)": entry.published,
                     "parameters (counted)": entry.as_published(count),
-                    **({"memory, GiB (published)": row.memory[0]} if row.memory else {}),
+                    "memory, GiB (published)": row.memory[0],
                     "memory, GiB (counted)": total / GiB,
                     "activations, GiB (counted)": sum(found.activations) / GiB,
                     "with 12 bytes, GiB (counted)": (total + 4 * count) / GiB,
                     "largest device, GiB (counted)": found.largest / GiB,
+                    "balance (published)": row.balance,
                 }
             )
             progress.update()
     return part
+
+
+def torchgpipe_amoebanet(options: PaperOptions) -> Part:
+    """torchgpipe's table of AmoebaNets."""
+    setting = Setting(samples=128, m=32, bytes=12)
+    part = Table(
+        "torchgpipe: memory of AmoebaNet-D (L, D)",
+        "torchgpipe's documentation, on Tesla P40s. Counted with 224x224 pixels, mini-batches of "
+        "128 in 32 micro-batches, GPipe's schedule, all of them re-materialized; 12 bytes for each "
+        "parameter.",
+        {
+            "model, GiB": "parameters, gradients and state of the optimizer on all devices "
+            "together: 12 bytes for each parameter, as what was published is, and the buffers.",
+            "activations": "all other memory, the sum over the devices of their peaks.",
+            **_BALANCE,
+        },
+        over=_GB,
+        notes=[
+            "The mini-batch and its number of micro-batches are assumed.",
+            "naive-1 has its mini-batch whole, without re-materialization; theirs was out of "
+            "memory with it.",
+            _LESS,
+        ],
+    )
+    rows = AMOEBANET_AGAIN[: 1 if options.quick else None]
+    with bar(len(rows), "torchgpipe, AmoebaNet-D") as progress:
+        for row in rows:
+            entry, found = _counted(row, setting)
+            model, activations = row.memory
+            part.rows.append(
+                {
+                    "experiment": row.name,
+                    "model": row.model,
+                    "parameters (published)": row.parameters,
+                    "parameters (counted)": entry.as_published(sum(found.parameters)),
+                    "model, GiB (published)": model,
+                    "model, GiB (counted)": sum(found.fixed) / GiB,
+                    "activations, GiB (published)": activations or "out of memory",
+                    "activations, GiB (counted)": sum(found.activations) / GiB,
+                    "largest device, GiB (counted)": found.largest / GiB,
+                    "balance (published)": row.balance,
+                }
+            )
+            progress.update()
+    return part
+
+
+def _counted(row: Row, setting: Setting) -> tuple[PaperModel, Counted]:
+    """What one of torchgpipe's experiments takes: without a pipeline the mini-batch is whole."""
+    entry = find(row.model)
+    if row.parameters:
+        entry = replace(entry, published=row.parameters)
+    chosen = replace(setting, m=1) if row.naive else setting
+    return entry, counted(entry, row.n, chosen, naive=row.naive)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import Part, number
+from benchmarks.common import Outcome, Part, gradients, number
 from benchmarks.peers.libraries import (
     LIBRARIES,
     WHOLE,
@@ -20,7 +20,6 @@ from benchmarks.peers.libraries import (
     plain,
     theirs,
 )
-from benchmarks.schedules.model import Outcome, gradients
 
 #: How far gradients may be from the plain loop's, see ``distance``. A deep network with BatchNorm
 #: makes a rounding error a million to a thousand million times as large: in single precision that

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common import Part
+from benchmarks.common import Part, threads
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.peers.check import Field, distance, gathered, outcome, tell, threads_seen, too_far
 from benchmarks.peers.libraries import DISTRIBUTED, Task, ours, plain
 from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
-from benchmarks.peers.ranks import PeerRanks
 from benchmarks.ranks import SCHEDULES as THEIRS
+from benchmarks.ranks import Ranks, Work
 from benchmarks.ranks import missing as ranks_missing
 from benchmarks.schedules.model import mlp
 from benchmarks.schedules.overhead import linears
 from syncpipe.balance import balance_by_time
-from syncpipe.commands.demo_model import even_balance, layer_times, resnext
+from syncpipe.commands.demo_model import resnext
 
 PARTITIONS = 2
 MODES = ("never", "always")
@@ -69,7 +68,10 @@ def resnext_task(quick: bool, balance: Sequence[int] = ()) -> tuple[Task, str]:
     torch.manual_seed(0)
     model = resnext()
     x, target = torch.rand(batch, 1, 8, 8), torch.randint(10, (batch,))
-    balance = balance or even_balance(layer_times(model, x[: batch // m]), PARTITIONS)
+    timeout = 0.05 if quick else 1.0
+    balance = balance or balance_by_time(
+        PARTITIONS, model, x[: batch // m], timeout=timeout, progress=False
+    )
     name = f"ResNeXt of 20 convolutions (that of the demonstration), batch {batch}, 8x8 pixels"
     return Task(model, x, target, F.cross_entropy, m, balance), name
 
@@ -97,17 +99,6 @@ def next_token(logits: Tensor, target: Tensor) -> Tensor:
 
 
 # -- a part of the report -------------------------------------------------------------------------
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many intra-op threads for whatever runs in here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(
@@ -156,20 +147,20 @@ def run(
             part.notes.append(f"Skipped: torch.distributed.pipelining: {why}.")
             measured(found, Meter(), repeats, title, {}, least)
             return part
-        with PeerRanks(
-            total // PARTITIONS or 1, task_of, make, options.quick, task.balance
-        ) as ranks:
+        each = total // PARTITIONS or 1
+        with Ranks(each, work_of, make, options.quick, task.balance) as ranks:
             _enter(found, ranks, least)
             measured(found, Meter(), repeats, title, {}, least)
     return part
 
 
-def task_of(make: Callable[..., tuple[Task, str]], quick: bool, balance: Sequence[int]) -> Task:
+def work_of(make: Callable[..., tuple[Task, str]], quick: bool, balance: Sequence[int]) -> Work:
     """In a process of its own."""
-    return make(quick, balance)[0]
+    task, _ = make(quick, balance)
+    return Work(task.model, task.x, task.target, task.loss, task.balance[0])
 
 
-def _enter(found: Field, ranks: PeerRanks, least: float) -> None:
+def _enter(found: Field, ranks: Ranks, least: float) -> None:
     """The ranks take part, once they were seen to do what the plain loop does."""
     task = found.task
     loop = plain(task)[0]
@@ -177,7 +168,7 @@ def _enter(found: Field, ranks: PeerRanks, least: float) -> None:
     times = steps_in(task, loop, least)
     for schedule in THEIRS:
         label = f"{DISTRIBUTED}, {schedule}"
-        why = too_far(distance(ranks.outcome(schedule, 1), expected), expected)
+        why = too_far(distance(ranks.outcome(schedule, task.chunks), expected), expected)
         if why is not None:
             found.part.notes.append(f"Not measured: {label}: {why}.")
             continue
@@ -187,7 +178,7 @@ def _enter(found: Field, ranks: PeerRanks, least: float) -> None:
             "workers": f"{PARTITIONS} processes",
             "checkpoint": "never",
         }
-        found.jobs[label] = columns, partial(ranks.step, schedule, times)
+        found.jobs[label] = columns, partial(ranks.step, schedule, task.chunks, times)
         tell(found.part, f"{DISTRIBUTED} was seen to do so in single precision.")
         found.extra[label] = {"threads": " + ".join([str(ranks.threads)] * PARTITIONS)}
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, number, rounds
+from benchmarks.group import Options
 from benchmarks.peers.check import Field, tell
 from benchmarks.peers.libraries import CALL, DISTRIBUTED, LIBRARIES, LOOP, OURS, Peer, Task
-from benchmarks.schedules.model import Options
 
 OVER = {name: f"over {name}" for name in (*LIBRARIES, DISTRIBUTED)}
 #: A peak is higher than another one if it is so many times as high.

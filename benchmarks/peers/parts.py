@@ -14,24 +14,14 @@ that are missing are skipped, and the report says so.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 
-from benchmarks import common
-from benchmarks.common import Part
-from benchmarks.peers import cpu as peers_cpu
-from benchmarks.peers import gpu as peers_gpu
+from benchmarks.group import Group
+from benchmarks.peers import cpu, gpu
 from benchmarks.peers.libraries import LIBRARIES
 from benchmarks.peers.measure import PeerOptions
-from benchmarks.report import QUICK, Report, check, parser_of
-
-PARTS: dict[str, Callable[[PeerOptions], Part]] = {**peers_cpu.PARTS, **peers_gpu.PARTS}
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = parser_of("peers", __doc__, PARTS, "11, on a GPU 7")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-distributed",
         action="store_true",
@@ -43,33 +33,22 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="intra-op threads in total on the CPU, for everybody (2; quick: 1)",
     )
-    args = parser.parse_args(argv)
-    check(parser, args)
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.threads is not None and args.threads < 1:
         parser.error(f"argument --threads: must be at least 1, not {args.threads}")
-    return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report, writes the files."""
-    args = parsed(argv)
-    try:
-        import tqdm  # noqa: F401  # asked for now, needed later
-    except ImportError as error:
-        print(common.MISSING.format(error), file=sys.stderr)
-        return 1
-    command = "python -m benchmarks.peers" + " --quick" * args.quick
-    command += f" --only {' '.join(args.only)}" if args.only else ""
-    command += " --no-distributed" * args.no_distributed
-    command += f" --threads {args.threads}" if args.threads else ""
-    command += f" --repeats {args.repeats}" if args.repeats else ""
-    options = PeerOptions(args.quick, args.repeats, not args.no_distributed, args.threads)
-    Report(
-        "Peers side by side",
-        command,
-        [QUICK] * args.quick,
-        json_file=args.json,
-        markdown=args.markdown,
-        versions={library: common.version(library) for library in LIBRARIES},
-    ).run({name: partial(PARTS[name], options) for name in args.only or PARTS})
-    return 0
+GROUP = Group(
+    "peers",
+    "Peers side by side",
+    __doc__,
+    {**cpu.PARTS, **gpu.PARTS},
+    lambda args: PeerOptions(args.quick, args.repeats, not args.no_distributed, args.threads),
+    rounds="11, on a GPU 7",
+    arguments=_arguments,
+    check=_check,
+    versions=tuple(LIBRARIES),
+    one_thread=False,
+)

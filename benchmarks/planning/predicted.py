@@ -79,7 +79,7 @@ def run(options: PlanningOptions) -> list[Part]:
     )
     for name, model in MODELS.items():
         problem = model(options.quick)
-        timeout = 0.2 if options.quick else 5.0
+        timeout = 0.02 if options.quick else 5.0
         plan = syncpipe.plan(
             problem.model, problem.x, devices=DEVICES, batch_size=len(problem.x), chunks=CHUNKS,
             param_scale=PARAM_SCALE, timeout=timeout,

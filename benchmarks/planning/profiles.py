@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Part
-from benchmarks.schedules.model import Options
+from benchmarks.group import Options
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 
 #: Of a parameter: itself, its gradient and Adam's state.

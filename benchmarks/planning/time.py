@@ -35,10 +35,10 @@ def run(options: PlanningOptions) -> list[Part]:
 def _planning(options: PlanningOptions) -> Part:
     from tqdm import tqdm
 
-    batch = 64 if options.quick else 512
-    layers, devices = ((20,), (2, 4)) if options.quick else ((50, 200, 1000), (2, 8, 16, 64))
+    batch = 16 if options.quick else 512
+    layers, devices = ((10,), (2, 4)) if options.quick else ((50, 200, 1000), (2, 8, 16, 64))
     sizes = [(count, n) for count in layers for n in devices if n <= count]
-    skips = {(200, 8): 20} if not options.quick else {(20, 4): 3}
+    skips = {(200, 8): 20} if not options.quick else {(10, 4): 2}
     repeats = options.rounds(5)
     part = Part(
         "Time to plan",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.common import Part, Spread, number, rounds, timed
+import torch.nn.functional as F
+
+from benchmarks.common import Part, Spread, check, number, rounds, timed
+from benchmarks.group import Options
+from benchmarks.ranks import RANKS, Ranks, Work, missing
 from benchmarks.ranks import SCHEDULES as THEIRS
-from benchmarks.ranks import Ranks, missing
 from benchmarks.schedules.ideal import DEVICES
 from benchmarks.schedules.ideal import SCHEDULES as OURS
-from benchmarks.schedules.model import Options, big, check
+from benchmarks.schedules.model import big
 
 
 def run(options: Options) -> Part:
@@ -39,7 +42,7 @@ def run(options: Options) -> Part:
     if why is not None:
         part.notes = [f"Not measured: {why}."]
         return part
-    with Ranks(options) as ranks:
+    with Ranks(1, _work, options) as ranks:
         for m in chunks:
             expected = problem.expected(m)
             jobs: dict[str, Callable[[], float]] = {"plain loop": timed(problem.loop(m))}
@@ -52,6 +55,12 @@ def run(options: Options) -> Part:
                 jobs[label] = timed(step)
             _report(part, m, rounds(jobs, repeats, f"distributed, m={m}"))
     return part
+
+
+def _work(options: Options) -> Work:
+    """In a process of its own."""
+    problem, _, _ = big(options)
+    return Work(problem.model, problem.x, problem.target, F.mse_loss, len(problem.model) // RANKS)
 
 
 def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:

@@ -11,8 +11,9 @@ from threading import Event
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Part, Spread, number, rounds, timed
-from benchmarks.schedules.model import Options, Outcome, PipeStep, Problem
+from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
+from benchmarks.group import Options
+from benchmarks.schedules.model import PipeStep, Problem
 from benchmarks.schedules.naps import (
     FORWARD,
     INPUT,

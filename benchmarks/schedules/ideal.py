@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.common import Part, Spread, number, rounds, timed
-from benchmarks.schedules.model import Halves, Options, big
+from benchmarks.group import Options
+from benchmarks.schedules.model import Halves, big
 
 #: At most this many times the ideal.
 TARGET = 1.08

@@ -12,28 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import timed
+from benchmarks.common import Outcome, check, gradients, timed
+from benchmarks.group import Options
 from syncpipe import Pipe
-
-#: What a training step leaves: the loss, and the gradients of all parameters in order.
-Outcome = tuple[Tensor, list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What was asked for on the command line.
-
-    Attributes:
-        quick: small sizes, to see that it runs.
-        repeats: number of rounds, where it was given.
-    """
-
-    quick: bool = False
-    repeats: int | None = None
-
-    def rounds(self, full: int) -> int:
-        """How many rounds to measure."""
-        return self.repeats or (2 if self.quick else full)
 
 
 @dataclass(frozen=True)
@@ -116,32 +97,6 @@ class PipeStep:
         """The same, after it was seen to do what the plain loop does."""
         check(label, (self(), gradients(self.pipe)), expected)
         return self
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    """Of all parameters in order; each has one."""
-    found = []
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            raise SystemExit(f"{name} got no gradient; nothing measured")
-        found.append(parameter.grad.clone())
-    return found
-
-
-def check(label: str, outcome: Outcome, expected: Outcome) -> None:
-    """Refuses to measure something that computes something else.
-
-    Raises:
-        SystemExit: the loss or a gradient is not the plain loop's, by ``torch.allclose``; the
-            absolute tolerance is relative to the largest entry of the tensor.
-    """
-    pairs = zip([outcome[0], *outcome[1]], [expected[0], *expected[1]], strict=True)
-    for k, (got, wanted) in enumerate(pairs):
-        largest = float(wanted.abs().max())
-        same = got.shape == wanted.shape and largest > 0
-        if not (same and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5 * largest)):
-            what = f"gradient {k - 1}" if k else "the loss"
-            raise SystemExit(f"{label}: {what} is not the plain loop's; nothing measured")
 
 
 class Halves:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from torch import nn
 
 from benchmarks.common import Part, Spread, rounds, timed
-from benchmarks.schedules.model import Options, Problem, mlp
+from benchmarks.group import Options
+from benchmarks.schedules.model import Problem, mlp
 
 WORKERS = (1, 2, 4, 8)
 #: By label: schedule, slots, and how many stages each worker has.

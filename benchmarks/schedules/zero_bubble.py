@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.common import Part, Spread, number, rounds, timed
+from benchmarks.group import Options
 from benchmarks.schedules.ideal import DEVICES
-from benchmarks.schedules.model import Options, big
+from benchmarks.schedules.model import big
 from syncpipe.schedules import one_f_one_b, zb_h1
 from syncpipe.schedules.simulation import Costs, simulate
 

@@ -1,47 +1,51 @@
 """``benchmarks``: each part runs in its quick form, and what is not the same is not measured."""
 
+from __future__ import annotations
+
 import json
-import os
-import sys
 
 import pytest
 import torch
 from torch import distributed
 
-from benchmarks import overhead
-from benchmarks.common import Part, Spread, rounds
-from benchmarks.schedules import parts as schedules
+from benchmarks.common import check
+from benchmarks.peers.libraries import LIBRARIES, OURS, missing
+from benchmarks.peers.parts import GROUP as PEERS
+from benchmarks.planning.parts import GROUP as PLANNING
 from benchmarks.schedules.emulated import SUBJECTS, Run
 from benchmarks.schedules.emulated import napping as napping_problem
-from benchmarks.schedules.model import check, mlp
+from benchmarks.schedules.model import mlp
 from benchmarks.schedules.naps import Naps, splitting_naps
+from benchmarks.schedules.parts import GROUP as SCHEDULES
 from syncpipe.training.weight_gradients_rules import BINDERS
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
+needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
+#: Columns that have to be there: of spreads over the rounds.
 RATIOS = {
     "ideal": ["over the loop", "over ideal", "over measured ideal", "machine"],
     "zero_bubble": ["over the loop", "over 1f1b", "over ideal of 1f1b"],
     "emulated": ["over simulated", "bare threads over simulated", "over bare threads"],
     "overhead": ["over the loop", "us/cell"],
     "distributed": ["over the loop", "ours over theirs"],
+    "tiny": ["over the loop", "ms"],
+    "time": ["search ms", "plan ms", "ms"],
+    "predicted": ["measured / predicted", "machine"],
 }
+QUICK = [
+    *((SCHEDULES, name) for name in SCHEDULES.parts if name != "distributed"),
+    pytest.param(SCHEDULES, "distributed", marks=needs_gloo),
+    *((PLANNING, name) for name in PLANNING.parts),
+    (PEERS, "tiny"),
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(name == "distributed" and not GLOO, reason="needs gloo"),
-        )
-        for name in schedules.PARTS
-    ],
-)
-def test_quick_form_of_each_part(name, tmp_path, capsys):
+@pytest.mark.parametrize(("group", "name"), QUICK)
+def test_quick_form_of_each_part(group, name, tmp_path, capsys):
     threads, bound = torch.get_num_threads(), dict(BINDERS)
     files = {"--json": tmp_path / "report.json", "--markdown": tmp_path / "report.md"}
     options = [str(part) for item in files.items() for part in item]
-    assert schedules.main(["--quick", "--only", name, *options]) == 0
+    assert group.main(["--quick", "--only", name, *options]) == 0
     assert torch.get_num_threads() == threads
     assert bound == BINDERS
     assert "These numbers say nothing" in capsys.readouterr().out
@@ -49,25 +53,23 @@ def test_quick_form_of_each_part(name, tmp_path, capsys):
     content = json.loads(files["--json"].read_text(encoding="utf-8"))
     assert content["about"]["torch"] == torch.__version__
     part = content["parts"][name]
-    for ratio in RATIOS[name]:
-        found = [row[ratio] for row in part["rows"] if row.get(ratio) is not None]
+    tables = part.get("tables", [part])
+    rows = [row for table in tables for row in table["rows"]]
+    for ratio in RATIOS.get(name, []):
+        found = [row[ratio] for row in rows if row.get(ratio) is not None]
         assert found
         assert all(0 < row["low"] <= row["median"] <= row["high"] for row in found)
         assert all(len(row["samples"]) == 2 for row in found)
     text = files["--markdown"].read_text(encoding="utf-8")
-    assert f"## {part['title']}" in text
-    assert all(f"| {row['what']} " in text for row in part["rows"])
-    assert all(target["aim"] in text for target in part["targets"])
-
-
-def test_overhead(capsys, tmp_path):
-    file = tmp_path / "overhead.json"
-    argv = ["--layers", "2", "--chunks", "2", "--repeats", "2", "--seconds", "0.001"]
-    assert overhead.main([*argv, "--json", str(file)]) == 0
-    assert "Pipe, 2 workers, always" in capsys.readouterr().out
-    content = json.loads(file.read_text(encoding="utf-8"))
-    assert list(content) == ["about", "results", "targets"]
-    assert content["about"]["cpus"] == os.cpu_count()
+    assert rows
+    assert all(f"## {table['title']}\n" in text for table in tables)
+    if group is PEERS:
+        libraries = {row["library"] for row in rows}
+        assert {"plain loop", "plain, whole mini-batch", OURS} <= libraries
+        assert ("torch.distributed" in libraries) == GLOO
+        for library in LIBRARIES:
+            assert (library in libraries) == (missing(library) is None)
+            assert (f"Skipped: {library}" in text) != (library in libraries)
 
 
 def test_nothing_else_is_measured_than_the_same():
@@ -89,52 +91,3 @@ def test_naps_that_are_not_those_of_the_simulation_are_not_measured():
         Run(split, 2, 2, 0.0).check(expected)
     with pytest.raises(SystemExit, match="took naps"):  # without the rule nothing splits
         Run(split, 2, 2, 0.0).check(expected)
-
-
-def test_every_job_runs_in_every_round_and_in_every_place():
-    calls: list[str] = []
-
-    def job(name):
-        return lambda: calls.append(name) or float(len(calls))
-
-    samples = rounds({name: job(name) for name in "abc"}, 6, "test")
-    assert [len(times) for times in samples.values()] == [6, 6, 6]
-    orders = ["".join(calls[k : k + 3]) for k in range(6, 24, 3)]
-    assert sorted(map(sorted, orders)) == [list("abc")] * 6
-    assert len(set(orders)) == 6
-    assert all({order[place] for order in orders} == set("abc") for place in range(3))
-
-
-def test_spread_and_table():
-    part = Part("Title", "Setting.", {"ratio": "defined."})
-    part.rows = [{"what": "a", "ratio": Spread.ratio([2.0, 4.0, 6.0], [1.0, 1.0, 1.0], 2)}]
-    part.rows.append({"what": "b", "ms": 1234.5})
-    part.aim("faster", False, "2 times")
-    text = part.as_markdown()
-    assert "| a    | 2 (1.5 .. 2.5) |      |" in text
-    assert "| b    |                | 1234 |" in text
-    assert "- **ratio**: defined." in text
-    assert "- Target, **not met**: faster (2 times)" in text
-
-
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (["--only", "ideals"], "argument --only: invalid choice: 'ideals'"),
-        (["--repeats", "1"], "argument --repeats: must be at least 2, not 1"),
-        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
-    ],
-)
-def test_wrong_arguments(argv, reason, capsys):
-    with pytest.raises(SystemExit) as stop:
-        schedules.main(argv)
-    assert stop.value.code == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_missing_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert schedules.main(["--quick"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert 'pip install "syncpipe[bench]"' in err

@@ -1,11 +1,10 @@
 """``benchmarks.peers``: all train the same; what is missing, fails or differs is told of."""
 
+from __future__ import annotations
+
 import copy
-import json
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,14 +18,12 @@ from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet
 from benchmarks.models.unet import unet
-from benchmarks.peers import check as peers_check
-from benchmarks.peers import gpu as peers_gpu
-from benchmarks.peers import libraries as peers_libraries
-from benchmarks.peers import parts as peers
-from benchmarks.peers.check import distance, gathered, outcome, too_far
-from benchmarks.peers.cpu import CPU, PLACES, threads
+from benchmarks.peers import gpu
+from benchmarks.peers.check import Field, distance, gathered, outcome, too_far
+from benchmarks.peers.cpu import CPU, PLACES
 from benchmarks.peers.libraries import LIBRARIES, OURS, Peer, Task, missing, ours, plain
-from benchmarks.peers.measure import Meter, PeerOptions, fitting
+from benchmarks.peers.measure import Meter, fitting
+from benchmarks.peers.parts import GROUP
 from benchmarks.peers.skips import translated
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
@@ -60,79 +57,6 @@ def only_fake(monkeypatch):
         monkeypatch.delitem(LIBRARIES, library)
     monkeypatch.setitem(LIBRARIES, "fake", ("fake", "GPipe", "syncpipe.skip"))
     return fake
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-
-def test_tiny_layers_by_everybody(tmp_path, capsys):
-    threads = torch.get_num_threads()
-    files = {"--json": tmp_path / "report.json", "--markdown": tmp_path / "report.md"}
-    options = [str(part) for item in files.items() for part in item]
-    assert peers.main(["--quick", "--only", "tiny", *options]) == 0
-    assert torch.get_num_threads() == threads
-    assert "These numbers say nothing" in capsys.readouterr().out
-
-    content = json.loads(files["--json"].read_text(encoding="utf-8"))
-    part, text = content["parts"]["tiny"], files["--markdown"].read_text(encoding="utf-8")
-    found = {row["library"] for row in part["rows"]}
-    assert {"plain loop", "plain, whole mini-batch", OURS} <= found
-    assert ("torch.distributed" in found) == GLOO
-    for library in LIBRARIES:
-        assert (library in found) == (missing(library) is None)
-        assert (f"Skipped: {library}" in text) != (library in found)
-        assert content["about"][library] is None or library in found
-    for row in part["rows"]:
-        beside = {name.removeprefix("over ") for name in row if name.startswith("over ")}
-        others = found - {"plain loop", "plain, whole mini-batch", OURS}
-        if row["checkpoint"] == "always":
-            others -= {"torch.distributed"}
-        assert beside - {"the loop"} == (others if row["library"] == OURS else set())
-        assert len(row["ms"]["samples"]) == 2
-        assert row["workers"] != "2 workers" or row["threads"].startswith("1 + 1")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_a_line_that_says_so(capsys):
-    assert peers.main(["--quick", "--only", *peers_gpu.PARTS]) == 0
-    assert capsys.readouterr().out.count("Skipped: PyTorch finds no CUDA GPU here.") == 4
-
-
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (["--only", "tin"], "argument --only: invalid choice: 'tin'"),
-        (["--repeats", "1"], "argument --repeats: must be at least 2, not 1"),
-        (["--threads", "0"], "argument --threads: must be at least 1, not 0"),
-        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
-    ],
-)
-def test_wrong_arguments(argv, reason, capsys):
-    with pytest.raises(SystemExit) as stop:
-        peers.main(argv)
-    assert stop.value.code == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_threads_are_given_back():
-    before = torch.get_num_threads()
-    with threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_pipe_that_is_left_over_does_not_keep_the_process(library):
-    if missing(library) is not None:
-        pytest.skip(missing(library))
-    code = f"""if True:
-        import torch
-        from benchmarks.peers.libraries import Task, theirs
-        task = Task(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2, 2), None, None, 1, [1])
-        kept = list(theirs(task, {library!r}, torch.device("cpu"), ["never", "always"]))
-    """
-    here = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=here, check=True, timeout=120)
 
 
 # -- the same layers for all ----------------------------------------------------------------------
@@ -223,27 +147,17 @@ def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
 # -- the parts for a GPU --------------------------------------------------------------------------
 
 
-def test_gpu_part_on_another_device(monkeypatch):
-    monkeypatch.setattr(peers_gpu, "PARTITIONS", (2,))
-    forgotten, peaks = [], iter(range(1, 10**6))
-    meter = Meter(lambda: None, lambda: forgotten.append(1), lambda: next(peaks) << 20)
-    part = peers_gpu.run(peers_gpu._gpt2, "fake", PeerOptions(True), CPU, meter)
-    assert len(forgotten) == 4 * len(part.rows)  # two rounds, and two before them
-    assert {row["partitions"] for row in part.rows} == {2}
-    assert {row["workers"] for row in part.rows} == {"", "1 worker", "2 workers"}
-    # The highest of all rounds: the last one, in which everybody has a peak of their own.
-    peaks_seen = sorted(row["peak MiB"] for row in part.rows)
-    assert peaks_seen == [3 * len(part.rows) + 1 + k for k in range(len(part.rows))]
-    assert all(row["samples/s"].median > 0 for row in part.rows)
-    assert any("memory beside" in note for note in part.notes) or all(map(missing, LIBRARIES))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_a_line_that_says_so(capsys):
+    assert GROUP.main(["--quick", "--only", *gpu.PARTS]) == 0
+    assert capsys.readouterr().out.count("Skipped: PyTorch finds no CUDA GPU here.") == 4
 
 
 def test_out_of_memory_is_told_of():
     def too_much(x, target):
         raise torch.OutOfMemoryError("no")
 
-    found = peers_check.Field(small_task(), Part("", ""))
+    found = Field(small_task(), Part("", ""))
     found.peers = [Peer("large", "", "", "", too_much), plain(found.task)[0]]
     assert fitting(found, Meter()) == found.peers[1:]
     assert found.part.notes == ["Out of memory: large."]
-    assert peers_libraries.plain(found.task)[0].label == "plain loop"
