@@ -75,7 +75,7 @@ class _Forward:
         self._tokens: list[Tensor | None] = [None for _ in call.pipeline.stages]
         self.outputs: list[Any] = [None for _ in micro_batches]
 
-    def needs(self, action: Action) -> Sequence[Hashable]:
+    def message_keys(self, action: Action) -> Sequence[Hashable]:
         return keys(self._call, action.i, action.j)
 
     def perform(self, action: Action, parcels: list[Any]) -> Iterable[Message]:

@@ -110,7 +110,7 @@ class Run:
 
         def walk(row: Sequence[Action]) -> None:
             for action in row:
-                for needed in self.schedule.needs(action):
+                for needed in self.schedule.predecessors(action):
                     over[needed].wait()
                 time.sleep(self.costs.of(action))
                 over[action].set()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.rounds import Lane, stopwatch
+from syncpipe.balance.rounds import Progress, stopwatch
 from syncpipe.balance.sandbox import (
     Place,
     copy_of_layer,
@@ -113,7 +113,9 @@ def profile(
 
     def run() -> Profile:
         with place.mode:
-            lanes = [Lane(size, _cut(sample, samples, size, place), len(module)) for size in chosen]
+            lanes = [
+                Progress(size, _cut(sample, samples, size, place), len(module)) for size in chosen
+            ]
             profiler = _Profiler(module, lanes, place, deadline if time else None, timeout, bar)
             return profiler.run()
 
@@ -187,7 +189,7 @@ class _Profiler:
     def __init__(
         self,
         module: nn.Sequential,
-        lanes: list[Lane],
+        lanes: list[Progress],
         place: Place,
         deadline: float | None,
         timeout: float,

@@ -15,7 +15,7 @@ from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
 from syncpipe.tree import clones, map_tensors, tensors_in
 
-__all__ = ["Lane", "stopwatch"]
+__all__ = ["Progress", "stopwatch"]
 
 #: Marks a moment; and the seconds between two of these, read when both have happened.
 Mark = Callable[[], Any]
@@ -47,7 +47,7 @@ def stopwatch(device: torch.device) -> tuple[Mark, Between]:
     return mark, between
 
 
-class Lane:
+class Progress:
     """What goes from layer to layer for one size of the micro-batch.
 
     Args:

@@ -48,7 +48,7 @@ Message = tuple[int, Hashable, Any]
 class Task(Protocol):
     """What the engine runs."""
 
-    def needs(self, action: Action) -> Sequence[Hashable]:
+    def message_keys(self, action: Action) -> Sequence[Hashable]:
         """The keys of the messages without which ``action`` cannot start."""
 
     def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
@@ -195,7 +195,7 @@ class _Execution:
         """One action of worker ``w``."""
         if self.cancelled:
             raise _Cancelled
-        received = [self.inboxes[w].take(self.task.needs(action))]
+        received = [self.inboxes[w].take(self.task.message_keys(action))]
         with self.busy[w]:
             # The task gets the only reference to what it receives.
             messages = self.task.perform(action, received.pop())
@@ -231,7 +231,7 @@ class _Execution:
         task = self.task
         values: dict[Hashable, Any] = {}
         for action in self.program[0]:
-            received = [values.pop(key) for key in task.needs(action)]
+            received = [values.pop(key) for key in task.message_keys(action)]
             for _, key, value in task.perform(action, received):
                 values[key] = value
 
@@ -244,7 +244,7 @@ class _Execution:
                 if position[w] == len(actions):
                     continue
                 action = actions[position[w]]
-                if self.inboxes[w].holds(self.task.needs(action)):
+                if self.inboxes[w].holds(self.task.message_keys(action)):
                     self.step(w, action)
                     position[w] += 1
                     ran = True

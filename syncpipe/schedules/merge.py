@@ -48,7 +48,9 @@ def onto_devices(
                 for j, row in enumerate(lists)
                 if device_of[j] == d
                 and row
-                and all(over_at.get(needed, tick + 1) <= tick for needed in alone.needs(row[-1]))
+                and all(
+                    over_at.get(needed, tick + 1) <= tick for needed in alone.predecessors(row[-1])
+                )
             ]
             if ready:
                 action = min(ready, key=_first)

@@ -122,7 +122,7 @@ class Schedule:
         """The cells ``(i, j)`` whose backward is split into its two halves."""
         return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in HALVES)
 
-    def needs(self, action: Action) -> tuple[Action, ...]:
+    def predecessors(self, action: Action) -> tuple[Action, ...]:
         """The actions that must be over before this one can start.
 
         A skip adds nothing: from a stage to one further right, its way is always behind the one
@@ -257,7 +257,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, tuple[int, int]]) -
 
 def _check_order(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
     for action, (d, position) in places.items():
-        for needed in schedule.needs(action):
+        for needed in schedule.predecessors(action):
             device, other = places[needed]
             if device == d and other > position:
                 raise ValueError(
@@ -274,8 +274,10 @@ def _check_progress(schedule: Schedule) -> None:
     while moved:
         moved = False
         for d, row in enumerate(schedule.actions):
-            while position[d] < len(row) and done.issuperset(schedule.needs(row[position[d]])):
-                done.add(row[position[d]])
+            for action in row[position[d] :]:
+                if not done.issuperset(schedule.predecessors(action)):
+                    break
+                done.add(action)
                 position[d] += 1
                 moved = True
     heads = enumerate(zip(schedule.actions, position, strict=True))
@@ -283,7 +285,7 @@ def _check_progress(schedule: Schedule) -> None:
     if stuck:
         waits = [
             f"{action}, action {position[d]} of device {d}, waits for "
-            + " and ".join(str(a) for a in schedule.needs(action) if a not in done)
+            + " and ".join(str(a) for a in schedule.predecessors(action) if a not in done)
             for d, action in stuck
         ]
         raise ValueError("deadlock: " + "; ".join(waits))

@@ -21,7 +21,7 @@ from functools import cached_property
 from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.schedule import Action, Program, Schedule, training_program, validate
 
-__all__ = ["Costs", "Simulation", "Span", "Transfer", "simulate"]
+__all__ = ["Costs", "Simulation", "TimedAction", "Transfer", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _check_times(name: str, times: Iterable[float]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedAction:
     """An action, and when it ran on which device."""
 
     action: Action
@@ -129,6 +129,9 @@ class Transfer:
     end: float
 
 
+_Step = TimedAction | Transfer
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What happened when.
@@ -146,9 +149,9 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    spans: tuple[Span, ...]
+    spans: tuple[TimedAction, ...]
     transfers: tuple[Transfer, ...]
-    critical_path: tuple[Span | Transfer, ...]
+    critical_path: tuple[TimedAction | Transfer, ...]
     makespan: float
     rematerialized: tuple[int, ...] = ()
 
@@ -213,18 +216,18 @@ class _Simulator:
         self._rows: Program = training_program(schedule, rematerialized)
         self._next = [0] * len(schedule.actions)
         self._free = [True] * len(schedule.actions)
-        self._on_device: list[Span | None] = [None] * len(schedule.actions)  # the latest
+        self._on_device: list[TimedAction | None] = [None] * len(schedule.actions)  # the latest
         self._on_link: dict[tuple[int, int], Transfer] = {}  # the latest, by devices
-        self._cause: dict[Span | Transfer, Span | Transfer | None] = {}  # what it had to wait for
+        self._cause: dict[_Step, _Step | None] = {}  # what it had to wait for
         self._missing: dict[Action, int] = {}  # how much of what it needs has not arrived
-        self._arrived: dict[Action, Span | Transfer] = {}  # the latest of what it needs
-        self._ends: list[tuple[float, int, Span | Transfer]] = []
+        self._arrived: dict[Action, _Step] = {}  # the latest of what it needs
+        self._ends: list[tuple[float, int, _Step]] = []
         for row in self._rows:
             for action in row:
                 self._missing[action] = 0
                 if action.kind == "recompute":
                     continue  # its row brings it after its forward
-                self._missing[action] = len(schedule.needs(action))
+                self._missing[action] = len(schedule.predecessors(action))
                 for source, target in costs.skips:
                     if _crosses(action, source, target):
                         self._missing[action] += 1
@@ -240,12 +243,12 @@ class _Simulator:
                 self._free[over.device] = True
                 self._send(over)
                 self._start_next(over.device)
-        spans = [what for what in self._cause if isinstance(what, Span)]
+        spans = [what for what in self._cause if isinstance(what, TimedAction)]
         transfers = [what for what in self._cause if isinstance(what, Transfer)]
         transfers.sort(key=lambda transfer: transfer.start)  # some stood in a queue first
         last = max(spans, key=lambda span: span.end)
-        path: list[Span | Transfer] = []
-        step: Span | Transfer | None = last
+        path: list[_Step] = []
+        step: _Step | None = last
         while step is not None:
             path.append(step)
             step = self._cause[step]
@@ -267,13 +270,13 @@ class _Simulator:
         action = row[position]
         cause = _later(before, self._arrived.get(action))
         start = cause.end if cause else 0.0
-        span = Span(action, d, start, start + self._costs.of(action))
+        span = TimedAction(action, d, start, start + self._costs.of(action))
         self._on_device[d] = span
         self._free[d] = False
         self._next[d] += 1
         self._begin(span, cause)
 
-    def _send(self, span: Span) -> None:
+    def _send(self, span: TimedAction) -> None:
         """What the end of an action sets off, on its own device and on others."""
         schedule, (kind, i, j) = self._schedule, span.action
         sends = KINDS[kind].sends
@@ -291,7 +294,7 @@ class _Simulator:
             if sends == "gradient" and j == target:
                 self._transfer(span, source, time, True)
 
-    def _transfer(self, span: Span, target: int, time: float, skip: bool) -> None:
+    def _transfer(self, span: TimedAction, target: int, time: float, skip: bool) -> None:
         """Puts the result of an action on its way to another stage."""
         there = self._schedule.device_of[target]
         if there == span.device:
@@ -309,13 +312,13 @@ class _Simulator:
             return Action("forward", action.i, target)
         return self._schedule.backward_of(action.i, target)
 
-    def _arrive(self, action: Action, what: Span | Transfer) -> None:
+    def _arrive(self, action: Action, what: _Step) -> None:
         """Something that an action needs is there."""
         self._missing[action] -= 1
         self._arrived[action] = what  # time does not go back: this is the latest
         self._start_next(self._schedule.device_of[action.j])
 
-    def _begin(self, what: Span | Transfer, cause: Span | Transfer | None) -> None:
+    def _begin(self, what: _Step, cause: _Step | None) -> None:
         heapq.heappush(self._ends, (what.end, len(self._cause), what))
         self._cause[what] = cause
 
@@ -327,7 +330,7 @@ def _crosses(action: Action, source: int, target: int) -> bool:
     )
 
 
-def _later(a: Span | Transfer | None, b: Span | Transfer | None) -> Span | Transfer | None:
+def _later(a: _Step | None, b: _Step | None) -> _Step | None:
     if a is None or b is None:
         return a or b
     return b if b.end >= a.end else a

@@ -20,7 +20,7 @@ from syncpipe.runtime.engine import Message
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.turns import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.schedule import Action
 from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
 from syncpipe.stages.pipeline import Call, Edge
@@ -78,13 +78,13 @@ class TrainingTask:
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
-    def needs(self, action: Action) -> Sequence[Hashable]:
+    def message_keys(self, action: Action) -> Sequence[Hashable]:
         kind, i, j = action
         if kind == "forward":
             return keys(self._call, i, j) + [("target", i)] * (
                 j == self._last and self._targets_travel
             )
-        if kind in ("backward", "backward_input"):
+        if KINDS[kind].sends == "gradient":
             return [(~edge.number, i) for edge in self._pipeline.outgoing[j]]
         return ()
 

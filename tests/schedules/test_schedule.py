@@ -211,7 +211,7 @@ def can_finish(schedule: Schedule) -> bool:
     before: dict[Action, set[Action]] = {}
     for row in schedule.actions:
         for k, action in enumerate(row):
-            before[action] = {*schedule.needs(action), *row[max(0, k - 1) : k]}
+            before[action] = {*schedule.predecessors(action), *row[max(0, k - 1) : k]}
     while before:
         free = {action for action, needed in before.items() if not needed & before.keys()}
         if not free:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from syncpipe.schedules import build, gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Action, Schedule
-from syncpipe.schedules.simulation import Costs, Simulation, Span, Transfer, simulate
+from syncpipe.schedules.simulation import Costs, Simulation, TimedAction, Transfer, simulate
 from tests.schedules.test_schedule import rounds, schedules
 
 SIZES = [(1, 1), (4, 1), (1, 4), (2, 2), (3, 4), (8, 4), (16, 4), (8, 8), (32, 8)]
@@ -185,7 +185,7 @@ def test_spans_follow_the_schedule(simulation: Simulation) -> None:
             assert span.start >= free
             assert span.end == span.start + costs.of(action)
             free = span.end
-            for needed in schedule.needs(action):
+            for needed in schedule.predecessors(action):
                 if spans[needed].device == d:
                     assert span.start >= spans[needed].end
                 else:
@@ -224,7 +224,7 @@ def test_the_critical_path_is_what_takes_so_long(simulation: Simulation) -> None
     assert path[-1].end == simulation.makespan
     for before, after in pairwise(path):
         assert before.end == after.start
-    known: set[Span | Transfer] = {*simulation.spans, *simulation.transfers}
+    known: set[TimedAction | Transfer] = {*simulation.spans, *simulation.transfers}
     assert known.issuperset(path)
 
 
@@ -268,7 +268,7 @@ def test_a_skip_is_waited_for_there_and_back() -> None:
     # F0 1, skip 5, F2 1, B2 2, skip back 5, B0 2
     assert simulation.makespan == 16
     assert [type(step).__name__ for step in simulation.critical_path] == [
-        "Span", "Transfer", "Span", "Span", "Transfer", "Span"
+        "TimedAction", "Transfer", "TimedAction", "TimedAction", "Transfer", "TimedAction"
     ]  # fmt: skip
     assert sum(transfer.skip for transfer in simulation.transfers) == 2
 
