@@ -116,8 +116,8 @@ def _plan(
         devices=devices,
         batch_size=size,
         stages=n,
-        # More of them keep more of the devices busy, but BatchNorm wants a few images in each.
-        chunks=args.chunks or ([4, 8] if n <= 2 else [8, 16]),
+        # With fewer 1F1B holds as much as GPipe; with more BatchNorm sees too few images in each.
+        chunks=args.chunks or ([8] if n <= 2 else [8, 16]),
         timeout=PLAN_SECONDS,
         progress=False,
     )
