@@ -32,8 +32,9 @@ from syncpipe.timeline import save_comparison
 
 __all__ = ["run"]
 
-#: Images in the step that is planned and timed: a mini-batch of the training leaves a GPU idle.
-ACCELERATOR_BATCH = 16_384
+#: Images in the step that is planned and timed: with those of the training's mini-batches a CPU
+#: worker has little to do for each hand-off, and an accelerator nothing.
+CPU_BATCH, ACCELERATOR_BATCH = 256, 16_384
 PLAN_SECONDS = 2.0
 TIMED_SECONDS = 3.0
 TRACED_STEPS = 5
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     with threads(len(devices) if devices[0].type == "cpu" else all_threads):
         demo = _plan(args, digits, devices, len(given), all_threads)
         equal = _check(demo)
-        _say("\n3. The training, by train_batch")
+        _say(f"\n3. The training, by train_batch, in mini-batches of {BATCH_SIZE} images")
         train(demo.pipe, digits, args.epochs)
         speed_up = _gain(demo)
         _draw(demo, args.picture)
@@ -108,15 +109,15 @@ def _plan(
     _say("\n1. The plan, by syncpipe.plan, from what each layer takes here")
     model = resnet()
     plain = copy.deepcopy(model).to(devices[0])
-    size = BATCH_SIZE if on_cpu else ACCELERATOR_BATCH
+    size = CPU_BATCH if on_cpu else ACCELERATOR_BATCH
     plan = syncpipe.plan(
         model,
         digits.many(size)[0],
         devices=devices,
         batch_size=size,
         stages=n,
-        # More of them keep more of the devices busy, but BatchNorm wants a few images in each.
-        chunks=args.chunks or [8, 16],
+        # With fewer 1F1B holds as much as GPipe; with more BatchNorm sees too few images in each.
+        chunks=args.chunks or ([8] if n <= 2 else [8, 16]),
         timeout=PLAN_SECONDS,
         progress=False,
     )

@@ -33,6 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         whole.test_images[:40], whole.test_labels[:40],
     )  # fmt: skip
     monkeypatch.setattr(demo, "load_digits", lambda: few)
+    monkeypatch.setattr(demo, "CPU_BATCH", 128)
     monkeypatch.setattr(demo, "ACCELERATOR_BATCH", 32)
     monkeypatch.setattr(demo, "PLAN_SECONDS", 0.05)
     monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
