@@ -351,11 +351,12 @@ class Pipe(Partitioned):
                 f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
                 "and eval_batch: register them on layers, or on pipe.partitions"
             )
-        own_method = own_call(self, Pipe)
-        if own_method is not None:
+        method = own_call(self, Pipe)
+        if method is not None:
             raise RuntimeError(
-                f"{type(self).__name__} has a {own_method} of its own, which train_batch and eval_batch "
-                "would not run: call pipe(x), or put what it does into layers and loss_fn"
+                f"{type(self).__name__} has a {method} of its own, which train_batch and "
+                "eval_batch would not run: call pipe(x), or put what it does into layers and "
+                "loss_fn"
             )
         if data_iter is not None:
             if input is not None or target is not None:

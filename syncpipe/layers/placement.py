@@ -59,10 +59,10 @@ def check_module(module: Any) -> None:
             f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
             "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
         )
-    own = own_call(module, nn.Sequential)
-    if own is not None:
+    method = own_call(module, nn.Sequential)
+    if method is not None:
         raise TypeError(
-            f"module ({type(module).__name__}) is an nn.Sequential with a {own} of its own, "
+            f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"
         )
     places: dict[int, str] = {}
