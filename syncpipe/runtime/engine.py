@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 _LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
+_LOCK_SECONDS = 0.1  # and whoever waits for its lock, whether the call is over
 
 
 #: Something that one action sends to another one: for which worker, under which key, what.
@@ -66,14 +67,22 @@ class Running:
         w: the worker.
         busy: for each worker the lock that it holds during an action; none where one thread runs
             all of them.
+        cancelled: whether the call is over.
     """
 
-    __slots__ = ("_alone", "_busy", "_w", "engine")
+    __slots__ = ("_alone", "_busy", "_cancelled", "_w", "engine")
 
-    def __init__(self, engine: weakref.ref[Engine], w: int, busy: Sequence[threading.Lock]) -> None:
+    def __init__(
+        self,
+        engine: weakref.ref[Engine],
+        w: int,
+        busy: Sequence[threading.Lock],
+        cancelled: threading.Event,
+    ) -> None:
         self.engine = engine
         self._w = w
         self._busy = busy
+        self._cancelled = cancelled
         self._alone = not busy
 
     def alone(self, run: Callable[[], _T]) -> _T:
@@ -85,7 +94,7 @@ class Running:
         def stop_others() -> None:
             self._busy[self._w].release()
             for lock in self._busy:
-                lock.acquire()
+                _take(lock, self._cancelled)
 
         if self._alone:
             return run()
@@ -107,6 +116,13 @@ RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("syncpipe_running", defaul
 
 class _Cancelled(BaseException):
     """Ends a worker's part of a call that has failed elsewhere."""
+
+
+def _take(lock: threading.Lock, cancelled: threading.Event) -> None:
+    """Waits for the lock of a worker, who may have died with it; raises when the call is over."""
+    while not lock.acquire(timeout=_LOCK_SECONDS):
+        if cancelled.is_set():
+            raise _Cancelled
 
 
 class _Inbox:
@@ -178,7 +194,7 @@ class _Execution:
         self.inboxes = [_Inbox() for _ in program]
         self.busy = [threading.Lock() for _ in program]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
-        self.cancelled = False
+        self.cancelled = threading.Event()
 
     def fail(self, rank: tuple[bool, int, int], error: BaseException) -> None:
         """Notes why the call is over."""
@@ -187,25 +203,26 @@ class _Execution:
 
     def cancel(self) -> None:
         """Lets every worker stop before its next action."""
-        self.cancelled = True
+        self.cancelled.set()
         for inbox in self.inboxes:
             inbox.put(_Cancelled, None)
 
     def step(self, w: int, action: Action) -> None:
         """One action of worker ``w``."""
-        if self.cancelled:
+        if self.cancelled.is_set():
             raise _Cancelled
         received = [self.inboxes[w].take(self.task.message_keys(action))]
-        with self.busy[w]:
-            # The task gets the only reference to what it receives.
-            messages = self.task.perform(action, received.pop())
+        _take(self.busy[w], self.cancelled)
+        # The task gets the only reference to what it receives.
+        messages = self.task.perform(action, received.pop())
+        self.busy[w].release()  # after an error the call is over, and nobody waits for it
         for worker, key, value in messages:
             self.inboxes[worker].put(key, value)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The whole list of worker ``w``, on its thread. Never raises."""
         action = None
-        running = Running(self.engine, w, self.busy)
+        running = Running(self.engine, w, self.busy, self.cancelled)
         RUNNING.set((*RUNNING.get(), running))  # each job has a context of its own
         try:
             if device.type not in ("cpu", "meta"):
@@ -220,7 +237,7 @@ class _Execution:
 
     def run_here(self) -> None:
         """All lists, on the calling thread."""
-        RUNNING.set((*RUNNING.get(), Running(self.engine, 0, ())))
+        RUNNING.set((*RUNNING.get(), Running(self.engine, 0, (), self.cancelled)))
         if len(self.program) == 1:
             self.run_alone()
         else:

@@ -93,6 +93,33 @@ def test_threads_that_are_killed_at_any_time(train):
     assert len(our_threads()) == 3
 
 
+def test_a_thread_that_is_killed_while_it_waits_for_the_others():
+    calls, waits, waiting = [], [], threading.Event()
+
+    def first(x):
+        calls.append(x)
+        if len(calls) == 2 and waiting.wait(20):  # in the second micro-batch
+            kill(waits.pop())
+        return x
+
+    def loss_fn(y):
+        if not waiting.is_set():
+            waits.append(threading.current_thread())
+            waiting.set()
+            pipe.eval_batch(x)  # lets the others come to the end of what they do
+        return y.mean()
+
+    pipe = pipe_of(nn.Sequential(Do(first), nn.Linear(4, 4)), chunks=4, checkpoint="never")
+    x = torch.randn(8, 4)
+    for _ in range(200):
+        calls.clear()
+        waiting.clear()
+        with pytest.raises((Killed, RuntimeError)):
+            pipe.train_batch(x, loss_fn=loss_fn, schedule="gpipe")
+            pipe.train_batch(x, loss_fn=torch.mean)  # or it was killed after its last action
+    pipe.train_batch(x, loss_fn=torch.mean)
+
+
 def test_a_pipe_that_is_called_while_the_interpreter_ends():
     code = textwrap.dedent("""
         import torch
