@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe
+from syncpipe import Pipe, plan
 from syncpipe.balance import balance_by_size, balance_by_time, profile
-from syncpipe.planner.report import plan
 from syncpipe.timeline.timeline import Span
 from tests.support import accelerator as acc
 

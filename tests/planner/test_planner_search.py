@@ -68,7 +68,7 @@ def placements(
         chain = Chain.of(profile, batch_size / m, 4)
         for n in range(1, len(machine) + 1):
             for balance in balances(len(chain), n):
-                for slots in {slots_of(family, n, m) for family in FAMILIES} | {(m,) * n}:
+                for slots in {slots_of(f, n, m) for f in FAMILIES} | {(m,) * n, (1,) * n}:
                     if n > 1 or slots == (1,):
                         yield chain, balance, slots
 

@@ -110,13 +110,17 @@ def test_a_thread_that_is_killed_while_it_waits_for_the_others():
         return y.mean()
 
     pipe = pipe_of(nn.Sequential(Do(first), nn.Linear(4, 4)), chunks=4, checkpoint="never")
+
+    def train():
+        pipe.train_batch(x, loss_fn=loss_fn, schedule="gpipe")
+        pipe.train_batch(x, loss_fn=torch.mean)  # or it was killed after its last action
+
     x = torch.randn(8, 4)
     for _ in range(200):
         calls.clear()
         waiting.clear()
         with pytest.raises((Killed, RuntimeError)):
-            pipe.train_batch(x, loss_fn=loss_fn, schedule="gpipe")
-            pipe.train_batch(x, loss_fn=torch.mean)  # or it was killed after its last action
+            train()
     pipe.train_batch(x, loss_fn=torch.mean)
 
 

@@ -158,6 +158,8 @@ def _nearest(
     terms: Terms, n: int, m: int, schedules: Sequence[str], most: float
 ) -> _Placement | None:
     """The placement into ``n`` stages that takes the least share of memory, if less than most."""
+    if most <= 0:  # nothing takes less than nothing
+        return None
     schedule, slots = _frugal(n, m, schedules)
     chain, machine = terms.chain(m), terms.machine
 
