@@ -25,9 +25,10 @@ from syncpipe.commands.demo_check import compare, plain_step
 from syncpipe.commands.demo_data import BATCH_SIZE, Digits, load_digits
 from syncpipe.commands.demo_gain import held, median_times, threads
 from syncpipe.commands.demo_model import BLOCKS, MOST_STAGES, crossing_skips, resnet
-from syncpipe.commands.demo_options import accelerators, default_devices
+from syncpipe.commands.demo_options import default_devices
 from syncpipe.commands.demo_training import train
 from syncpipe.planner.report.rivals import duration
+from syncpipe.runtime.streams import accelerators
 from syncpipe.timeline import save_comparison
 
 __all__ = ["run"]

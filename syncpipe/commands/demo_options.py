@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from syncpipe.commands.demo_data import BATCH_SIZE
+from syncpipe.runtime.streams import accelerators
 
-__all__ = ["accelerators", "add_arguments", "default_devices"]
+__all__ = ["add_arguments", "default_devices"]
 
 _PICTURES = (".png", ".svg")
 
@@ -117,15 +118,6 @@ def _device(name: str) -> torch.device:
     raise argparse.ArgumentTypeError(
         f"there is no device {name!r}: this machine has {has}, and cpu:0 to cpu:127 as CPU workers"
     )
-
-
-def accelerators() -> list[torch.device]:
-    """All accelerators of this machine."""
-    # A build for an accelerator names its type even where there is none, so ask for availability.
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return []
-    return [torch.device(accelerator.type, k) for k in range(torch.accelerator.device_count())]
 
 
 def default_devices() -> list[torch.device]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.microbatch import NoChunk
-from syncpipe.runtime.worker import Worker, same_memory
+from syncpipe.runtime.streams import accelerators, same_memory
+from syncpipe.runtime.worker import Worker
 from syncpipe.tree import flatten
 
 __all__ = [
@@ -191,14 +192,7 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
 
 def default_devices(partitions: int) -> list[torch.device]:
     """All accelerators; where there is none, one CPU worker for each partition."""
-    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
-    if accelerator is None:
-        return [torch.device("cpu", j) for j in range(partitions)]
-    return [torch.device(accelerator.type, k) for k in range(torch.accelerator.device_count())]
-
-
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available() and torch.accelerator.device_count() > 0
+    return accelerators() or [torch.device("cpu", j) for j in range(partitions)]
 
 
 def check_devices(devices: Any) -> list[Any]:
@@ -241,26 +235,23 @@ def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
 def _check_device(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"devices: {device!r} is not a device (a torch.device, a str or an int)")
-    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
-    kind = accelerator.type if accelerator else "cuda"  # of a number; refused below all the same
+    there = accelerators()
+    kind = there[0].type if there else "cuda"  # of a number; refused below all the same
     try:
         found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"devices: {device!r} is not a device: {error}") from error
     if found.type in ("cpu", "meta"):
         return found
-    if accelerator is None or accelerator.type != found.type:
-        here = f"those here are {accelerator.type}" if accelerator else "this machine has none"
+    if not there or kind != found.type:
+        here = f"those here are {kind}" if there else "this machine has none"
         raise ValueError(
             f"devices: {device!r} is an accelerator, but {here}: give those that are here, or CPU "
             "workers, such as ['cpu:0', 'cpu:1']"
         )
     index = torch.accelerator.current_device_index() if found.index is None else found.index
-    if index >= torch.accelerator.device_count():
-        raise ValueError(
-            f"devices: {device!r} does not exist here, there are "
-            f"{torch.accelerator.device_count()} devices"
-        )
+    if index >= len(there):
+        raise ValueError(f"devices: {device!r} does not exist here, there are {len(there)} devices")
     return torch.device(found.type, index)
 
 

@@ -23,7 +23,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStreams", "Lane", "Streams", "moved", "same_memory"]
+__all__ = ["AcceleratorStreams", "Lane", "Streams", "accelerators", "moved", "same_memory"]
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this machine."""
+    # A build for an accelerator names its type even where there is none, so ask for availability.
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return []
+    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
 
 
 def same_memory(a: torch.device, b: torch.device) -> bool:

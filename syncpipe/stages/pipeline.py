@@ -23,7 +23,7 @@ from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, same_memory
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Action, Program
@@ -314,13 +314,7 @@ class Call:
         return self._callers[self.pipeline.worker_of[j]]
 
 
-@lru_cache(maxsize=1)
-def _accelerators() -> list[torch.device]:
-    if not torch.accelerator.is_available():
-        return []
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+_accelerators = lru_cache(maxsize=1)(accelerators)
 
 
 def _entry_events(callers: Sequence[Lane]) -> dict[torch.device, EntryEvent]:
