@@ -9,8 +9,9 @@ Example::
 """
 
 from syncpipe.microbatch import NoChunk
-from syncpipe.pipe import Pipe, inline
+from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
+from syncpipe.runtime.inline import inline
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 from syncpipe.training.loader import RepeatingLoader

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from itertools import islice
 from textwrap import indent
 from typing import Any, cast
@@ -25,6 +23,7 @@ from syncpipe.options import (
     shown_schedule,
 )
 from syncpipe.partitioned import Partitioned
+from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.build import ScheduleLike
@@ -33,27 +32,10 @@ from syncpipe.timeline.trace import Trace
 from syncpipe.training.sources import FromIterator, FromMiniBatch, Source, check_iterator
 from syncpipe.training.train import evaluate, train
 
-__all__ = ["Pipe", "inline"]
+__all__ = ["Pipe"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _building = forkable()
-_inline: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
-
-
-class inline(AbstractContextManager[None]):
-    """A context in which every pipe runs on the calling thread, without any hand-off.
-
-    For a debugger, and for whatever looks at one thread only. The results are the same::
-
-        with syncpipe.inline():
-            y = pipe(x)
-    """
-
-    def __enter__(self) -> None:
-        self._token = _inline.set(True)
-
-    def __exit__(self, *exc_info: object) -> None:
-        _inline.reset(self._token)
 
 
 class Pipe(Partitioned):
@@ -336,7 +318,7 @@ class Pipe(Partitioned):
         """How to run a mini-batch."""
         return {
             "checkpoint": self._modes() if self.training else ("never",) * len(self._balance),
-            "inline": _inline.get(),
+            "inline": INLINE.get(),
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
 
