@@ -53,7 +53,7 @@ def forward(
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    call.run(forward_program(call.batch.m, pipeline.worker_of), run, first)
+    call.run(forward_program(call.context.m, pipeline.worker_of), run, first)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
@@ -64,13 +64,13 @@ class _Forward:
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
         self._call = call
         self._pipeline = call.pipeline
-        self._batch = call.batch
+        self._context = call.context
         self._inputs: list[Any] = micro_batches
         self._rematerialized = call.rematerialized
         self._recorder = call.recorder
         # Forward-mode AD has nothing that goes back, and does not pass a gate.
         self._gated = (
-            call.batch.state.grad and len(call.lanes) > 1 and forward_ad._current_level < 0
+            call.context.state.grad and len(call.lanes) > 1 and forward_ad._current_level < 0
         )
         self._tokens: list[Tensor | None] = [None for _ in call.pipeline.stages]
         self.outputs: list[Any] = [None for _ in micro_batches]
@@ -91,12 +91,12 @@ class _Forward:
             stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
             with self._call.span(action):
                 outputs, frame = stage.forward(
-                    i, inputs, self._batch, rematerialize=rematerialize, marks=marks
+                    i, inputs, self._context, rematerialize=rematerialize, marks=marks
                 )
                 lent = stage.handed_on(
-                    inputs, marks, outputs, self._batch, rematerialize=rematerialize
+                    inputs, marks, outputs, self._context, rematerialize=rematerialize
                 )
-                if self._recorder is not None and self._batch.state.grad:
+                if self._recorder is not None and self._context.state.grad:
                     self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
                 del inputs
                 if self._gated:
@@ -115,7 +115,7 @@ class _Forward:
         tokens: tuple[Tensor, ...],
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Orders the backward of this cell; returns its outputs, and tokens for the next stage."""
-        batch, last = self._batch, len(self._pipeline.stages) - 1
+        context, last = self._context, len(self._pipeline.stages) - 1
         follow = [token] if (token := self._tokens[j]) is not None else []
         own: list[Tensor] = []
 
@@ -134,7 +134,7 @@ class _Forward:
         if own:
             token = own[0]
             self._tokens[j] = token if frame is None else early(frame, token)
-            if frame is not None and i == batch.m - 1 and j < last:
+            if frame is not None and i == context.m - 1 and j < last:
                 start = token.detach().requires_grad_()
                 tokens = (*tokens, early(frame, start))
         return outputs, tokens

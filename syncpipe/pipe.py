@@ -199,7 +199,7 @@ class Pipe(Partitioned):
                 sum(weight)``.
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
                 on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
-                :class:`syncpipe.schedules.schedule.Schedule`, the path of a CSV file
+                :class:`syncpipe.schedules.Schedule`, the path of a CSV file
                 (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
                 ``Schedule``. None: that of the pipe, ``"1f1b"`` if it was given none.
             slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "runtime/streams.py", "stages/transfer.py", "stages/pipeline.py", "forward.py",
-    "training/task.py",
+    "runtime/streams.py", "stages/parcel.py", "stages/pipeline.py", "stages/transfer.py",
 )  # fmt: skip
 CALLS = {
     "keep", "keep_until_copied", "receive", "record_on_stream", "record_stream", "wait",

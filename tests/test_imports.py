@@ -44,3 +44,27 @@ def test_no_modules_import_each_other_in_a_circle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+#: From the ground up; what stands on one floor does not import from its neighbours.
+FLOORS = [
+    ["objects", "schedules", "skip"],
+    ["tree", "options"],
+    ["microbatch", "runtime"],
+    ["layers", "timeline"],
+    ["balance", "stages"],
+    ["forward", "partitioned", "planner", "training"],
+    ["pipe"],
+    [""],  # the public names
+    ["commands"],
+    ["__main__"],
+]
+
+
+def test_imports_point_down():
+    floor = {room: k for k, rooms in enumerate(FLOORS) for room in rooms}
+    known = modules()
+    for name in known:
+        for other in imports(name, known):
+            here, there = (f"{m}.".split(".")[1] for m in (name, other))
+            assert here == there or floor[here] > floor[there], f"{name} imports {other}"

@@ -11,10 +11,7 @@ The architecture is that of "Aggregated Residual Transformations for Deep Neural
 (https://arxiv.org/abs/1611.05431), shrunk for images of 8x8 pixels.
 """
 
-import copy
-import time
-from collections.abc import Generator, Sequence
-from itertools import accumulate, combinations
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -22,9 +19,8 @@ from torch import Tensor, nn
 
 from syncpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["BLOCKS", "even_balance", "layer_times", "resnext"]
+__all__ = ["BLOCKS", "resnext"]
 
-LAYERS_PER_BLOCK = 5
 GROUPS = 8
 # (channels in, channels inside, channels out, stride) of each residual block.
 BLOCKS = (
@@ -88,49 +84,3 @@ def resnext(classes: int = 10) -> nn.Sequential:
         layers += _block(*block)
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return nn.Sequential(*layers, pool, nn.Linear(BLOCKS[-1][2], classes))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def layer_times(model: nn.Sequential, sample: Tensor, repeats: int = 5) -> list[float]:
-    """Seconds that forward and backward of each layer take on ``sample``, the best of ``repeats``.
-
-    Works on a copy: the buffers and gradients of ``model`` stay as they are.
-    """
-    model = copy.deepcopy(model).to(sample.device)
-    best = [float("inf")] * len(model)
-    for _ in range(repeats):
-        output = sample
-        for j, layer in enumerate(model):
-            x = output.detach().requires_grad_()
-            _synchronize(sample.device)
-            start = time.perf_counter()
-            output = layer(x)
-            torch.autograd.backward(output, torch.ones_like(output))
-            _synchronize(sample.device)
-            best[j] = min(best[j], time.perf_counter() - start)
-    return best
-
-
-def even_balance(costs: Sequence[float], partitions: int) -> list[int]:
-    """Layers per partition such that the slowest partition costs as little as possible.
-
-    Considers the cuts inside residual blocks only: skips are to cross borders.
-    There are few of them, so it just tries all combinations.
-    """
-    inside = [
-        1 + LAYERS_PER_BLOCK * block + layer
-        for block in range(len(BLOCKS))
-        for layer in range(1, LAYERS_PER_BLOCK)
-    ]
-    total = [0.0, *accumulate(costs)]
-
-    def slowest(cuts: tuple[int, ...]) -> float:
-        ends = (*cuts, len(costs))
-        return max(total[end] - total[begin] for begin, end in zip((0, *cuts), ends, strict=True))
-
-    cuts = min(combinations(inside, partitions - 1), key=slowest)
-    return [end - begin for begin, end in zip((0, *cuts), (*cuts, len(costs)), strict=True)]

@@ -298,10 +298,10 @@ class Engine:
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        call = _Execution(self, program, task)
+        execution = _Execution(self, program, task)
         if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
-            contextvars.copy_context().run(call.run_here)
+            contextvars.copy_context().run(execution.run_here)
             return
         submitted: list[WorkerThread] = []
         finished = _Finished()
@@ -312,7 +312,7 @@ class Engine:
                 f"the thread of worker {name!r} has died, killed from outside of the pipe: this "
                 "call is lost, and the next one starts a new thread"
             )
-            call.fail((True, 0, w), error)
+            execution.fail((True, 0, w), error)
 
         try:
             # All workers see concurrent calls in the same order, or two calls could deadlock.
@@ -321,18 +321,18 @@ class Engine:
                 for w, thread in enumerate(self._threads):
                     context = state.context.copy()
                     device = self._workers[w].device
-                    job = _job(context.run, call.work, w, device, state)
+                    job = _job(context.run, execution.work, w, device, state)
                     thread.submit(job, partial(finished.report, w))
                     del job, context
                     submitted.append(thread)
             finished.wait(submitted, died)
         except BaseException:  # Ctrl-C, above all
-            call.cancel()
+            execution.cancel()
             finished.wait(submitted, died)
             raise
-        if call.failures:
-            error = min(call.failures, key=lambda failure: failure[0])[1]
-            call.failures.clear()
+        if execution.failures:
+            error = min(execution.failures, key=lambda failure: failure[0])[1]
+            execution.failures.clear()
             try:
                 raise error
             finally:

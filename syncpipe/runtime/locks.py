@@ -25,9 +25,8 @@ def forkable() -> Any:
 
 def _free() -> None:
     for lock in [reference() for reference in list(_locks)]:
-        if (
-            lock is not None and not lock._is_owned()
-        ):  # by the thread that forked, which the child goes on with
+        # Those of the thread that forked are still its own: the child goes on with that thread.
+        if lock is not None and not lock._is_owned():
             lock._at_fork_reinit()  # as the locks of Python's own modules
 
 

@@ -76,7 +76,8 @@ class Streams(Protocol):
 class _Using:
     """Makes a stream and its device current on this thread, and puts back what was.
 
-    ``with stream:`` keeps what was in the stream object, which several threads share.
+    ``with stream:`` stores the previous stream in the stream object, which threads share; here this
+    object stores it.
     """
 
     __slots__ = ("_device", "_previous", "_stream")

@@ -2,7 +2,7 @@
 
 Grad mode, autocast, the default device and a dozen other things belong to the thread that set
 them. A layer must not notice that it runs on another thread, so each call captures the state of
-its caller once and every worker wears it while it serves that call. Two kinds of state cannot go
+its caller once and every worker applies it while it serves that call. Two kinds of state cannot go
 to another thread at all: dispatch modes and PyTorch's profiler (unless it was told to profile all
 threads), because one object of theirs must not be entered by two threads at a time. Where one of
 them is active the call runs inline, on the caller's thread (:attr:`CallerState.needs_inline`).
@@ -119,12 +119,12 @@ class CallerState:
             or torch._C._current_graph_task_id() != -1  # in backward, which must not wait
         )
 
-    def applied(self) -> _Worn:
+    def applied(self) -> _Applied:
         """A context manager that puts the state in force on the calling thread."""
-        return _Worn(self)
+        return _Applied(self)
 
 
-class _Worn:
+class _Applied:
     """The state of another thread, in force from enter to exit."""
 
     __slots__ = ("_inference", "_previous", "_state")

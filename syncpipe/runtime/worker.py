@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams, same_memory
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
 
-__all__ = ["Worker", "WorkerThread", "same_memory"]
+__all__ = ["Worker", "WorkerThread"]
 
 
 class Worker:
@@ -84,7 +84,7 @@ class WorkerThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], report: Callable[[], None]) -> None:
-        """Queues a job, which must not raise, and whom to tell when nothing is held of it."""
+        """Queues a job, which must not raise, and what to call once nothing is held of it."""
         self._jobs.put((job, report))
 
     @property

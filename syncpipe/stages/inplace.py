@@ -31,14 +31,14 @@ __all__ = ["ALIASED", "LENT", "Given", "entering", "handed_on", "sent"]
 ALIASED, LENT = 1, 2
 
 
-def entering(inputs: Any, beside: Any) -> list[int]:
+def entering(inputs: Any, target: Any) -> list[int]:
     """The marks of what comes from the caller.
 
     Args:
         inputs: a tree.
-        beside: what else came with it: the targets.
+        target: what came with them.
     """
-    tensors, others = tensors_in(inputs), tensors_in(beside)
+    tensors, others = tensors_in(inputs), tensors_in(target)
 
     def is_aliased(tensor: Tensor) -> bool:
         views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
@@ -97,7 +97,7 @@ class Given:
     Args:
         inputs: a tree.
         marks: for each of its tensors.
-        copy: whether the cell is not known to leave its inputs alone.
+        copy: whether the cell may write into its inputs.
         kept: the same tree without its graph, if the cell may have to be computed again.
 
     Attributes:
@@ -148,7 +148,7 @@ class Given:
         return True in written and self._kept is not None and not self._copy
 
     def settle(self, written: list[bool]) -> Any:
-        """What the cell is to be computed again from, with no copies of what it left alone."""
+        """The inputs of the recomputation; copies only of what the cell wrote into."""
         if self.kept is self._kept:
             return self.kept
         spare, kept = tensors_in(self.kept), tensors_in(self._kept)

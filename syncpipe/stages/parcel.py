@@ -72,8 +72,8 @@ def packed(
         i: the micro-batch.
         j: the stage.
         outputs: its outputs.
-        lent: the marks of those that others need as well; nothing where there is none.
-        prepare: from an edge and the value for it to what is sent, and what goes along.
+        lent: the marks of the outputs; empty if nobody else needs any of them.
+        prepare: takes an edge and a value; returns what to send, and ``Parcel.along``.
         graph: let gradients come back the same way when autograd asks for them.
     """
     output, skips = outputs

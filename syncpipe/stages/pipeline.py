@@ -43,7 +43,7 @@ class EntryEvent(NamedTuple):
 
     Attributes:
         lane: the stream on which they were made.
-        event: happens when they are there; None if only that stream is asked for it.
+        event: happens when they are there; None: to be recorded on that stream when it is needed.
     """
 
     lane: Lane
@@ -120,10 +120,9 @@ class Call:
         recorder: writes down what runs when, for a trace.
 
     Attributes:
-        batch: what the stages need to know of the call.
+        context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
-        rematerialized: for each stage so many micro-batches, the first ones, are computed again in
-            backward.
+        rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Call:
         recorded = state.grad and not nested
         self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
         stages = pipeline.stages
-        self.batch = CallContext(
+        self.context = CallContext(
             m,
             draw_seed(),
             state,
@@ -178,7 +177,7 @@ class Call:
             self.pipeline.engine.run,
             program,
             task,
-            self.batch.state,
+            self.context.state,
             inline=self.inline,
         )
         try:
@@ -266,7 +265,7 @@ class Call:
     def as_caller(self) -> AbstractContextManager[Any]:
         """The context for what is the caller's own: it works on the caller's streams.
 
-        A worker's thread is on default streams, but for its own device.
+        Without it a worker's thread would use the default stream of every device but its own.
         """
         stack = ExitStack()
         for caller in reversed(self._callers):  # the first one's device becomes current
@@ -300,7 +299,7 @@ class Call:
         return copies[0]
 
     def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
-        """Does something on the caller's streams, before whatever stage ``j`` does from now on."""
+        """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
         with self.as_caller():
             result = function(*args)
         self.lane_of(j).wait_for(self._caller_of(j))

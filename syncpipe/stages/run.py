@@ -2,9 +2,9 @@
 
     (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
 
-Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: the
-random numbers of each layer, the skips on their way, statistics of deferred BatchNorm, and the
-notes on exceptions. What becomes of a cell in backward is for ``stage`` to say.
+Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: they get
+their random numbers, skips come and go, deferred BatchNorm collects its statistics, and exceptions
+get a note. What becomes of a cell in backward is for ``stage`` to say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, co
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
-from syncpipe.runtime.randomness.random import draw_again, run_seeded, run_watched
+from syncpipe.runtime.randomness.random import draw_again, run_comparing_states, run_seeded
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
@@ -31,7 +31,7 @@ from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
 
-__all__ = ["CallContext", "Inputs", "Layers", "Partition", "StageRun"]
+__all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
 #: The value that travels along the layers, and skips.
 Inputs = tuple[Any, tuple[Any, ...]]
@@ -41,7 +41,7 @@ _Range = torch._C._profiler._RecordFunctionFast
 class Partition(nn.Sequential):
     """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
 
-    defers = False  #: whether running statistics of batch normalisations move once per mini-batch
+    defers = False  #: whether running statistics of context normalisations move once per mini-batch
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
@@ -79,7 +79,7 @@ class CallContext:
     backward_draws: dict[int, int] = field(default_factory=dict)
 
 
-class Layers:
+class StageLayers:
     """One partition on one device.
 
     Args:
@@ -115,8 +115,8 @@ class Layers:
         )
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
-        self.own = [True] * len(self.names)  # for each layer: a generator of its own would do
-        self._looked: set[Any] = set()  # at which layer, in which modes
+        self.own = [True] * len(self.names)  # for each layer: a private generator may stand in
+        self._looked: set[Any] = set()  # pairs of layer and mode that were observed
         self.backward_draws = 0  # the generators that any backward ever drew from
         self.python_behind = False  # whether there is Python code in the graph
         self._nests = False
@@ -136,7 +136,7 @@ class Layers:
         return True
 
     def learn(self, seen: Seen, k: int | None = None) -> None:
-        """Goes by what was seen of layer ``k``, or of the loss function."""
+        """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
         if k is not None:
             self.draws[k] |= seen.draws
             self.own[k] &= not (seen.touches or seen.nests or seen.compiled)
@@ -156,12 +156,12 @@ class Layers:
 class StageRun:
     """One run of a stage for one micro-batch."""
 
-    __slots__ = ("batch", "drawn", "i", "recomputing", "stage")
+    __slots__ = ("context", "drawn", "i", "recomputing", "stage")
 
-    def __init__(self, stage: Layers, i: int, batch: CallContext) -> None:
+    def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
         self.i = i
-        self.batch = batch
+        self.context = context
         self.recomputing = False
         #: If it will be computed again: for each layer the generators that it may draw from, or the
         #: states from which it drew.
@@ -174,7 +174,7 @@ class StageRun:
 
     def recomputed(self, inputs: Inputs) -> Inputs:
         """The recomputation of this cell."""
-        again = StageRun(self.stage, self.i, self.batch)
+        again = StageRun(self.stage, self.i, self.context)
         again.recomputing, again.drawn = True, self.drawn
         return again.run(inputs)
 
@@ -192,7 +192,7 @@ class StageRun:
         stage = self.stage
         if not stage.defers:
             return self._with_skips(inputs)
-        with collect(None if self.recomputing else self.batch.statistics[stage.j]):
+        with collect(None if self.recomputing else self.context.statistics[stage.j]):
             return self._with_skips(inputs)
 
     def _with_skips(self, inputs: Inputs) -> Inputs:
@@ -235,7 +235,7 @@ class StageRun:
     def layers(self, value: Any) -> Any:
         """The layers of the partition, one after another."""
         stage = self.stage
-        first = not self.recomputing and not self.batch.forwards[stage.j]
+        first = not self.recomputing and not self.context.forwards[stage.j]
         care = first or self.drawn is not None
         k = 0
         try:
@@ -251,15 +251,15 @@ class StageRun:
 
     def _drawing(self, k: int, layer: Any, value: Any, first: bool) -> Any:
         """A layer that draws, or may do so."""
-        stage, drawn, disturbed = self.stage, self.drawn, self.batch.disturbed
-        cell = (self.batch.seed, stage.first + k, self.i)
+        stage, drawn, disturbed = self.stage, self.drawn, self.context.disturbed
+        cell = (self.context.seed, stage.first + k, self.i)
         which = stage.generators.all if first else stage.draws[k]
         if self.recomputing:
             which = 0 if drawn is None else drawn.get(k, 0)
             if isinstance(which, tuple):
                 return draw_again(stage.generators, which, layer, value, self._layer(k))
         elif not which:  # it never did
-            value, states = run_watched(stage.generators, layer, value)
+            value, states = run_comparing_states(stage.generators, layer, value)
             if states is not None and drawn is not None:
                 drawn[k], stage.draws[k] = states, stage.generators.all
             return value

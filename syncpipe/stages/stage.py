@@ -19,7 +19,7 @@ from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
 from syncpipe.stages.inplace import Given, entering, handed_on
-from syncpipe.stages.run import CallContext, Inputs, Layers, StageRun
+from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 _BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
 
 
-class Stage(Layers):
-    """One partition on one device, ready to go forward and back; arguments are those of Layers."""
+class Stage(StageLayers):
+    """One partition on one device, ready to go forward and back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -44,36 +44,36 @@ class Stage(Layers):
         self,
         i: int,
         inputs: Inputs,
-        batch: CallContext,
+        context: CallContext,
         *,
         rematerialize: bool,
         marks: list[int],
-        beside: Any = None,
+        target: Any = None,
     ) -> tuple[Inputs, CheckpointFrame | None]:
         """Computes cell ``(i, j)``.
 
         Args:
             i: the micro-batch.
             inputs: the input of the first layer, and the skips that this stage pops.
-            batch: what the cells of this call share.
+            context: what the cells of this call share.
             rematerialize: store nothing for backward, compute the cell again then.
             marks: for each tensor of the inputs (nothing for what comes from the caller) who else
                 it belongs to.
-            beside: what else came from the caller.
+            target: what came with the inputs from the caller.
 
         Returns:
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        cell = StageRun(self, i, batch)
+        cell = StageRun(self, i, context)
 
         def run() -> tuple[Inputs, CheckpointFrame | None]:
-            outputs, frame = self._run(cell, inputs, rematerialize, marks, beside)
-            self._count(batch)
+            outputs, frame = self._run(cell, inputs, rematerialize, marks, target)
+            self._count(context)
             return outputs, frame
 
         if rematerialize:
-            self._modules(batch)  # which tells whether there is anything to lock
+            self._modules(context)  # so that `_locked` knows whether there is anything to lock
         outputs, frame = self._locked(run)
         self._annotate(cell, inputs, outputs)
         return outputs, frame
@@ -82,37 +82,37 @@ class Stage(Layers):
         self,
         i: int,
         inputs: Inputs,
-        batch: CallContext,
+        context: CallContext,
         *,
         detached: Inputs,
         marks: list[int],
-        beside: Any = None,
+        target: Any = None,
     ) -> tuple[Inputs, Recomputation]:
         """Computes cell ``(i, j)``, whose graph is dropped; it comes again by :meth:`recompute`.
 
         Args:
             i: the micro-batch.
             inputs: as for :meth:`forward`.
-            batch: what the cells of this call share.
+            context: what the cells of this call share.
             detached: the inputs without their graph.
             marks: as for :meth:`forward`.
-            beside: as for :meth:`forward`.
+            target: as for :meth:`forward`.
 
         Returns:
             The outputs, and how to compute them again.
         """
-        cell = StageRun(self, i, batch)
+        cell = StageRun(self, i, context)
 
         def run() -> tuple[Inputs, Recomputation]:
             state, cell.drawn = self._state(cell), {}
-            given = self._given(cell, inputs, self._marked(cell, inputs, marks, beside), detached)
+            given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
             unchanged = UnchangedObjects(inputs)
             outputs, written = self._written(
                 cell, given, lambda tree: without_storing(cell.run, tree)
             )
             unchanged.check(cell.where)
-            self._learn(state, batch)
-            self._count(batch)
+            self._learn(state, context)
+            self._count(context)
             recomputation = Recomputation(
                 cell.recomputed,
                 given.settle(written),
@@ -122,7 +122,7 @@ class Stage(Layers):
             )
             return outputs, recomputation
 
-        self._modules(batch)
+        self._modules(context)
         outputs, recomputation = self._locked(run)
         self._annotate(cell, inputs, outputs)
         return outputs, recomputation
@@ -135,7 +135,7 @@ class Stage(Layers):
     def run_loss(
         self,
         i: int,
-        batch: CallContext,
+        context: CallContext,
         function: Callable[[Any], Any],
         given: Any,
         draws: int | None,
@@ -145,7 +145,7 @@ class Stage(Layers):
 
         Args:
             i: the micro-batch.
-            batch: what the cells of this call share.
+            context: what the cells of this call share.
             function: the function.
             given: its argument.
             draws: bit mask of the generators that it draws from; None if that is not known yet.
@@ -157,7 +157,7 @@ class Stage(Layers):
         if draws == 0:
             return function(given), 0
         which = self.generators.all if draws is None else draws
-        cell = (batch.seed, self.first + len(self.names), i)
+        cell = (context.seed, self.first + len(self.names), i)
         if draws is not None:
             result, seen = run_seeded(self.generators, which, cell, function, given, observe=False)
             if seen.nests:
@@ -170,25 +170,25 @@ class Stage(Layers):
         self.learn(seen)
         return result, seen.draws
 
-    def backward(self, i: int, batch: CallContext, run: Callable[[], None]) -> None:
+    def backward(self, i: int, context: CallContext, run: Callable[[], None]) -> None:
         """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
 
         Args:
             i: the micro-batch.
-            batch: what the cells of this call share.
+            context: what the cells of this call share.
             run: runs it.
         """
-        draws = batch.backward_draws.get(self.j)
+        draws = context.backward_draws.get(self.j)
         if draws is None:
             unknown = self.python_behind or (not self._nests and _hooked(self.partition))
             draws = self.generators.all if unknown else self.backward_draws
-            batch.backward_draws[self.j] = self.backward_draws
+            context.backward_draws[self.j] = self.backward_draws
         else:
             unknown = False
         if not draws:
             run()
             return
-        cell = (batch.seed + _BACKWARD, self.first, i)
+        cell = (context.seed + _BACKWARD, self.first, i)
 
         def seeded() -> None:
             _, seen = run_seeded(
@@ -202,7 +202,7 @@ class Stage(Layers):
             )
             if unknown:
                 self.backward_draws |= seen.draws
-                batch.backward_draws[self.j] = self.backward_draws
+                context.backward_draws[self.j] = self.backward_draws
 
         self._locked(seeded)  # the order of locks is: stage before random state
 
@@ -218,13 +218,13 @@ class Stage(Layers):
             finally:
                 OUTERMOST.reset(token)
 
-    def _count(self, batch: CallContext) -> None:
-        batch.forwards[self.j] += 1
-        if self.defers and batch.forwards[self.j] == batch.m:
-            batch.statistics[self.j].commit()
+    def _count(self, context: CallContext) -> None:
+        context.forwards[self.j] += 1
+        if self.defers and context.forwards[self.j] == context.m:
+            context.statistics[self.j].commit()
 
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
-        if self._has_python_nodes is not False and cell.batch.state.grad:
+        if self._has_python_nodes is not False and cell.context.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
@@ -234,44 +234,46 @@ class Stage(Layers):
         inputs: Inputs,
         marks: Sequence[int],
         outputs: Inputs,
-        batch: CallContext,
+        context: CallContext,
         *,
         rematerialize: bool,
     ) -> list[int]:
-        """The marks of outputs that are inputs which others need, too; nothing where none is."""
+        """The marks of the outputs; empty unless one is an input that somebody else still needs."""
         if self.j > 0 and not rematerialize:
             return handed_on(inputs, marks, outputs) if any(marks) else []
         given, made = inputs[0], outputs[0]
         if type(given) is type(made) is Tensor and not (inputs[1] or outputs[1]):
-            if not batch.state.grad and made is not given and not made._is_view():
+            if not context.state.grad and made is not given and not made._is_view():
                 return []
             if storage_of(given) != storage_of(made):  # mostly it is so
                 return []
         return [] if torch.is_inference_mode_enabled() else handed_on(inputs, (), outputs)
 
     def _run(
-        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], beside: Any
+        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], target: Any
     ) -> tuple[Inputs, CheckpointFrame | None]:
         compiled, self._compiled = self._compiled, True
-        if rematerialize and (compiled or cell.batch.m > 1):  # or the second would recompute
-            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, beside))
-        if self.j == 0 and self._mutates_inputs(cell.batch) is not False:
-            marks = self._marked(cell, inputs, marks, beside)
+        if rematerialize and (
+            compiled or cell.context.m > 1
+        ):  # TorchScript's second run must be no recomputation
+            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, target))
+        if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+            marks = self._marked(cell, inputs, marks, target)
         if any(marks):
             return self._written(cell, self._given(cell, inputs, marks), cell.run)[0], None
         return cell.run(inputs), None
 
-    def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], beside: Any) -> list[int]:
-        """The marks, also of what comes from the caller, which matters to who writes into it."""
+    def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], target: Any) -> list[int]:
+        """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
         if self.j > 0:
             return marks
-        if self._mutates_inputs(cell.batch) is False:
+        if self._mutates_inputs(cell.context) is False:
             return [0] * len(tensors_in(inputs))
-        return entering(inputs, beside)
+        return entering(inputs, target)
 
-    def _mutates_inputs(self, batch: CallContext) -> bool | None:
+    def _mutates_inputs(self, context: CallContext) -> bool | None:
         """Whether the layers write into inputs as they are now; None: that is not known."""
-        return self._mutating.get((self.partition.training, batch.state.grad))
+        return self._mutating.get((self.partition.training, context.state.grad))
 
     def _rematerialized(
         self, cell: StageRun, inputs: Inputs, marks: list[int]
@@ -286,38 +288,38 @@ class Stage(Layers):
             requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
             restored=state.restored,
             lock=OUTERMOST.get(),
-            caller=cell.batch.state,
-            threads=cell.batch.threads,
+            caller=cell.context.state,
+            threads=cell.context.threads,
             where=cell.where,
         )
         unchanged = UnchangedObjects(inputs)
         outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
         frame.keep(given.settle(written), mutates_inputs=True in written)
         unchanged.check(cell.where)
-        self._learn(state, cell.batch)
+        self._learn(state, cell.context)
         return outputs, frame if frame.stores else None
 
     def _state(self, cell: StageRun) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
-        return CellState(self._modules(cell.batch), cell.where)
+        return CellState(self._modules(cell.context), cell.where)
 
-    def _learn(self, state: CellState, batch: CallContext) -> None:
+    def _learn(self, state: CellState, context: CallContext) -> None:
         state.learn()
         if state.modules.lazy or self._new:  # it may have made its parameters only now
             self._new = False
             after = ModuleState(self.partition, self.changes)
             if state.modules.lazy or not after.like(state.modules):
-                state.modules = batch.modules[self.j] = after
+                state.modules = context.modules[self.j] = after
 
-    def _modules(self, batch: CallContext) -> ModuleState:
+    def _modules(self, context: CallContext) -> ModuleState:
         """The modules as they are in this call; looked at before its first cell."""
-        if self.j not in batch.modules:
-            batch.modules[self.j] = ModuleState(self.partition, self.changes)
-        return batch.modules[self.j]
+        if self.j not in context.modules:
+            context.modules[self.j] = ModuleState(self.partition, self.changes)
+        return context.modules[self.j]
 
     def _recorded(self, cell: StageRun) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""
-        recorder = cell.batch.recorder
+        recorder = cell.context.recorder
         if recorder is None:
             return cell.recomputed
 
@@ -330,7 +332,7 @@ class Stage(Layers):
     def _given(
         self, cell: StageRun, inputs: Inputs, marks: list[int], kept: Inputs | None = None
     ) -> Given:
-        return Given(inputs, marks, copy=self._mutates_inputs(cell.batch) is not False, kept=kept)
+        return Given(inputs, marks, copy=self._mutates_inputs(cell.context) is not False, kept=kept)
 
     def _written(
         self, cell: StageRun, given: Given, run: Callable[[Inputs], Inputs]
@@ -340,7 +342,7 @@ class Stage(Layers):
         written = given.written()
         mutated = True in written
         if not torch.is_inference_mode_enabled():
-            modes = self.partition.training, cell.batch.state.grad
+            modes = self.partition.training, cell.context.state.grad
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
         if mutated and given.aliased(written):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""``.grad`` as it was before a call, should the call fail or have to weigh what it added."""
+"""``.grad`` before a call: to put it back if the call fails, or to scale what the call added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gradients:
         self._lock = threading.Lock()
         self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
+    def register(self, tensors: Iterable[Tensor]) -> None:
         """Adds leaves, before they get any gradient from this call."""
         with self._lock:
             for tensor in tensors:

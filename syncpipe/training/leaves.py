@@ -47,7 +47,7 @@ class Leaves:
             if not all(self._own(j, parameter) for parameter in parameters):  # tied since the cut
                 workers = [call.pipeline.workers[w] for w in self._worker_of]
                 check_shared([stage.partition for stage in stages], workers)
-        gradients.watch(chain(*self._parameters))
+        gradients.register(chain(*self._parameters))
 
     def look(self, j: int, leaves: list[Tensor]) -> None:
         """Call before a graph of stage ``j`` goes back.
@@ -67,7 +67,7 @@ class Leaves:
             self._claim(j, new)
 
     def got(self, j: int) -> None:
-        """Gives the leaves of stage ``j`` that just got their first gradient memory for it.
+        """Call after a backward: copies a first gradient that shares its memory with other tensors.
 
         To save a copy autograd makes it of a tensor that nobody else refers to. But it does not
         look behind views: of ``x + p.view(...)`` both gradients are one memory. While that of ``x``
@@ -85,13 +85,13 @@ class Leaves:
                 self._fresh[j] = rest
 
     def are_of(self, j: int, leaves: Iterable[Tensor]) -> bool:
-        """Whether no other worker than that of stage ``j`` is known to add to any of them."""
+        """Whether only the worker of stage ``j`` is known to add to these leaves."""
         owners = [self._owner.get(id(leaf), (leaf, j))[1] for leaf in leaves]
         return all(self._worker_of[k] == self._worker_of[j] for k in owners)
 
-    def watch(self, j: int, leaves: Iterable[Tensor]) -> None:
-        """Notes leaves that others than stage ``j``, where they came to light, will add to."""
-        self._call.for_caller(j, self._gradients.watch, leaves)
+    def register(self, j: int, leaves: Iterable[Tensor]) -> None:
+        """Registers leaves found on stage ``j`` to which other workers will add."""
+        self._call.for_caller(j, self._gradients.register, leaves)
 
     def _own(self, j: int, leaf: Tensor) -> bool:
         """Makes a leaf one of the worker of stage ``j``, if it is not another worker's."""
@@ -102,14 +102,14 @@ class Leaves:
         for leaf in leaves:
             if not self._own(j, leaf):
                 raise RuntimeError(self._shared(j, leaf))
-        self.watch(j, leaves)
+        self.register(j, leaves)
         fresh = self._fresh[j]
         assert fresh is not None
         fresh += self._without_grad(j, leaves)
         self._known[j].update(map(id, leaves))
 
     def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
-        """Those that will get their first gradient; the caller goes on with the others', too."""
+        """The leaves without a gradient yet; the gradients of the others are the caller's, too."""
         self._call.release_to_caller(j, [leaf.grad for leaf in leaves])
         return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
 

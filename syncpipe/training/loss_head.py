@@ -43,13 +43,13 @@ class LossHead:
         *,
         keep_outputs: bool,
     ) -> None:
-        self._batch = call.batch
+        self._context = call.context
         self._stage = call.pipeline.stages[-1]
         self._objective = objective
         self._leaves: Any = leaves
         self._call = call
         self._draws: int | None = None  # generators that the loss function draws from
-        self.outputs: list[Any] | None = [None] * call.batch.m if keep_outputs else None
+        self.outputs: list[Any] | None = [None] * call.context.m if keep_outputs else None
         self.extra_gradients: dict[Tensor, Tensor] = {}
         self.goes_back = False
 
@@ -66,14 +66,14 @@ class LossHead:
         if self.outputs is not None:
             self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
         if self._objective is not None:
-            if self._batch.state.grad:
+            if self._context.state.grad:
                 output, target = self._cut(output, target, pending)
             root = self._loss(self._objective, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
                 pending.root = root
                 self._look(pending, output, target)
-        if self.outputs is not None and self._batch.m > 1:  # loss_fn may have written into it
+        if self.outputs is not None and self._context.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
     def _cut(self, output: Any, target: Any, pending: PendingBackward) -> tuple[Any, Any]:
@@ -94,7 +94,7 @@ class LossHead:
     def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
         try:
             result, self._draws = self._stage.run_loss(
-                i, self._batch, objective.call, given, self._draws, objective.name
+                i, self._context, objective.call, given, self._draws, objective.name
             )
             root = objective.root(i, result, size)
             self._call.release_to_caller(-1, objective.noted(i))
@@ -111,8 +111,8 @@ class LossHead:
             self._leaves.look(j, leaves)
             return
         leaves = [leaf for leaf in leaves if leaf is not ANCHOR]
-        self._leaves.watch(j, leaves)
-        with without_autocast(self._batch.state):
+        self._leaves.register(j, leaves)
+        with without_autocast(self._context.state):
             self._go_back_alone(pending, output, target, leaves)
 
     def _go_back_alone(

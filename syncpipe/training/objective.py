@@ -95,12 +95,12 @@ class Objective:
 
     def factor(self) -> _Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""
-        total, base = self._sum(), self._assumed_total
-        if self._reduction == "sum" or base is None:
+        total, assumed = self._sum(), self._assumed_total
+        if self._reduction == "sum" or assumed is None:
             return None
-        if not isinstance(total, Tensor) and total == base:
+        if not isinstance(total, Tensor) and total == assumed:
             return None
-        return _ratio(base, total)
+        return _ratio(assumed, total)
 
     def loss(self) -> Tensor:
         """The loss of the mini-batch, detached."""

@@ -39,7 +39,8 @@ class PendingBackward:
         recomputation: recomputes the cell; then there are no ends yet.
         root: the loss, on the last stage, until it has gone back.
         output: where the graph of the loss begins.
-        target: the border of the targets, if any need a gradient; and which these are.
+        target: the border of the targets, if any needs a gradient.
+        targets: those that do.
         halves: keeps the weight gradients for later, if the backward is split.
     """
 

@@ -49,7 +49,7 @@ class Source:
         target, self._targets[i] = self._targets[i], None
         return target
 
-    def beside(self, i: int) -> Any:
+    def peek_target(self, i: int) -> Any:
         """What came with the input of a micro-batch: the target, as long as it is here."""
         return self._targets[i]
 

@@ -44,7 +44,7 @@ class TrainingTask:
     Args:
         call: the call.
         source: where the micro-batches come from.
-        last: takes the outputs.
+        head: takes the outputs.
         splits: the cells whose backward comes in two halves.
         leaves: what gets gradients; None if nothing does.
 
@@ -56,7 +56,7 @@ class TrainingTask:
         self,
         call: Call,
         source: Source,
-        last: LossHead,
+        head: LossHead,
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
         leaves: Leaves | None = None,
@@ -66,15 +66,15 @@ class TrainingTask:
         self._pipeline = call.pipeline
         self._source = source
         self._splits = splits
-        self._loss_head = last
+        self._loss_head = head
         self._last = len(stages) - 1
         self._targets_travel = source.lazy and self._last > 0
         self._leaves: Any = leaves
-        self._came: Parcel | None = None  # a target that the first stage has for the last, itself
+        self._came: Parcel | None = None  # a target, if the first stage is also the last
         self._pending: list[dict[int, PendingBackward]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
-        self._watched: list[dict[int, bool]] = [{} for _ in stages]
+        self._hooked: list[dict[int, bool]] = [{} for _ in stages]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -103,19 +103,20 @@ class TrainingTask:
         if j == self._last and self._targets_travel:
             target = self._call.to_stage(parcels[-1].value[0], j, parcels.pop().value[1])
         if j == 0:
-            inputs, flags, counts, marks, beside = self._pulled(i, messages)
+            inputs, flags, counts, marks, target_there = self._pulled(i, messages)
         else:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
-            flags, counts, beside = list(chain.from_iterable(needed)), list(map(sum, needed)), None
+            flags, counts = list(chain.from_iterable(needed)), list(map(sum, needed))
             inputs, marks = unpacked(parcels)
+            target_there = None
         pending = PendingBackward(Border(flags), counts)
-        outputs = self._computed(i, j, inputs, pending, marks, beside)
+        outputs = self._computed(i, j, inputs, pending, marks, target_there)
         rematerialize = i < self._call.rematerialized[j]
         lent = self._pipeline.stages[j].handed_on(
-            inputs, marks, outputs, self._call.batch, rematerialize=rematerialize
+            inputs, marks, outputs, self._call.context, rematerialize=rematerialize
         )
-        del inputs, beside
-        if self._call.batch.state.grad:
+        del inputs, target_there
+        if self._call.context.state.grad:
             self._pending[j][i] = pending
         if j < self._last:
             prepare = partial(_detached, pending)
@@ -143,8 +144,8 @@ class TrainingTask:
             else:
                 self._came = parcel
         else:
-            value, target = self._source.pull(i), self._source.beside(i)
-        grad = self._call.batch.state.grad
+            value, target = self._source.pull(i), self._source.peek_target(i)
+        grad = self._call.context.state.grad
         flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
         # one tensor, and what is done to one of them in place is nothing to the others.
@@ -152,19 +153,25 @@ class TrainingTask:
         return (inputs, ()), flags, [], [], target
 
     def _computed(
-        self, i: int, j: int, inputs: Any, pending: PendingBackward, marks: list[int], beside: Any
+        self,
+        i: int,
+        j: int,
+        inputs: Any,
+        pending: PendingBackward,
+        marks: list[int],
+        target_there: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
-        stage, batch = self._pipeline.stages[j], self._call.batch
+        stage, context = self._pipeline.stages[j], self._call.context
         given = pending.border.cross(inputs)
         if i < self._call.rematerialized[j]:
             outputs, pending.recomputation = stage.forward_without_storing(
-                i, given, batch, detached=inputs, marks=marks, beside=beside
+                i, given, context, detached=inputs, marks=marks, target=target_there
             )
             return outputs
         with self._recording(i, j, pending):
             outputs, _ = stage.forward(
-                i, given, batch, rematerialize=False, marks=marks, beside=beside
+                i, given, context, rematerialize=False, marks=marks, target=target_there
             )
         return outputs
 
@@ -172,7 +179,7 @@ class TrainingTask:
         """The context of the forward (the last one) of a cell that may go back in halves."""
         if (i, j) not in self._splits or not self._can_split[j]:
             return nullcontext()
-        pending.halves = WeightGradients(self._casts[j], self._watched[j])
+        pending.halves = WeightGradients(self._casts[j], self._hooked[j])
         return pending.halves.recording()
 
     # -- backward
@@ -203,11 +210,11 @@ class TrainingTask:
         try:
             with (
                 _Range(f"syncpipe backward stage {j} micro-batch {i}"),
-                without_autocast(self._call.batch.state),
+                without_autocast(self._call.context.state),
             ):
                 self._pipeline.stages[j].backward(
                     i,
-                    self._call.batch,
+                    self._call.context,
                     partial(pending.go_back, grads, partial(self._leaves.look, j)),
                 )
                 self._leaves.got(j)

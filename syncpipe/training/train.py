@@ -71,11 +71,11 @@ def train(
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
             leaves = Leaves(call, gradients)
-            last = LossHead(call, objective, leaves, keep_outputs=return_outputs)
-            task = TrainingTask(call, source, last, splits=plan.splits, leaves=leaves)
+            head = LossHead(call, objective, leaves, keep_outputs=return_outputs)
+            task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
             call.run(training_program(plan, call.rematerialized), task, source.entering())
-            results = _results(call, last, objective)
-            _complete(task, last, objective, gradients)
+            results = _results(call, head, objective)
+            _complete(task, head, objective, gradients)
         except BaseException:
             gradients.restore()
             raise
@@ -94,7 +94,7 @@ def _complete(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    for leaf, grad in head.extra_gradients.items():  # whose hooks have seen it
+    for leaf, grad in head.extra_gradients.items():  # their hooks have run already
         if leaf.grad is None:
             leaf.grad = grad
         else:
@@ -132,10 +132,10 @@ def evaluate(
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
-        last = LossHead(call, objective, keep_outputs=objective is None)
+        head = LossHead(call, objective, keep_outputs=objective is None)
         program = forward_program(source.m, pipeline.worker_of)
-        call.run(program, TrainingTask(call, source, last), source.entering())
-        return _results(call, last, objective)
+        call.run(program, TrainingTask(call, source, head), source.entering())
+        return _results(call, head, objective)
 
     # The modes of a module are everybody's: training waits, and another evaluation. If it is the
     # training that asks for this (loss_fn does), its other workers wait.

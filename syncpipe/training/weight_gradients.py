@@ -68,14 +68,14 @@ class WeightGradients:
 
     Args:
         casts: copies of weights in autocast's dtype, shared by the cells of one stage in one call.
-        watched: by identity of a parameter whether its node in the graph has hooks; shared as well.
+        hooked: by identity of a parameter whether its node in the graph has hooks; shared as well.
     """
 
-    __slots__ = ("_casts", "_halves", "_splitting", "_watched")
+    __slots__ = ("_casts", "_halves", "_hooked", "_splitting")
 
-    def __init__(self, casts: Casts | None = None, watched: dict[int, bool] | None = None) -> None:
+    def __init__(self, casts: Casts | None = None, hooked: dict[int, bool] | None = None) -> None:
         self._casts: Casts = {} if casts is None else casts
-        self._watched: dict[int, bool] = {} if watched is None else watched
+        self._hooked: dict[int, bool] = {} if hooked is None else hooked
         self._halves: deque[_Half] = deque()
         self._splitting = False  # of the object: autograd has device threads of its own
 
@@ -245,10 +245,10 @@ def _adds(ctx: Any, k: int, parameter: Tensor | None, cell: WeightGradients) -> 
     if getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
         return False
     node = ctx.next_functions[k][0]
-    watched = cell._watched.get(id(parameter))
-    if watched is None:
-        watched = cell._watched[id(parameter)] = _has_hooks(node)
-    if watched:
+    hooked = cell._hooked.get(id(parameter))
+    if hooked is None:
+        hooked = cell._hooked[id(parameter)] = _has_hooks(node)
+    if hooked:
         return False
     try:
         return bool(_C._will_engine_execute_node(node))
@@ -354,7 +354,7 @@ _FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 def can_split(module: nn.Module) -> bool:
     """Whether a module's backward may be split, and anything may come of it.
 
-    Not where the forward is another's than Python's (compiled, TorchScript); not around
+    Not where the forward is no plain Python (compiled, TorchScript); not around
     ``DistributedDataParallel`` and its kin, which watch the gradients of parameters from where
     nobody can see; and not where the mere watching would change the result.
     """

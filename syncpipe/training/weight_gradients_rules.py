@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["BINDERS", "PLAIN", "Rule", "autocast_is_on", "taken_apart"]
 
-#: Tensors that mean what they are.
+#: The types of tensors that have no behaviour of their own.
 PLAIN = (Tensor, nn.Parameter)
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia")  # that lower linears and convolutions
 _AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that autocast converts

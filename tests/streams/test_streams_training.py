@@ -57,7 +57,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         test_streams.LAYOUTS, "two devices, two workers", [(0, 0), (1, 1), (0, 0), (1, 1)]
     )
     monkeypatch.setitem(test_streams.LAYOUTS, "one worker", [(0, 0)] * 4)
-    for name in ("watch", "restore", "scale"):
+    for name in ("register", "restore", "scale"):
         watched(gradients, name)
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")

@@ -26,7 +26,7 @@ from syncpipe.runtime.randomness.private_generator import PrivateGenerator
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.randomness.turns import in_turn, quiet
 
-__all__ = ["draw_again", "run_seeded", "run_watched"]
+__all__ = ["draw_again", "run_comparing_states", "run_seeded"]
 
 
 def _mix(seed: int, layer: int, i: int) -> int:
@@ -118,7 +118,7 @@ def _same(states: list[Any], others: list[Any]) -> bool:
 _States = tuple[list[Tensor], list[Tensor]]
 
 
-def run_watched(
+def run_comparing_states(
     generators: Generators, layer: Callable[[Any], Any], value: Any
 ) -> tuple[Any, _States | None]:
     """Runs a layer that was not seen to draw, and will be computed again.

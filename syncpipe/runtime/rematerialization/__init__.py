@@ -1,1 +1,1 @@
-"""Cells that forget what they stored for backward, and are computed again."""
+"""Cells that store nothing for backward, and are computed again."""

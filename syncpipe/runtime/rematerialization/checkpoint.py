@@ -1,4 +1,4 @@
-"""Re-materialization: a cell forgets what it stored for backward and computes it again.
+"""Re-materialization: a cell stores nothing for backward and is computed again.
 
 The forward runs under saved-tensor hooks that replace every tensor that autograd would store by
 a :class:`_Slot`. The graph itself is the true one: it holds the parameters, so their hooks and
@@ -92,7 +92,7 @@ class CheckpointFrame:
         cell: computes the cell from its inputs (a tree), the same every time.
         inputs: the tree of inputs, detached: a frame does not keep the graph before it alive.
         requires_grad: for each of its tensors whether the cell's own requires grad.
-        restored: runs what it is given from what the forward started from, but for the inputs.
+        restored: calls a function with modules and buffers as they were before the forward.
         lock: to be held meanwhile, if there are buffers.
         caller: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
@@ -119,10 +119,10 @@ class CheckpointFrame:
         self._where = where
         self._lock = threading.RLock()
         self._slots: list[weakref.ref[_Slot]] = []
-        self._complete = False  # backward inside of a layer's forward comes before
+        self._complete = False  # False during the forward: a layer may run a backward in it
         self._shapes: list[str] = []
         self._requires_grad = requires_grad
-        self.keep(inputs, mutates_inputs=True)  # for all that is known
+        self.keep(inputs, mutates_inputs=True)  # until the forward has shown whether it does
 
     def keep(self, inputs: Any, *, mutates_inputs: bool) -> None:
         """Starts from these inputs from now on.

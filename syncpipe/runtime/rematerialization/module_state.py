@@ -64,7 +64,7 @@ class Changes:
     Attributes:
         lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
         renorming: the embeddings that keep their rows short.
-        renormed: how often forwards modified the parameters of these, of those that are alive.
+        renormed: for each of their parameters that is alive how often forwards modified it.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -359,7 +359,7 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def _same_tensors(now: list[_Noted], then: list[_Noted] | None) -> bool:
-    """Whether they note the same, but for how a tensor compares to others."""
+    """Whether both note the same tensors, by identity, in the same versions."""
     return (
         then is not None
         and len(now) == len(then)

@@ -26,7 +26,7 @@ __all__ = ["Recomputation", "without_storing"]
 
 
 class Recomputation:
-    """A cell that was computed and without_storing, and how to compute it once more.
+    """A cell that ran without keeping its graph, and how to run it again.
 
     Args:
         cell: computes the cell from a tree of inputs.
