@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -190,6 +191,15 @@ class Model:
     def draws(self) -> bool:
         """Whether it draws random numbers in training."""
         return any(KINDS[kind].draws for kind in self.layers)
+
+    def begins_in_place_on_a_view(self, balance: Sequence[int]) -> bool:
+        """Whether a partition begins in place on a view, which the border ends, by such a cut."""
+        for cut in list(accumulate(balance))[:-1]:
+            before = [k for k in self.layers[:cut] if not KINDS[k].passes][-1:]
+            after = list(takewhile(lambda k: KINDS[k].passes, self.layers[cut:]))
+            if before == ["transposed"] and any(KINDS[kind].inplace for kind in after):
+                return True
+        return False
 
     @property
     def begins_in_place(self) -> bool:
