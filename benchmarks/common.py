@@ -9,8 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,6 @@ def timed(step: Callable[[], Any], times: int = 1) -> Callable[[], float]:
         return (time.perf_counter() - start) / times
 
     return job
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many intra-op threads for whatever runs in here, workers of pipes included."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- whether they do the same ----------------------------------------------------------------------

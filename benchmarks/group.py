@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import Part
 from benchmarks.report import QUICK, Job, Report
+from syncpipe.commands.demo_gain import threads
 
 __all__ = ["Group", "Options", "missing_extra"]
 
@@ -72,7 +73,7 @@ class Group:
         return {name: partial(self._measured, name, options) for name in only or self.parts}
 
     def _measured(self, name: str, options: Options) -> Part | Sequence[Part]:
-        with common.threads(1) if self.one_thread else nullcontext():
+        with threads(1) if self.one_thread else nullcontext():
             return self.parts[name](options)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -95,7 +96,7 @@ class Group:
             markdown=args.markdown,
             versions={library: common.version(library) for library in self.versions},
         )
-        with common.threads(1) if self.one_thread else nullcontext():
+        with threads(1) if self.one_thread else nullcontext():
             report.run(self.jobs(options, args.only))
         return 0
 

@@ -11,13 +11,10 @@ The architecture is that of "Aggregated Residual Transformations for Deep Neural
 (https://arxiv.org/abs/1611.05431), shrunk for images of 8x8 pixels.
 """
 
-from collections.abc import Generator
-from typing import Any
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from syncpipe.skip import Namespace, pop, skippable, stash
+from syncpipe.commands.demo_model import Fork, Join
+from syncpipe.skip import Namespace
 
 __all__ = ["BLOCKS", "resnext"]
 
@@ -31,28 +28,6 @@ BLOCKS = (
     (256, 128, 256, 1),
     (256, 128, 256, 1),
 )
-
-
-@skippable(stash=["identity"])
-class Fork(nn.Module):
-    """Opens a residual block: puts its input aside and passes it on."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        yield stash("identity", x)
-        return x
-
-
-@skippable(pop=["identity"])
-class Join(nn.Module):
-    """Closes a residual block: adds what :class:`Fork` put aside."""
-
-    def __init__(self, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.shortcut = shortcut
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        identity = yield pop("identity")
-        return torch.relu(x + self.shortcut(identity))
 
 
 def _conv(

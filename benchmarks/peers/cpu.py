@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common import Part, threads
+from benchmarks.common import Part
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.small_resnext import resnext
 from benchmarks.peers.check import Field, distance, gathered, outcome, tell, threads_seen, too_far
@@ -21,6 +21,7 @@ from benchmarks.ranks import missing as ranks_missing
 from benchmarks.schedules.model import mlp
 from benchmarks.schedules.overhead import linears
 from syncpipe.balance import balance_by_time
+from syncpipe.commands.demo_gain import threads
 
 PARTITIONS = 2
 MODES = ("never", "always")
