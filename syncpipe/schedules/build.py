@@ -15,7 +15,7 @@ from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one
 from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
-__all__ = ["SCHEDULES", "ScheduleLike", "build", "named", "shown"]
+__all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
 #: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
 #: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
@@ -29,6 +29,10 @@ SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
     "zb_h1": zb_h1,
 }
+
+
+#: What asks ``train_batch`` to measure, and to make a schedule of that.
+AUTO = "auto"
 
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
@@ -71,6 +75,11 @@ def named(name: str) -> Callable[[int, tuple[int, ...]], Schedule]:
     Raises:
         ValueError: if there is none.
     """
+    if name == AUTO and name not in SCHEDULES:
+        raise ValueError(
+            f"schedule={name!r} is made for costs, which train_batch measures in its first calls; "
+            "elsewhere give syncpipe.schedules.auto(m, device_of, costs=...)"
+        )
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
         hint = f" did you mean {close[0]!r}?" if close else ""
