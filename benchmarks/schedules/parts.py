@@ -2,17 +2,18 @@
 
     python -m benchmarks.schedules [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Five parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
+Six parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
 beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated makespan),
-``overhead`` (microseconds per micro-batch and stage of tiny layers) and ``distributed``
-(torch.distributed.pipelining beside ours). In each of them everything is measured in every round,
+``overhead`` (microseconds per micro-batch and stage of tiny layers), ``distributed``
+(torch.distributed.pipelining beside ours) and ``auto`` (schedules made to measure beside those with
+names, simulated). In all but the last everything is measured in every round,
 in an order that changes from round to round, after it was seen to give the plain loop's gradients.
 """
 
 from __future__ import annotations
 
 from benchmarks.group import Group
-from benchmarks.schedules import distributed, emulated, ideal, overhead, zero_bubble
+from benchmarks.schedules import auto, distributed, emulated, ideal, overhead, zero_bubble
 
 GROUP = Group(
     "schedules",
@@ -24,6 +25,7 @@ GROUP = Group(
         "emulated": emulated.run,
         "overhead": overhead.run,
         "distributed": distributed.run,
+        "auto": auto.run,
     },
     rounds="9 or 21",
 )

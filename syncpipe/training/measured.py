@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from syncpipe.schedules import AutoSchedule, Schedule, auto, one_f_one_b
+from syncpipe.schedules import AutoSchedule, auto, one_f_one_b
 from syncpipe.schedules.search.auto import halved
 from syncpipe.timeline.costs import costs_of, rematerialized_in
-from syncpipe.timeline.span import Span
 from syncpipe.timeline.trace import Trace
 
 __all__ = ["Measured"]
 
 #: Halves change the last bits of gradients, so they have to be worth it.
 _WORTH = 0.98
+
+#: A call: where it was recorded, and as which step.
+_Call = tuple[Trace, int]
 
 #: What calls are measured for: number of micro-batches, device of each stage, and how it is run.
 Key = tuple[Any, ...]
@@ -33,7 +35,7 @@ class Measured:
     """What the calls of one pipe took, and the schedules that were made of it."""
 
     def __init__(self) -> None:
-        self._calls: dict[Key, list[list[Span]]] = {}
+        self._calls: dict[Key, list[_Call]] = {}
         self._made: dict[Key, AutoSchedule] = {}
 
     @property
@@ -54,26 +56,24 @@ class Measured:
             train: runs a step, given ``schedule=`` and ``recorder=``.
         """
         key = (m, device_of, *how)
-        made = self._made.get(key)
-        if made is not None:
-            return train(schedule=made)
-        usual = one_f_one_b(m, device_of)
         calls = self._calls.setdefault(key, [])
-        schedule: Schedule = usual if len(calls) < 2 else halved(usual)
+        if len(calls) >= 4 and key not in self._made:  # before the step: what fails now leaves none
+            self._made[key] = _better(m, device_of, calls[1], calls[3])
+            calls.clear()
+        if key in self._made:
+            return train(schedule=self._made[key])
+        usual = one_f_one_b(m, device_of)
         recorder = trace.recorder()
-        result = train(schedule=schedule, recorder=recorder)
-        calls.append([span for span in trace.spans if span.step == recorder.step])
-        if len(calls) >= 4:
-            whole = _tailored(m, device_of, calls[1], split=False)
-            halves = _tailored(m, device_of, calls[3], split=True)
-            better = halves.report.step < _WORTH * whole.report.step
-            self._made[key] = halves if better else whole
-            self._calls.pop(key, None)
+        result = train(schedule=usual if len(calls) < 2 else halved(usual), recorder=recorder)
+        calls.append((trace, recorder.step))
         return result
 
 
-def _tailored(
-    m: int, device_of: tuple[int, ...], spans: list[Span], *, split: bool
-) -> AutoSchedule:
-    counts = rematerialized_in(spans)
-    return auto(m, device_of, costs=costs_of(spans), rematerialized=counts, split=split)
+def _better(m: int, device_of: tuple[int, ...], whole: _Call, halves: _Call) -> AutoSchedule:
+    """The schedule of whole backwards, or that of halves."""
+    made = []
+    for split, (trace, step) in enumerate((whole, halves)):
+        spans = [span for span in trace.spans if span.step == step]
+        costs, counts = costs_of(spans), rematerialized_in(spans)
+        made.append(auto(m, device_of, costs=costs, rematerialized=counts, split=bool(split)))
+    return made[made[1].report.step < _WORTH * made[0].report.step]

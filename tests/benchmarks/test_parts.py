@@ -28,6 +28,7 @@ RATIOS = {
     "emulated": ["over simulated", "bare threads over simulated", "over bare threads"],
     "overhead": ["over the loop", "us/cell"],
     "distributed": ["over the loop", "ours over theirs"],
+    "auto": ["named over auto", "1f1b over auto", "auto over bound", "search s"],
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],

@@ -58,9 +58,10 @@ def test_gradients_while_it_measures_and_after(checkpoint: str) -> None:
     pipe = pipe_of(checkpoint=checkpoint, schedule="auto")
     expected = gradients(pipe, "1f1b")
     for call in range(6):
+        found = gradients(pipe, None)
         assert bool(pipe.auto_schedules) == (call >= 4)
         halves = call in (2, 3) or any(made.splits for made in pipe.auto_schedules.values())
-        check(gradients(pipe, None), expected, exact=not halves)
+        check(found, expected, exact=not halves)
     report = pipe.auto_schedules[5].report
     assert report.limits == one_f_one_b(5, 3).in_flight
     assert 0 < report.bound <= report.step
@@ -76,27 +77,27 @@ def test_what_was_measured_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measured, "auto", watched)
     pipe = pipe_of(checkpoint=["always", "except_last", "never"])
-    for _ in range(4):
+    for _ in range(5):
         gradients(pipe, "auto")
     assert asked == [(False, False, (5, 4, 0)), (True, True, (5, 4, 0))]
     assert pipe.auto_schedules[5].splits
     pipe = pipe_of()
     monkeypatch.setattr(measured, "_WORTH", 0.0)
-    for _ in range(4):
+    for _ in range(5):
         gradients(pipe, "auto")
     assert not pipe.auto_schedules[5].splits
 
 
 def test_each_number_of_micro_batches_and_each_way_to_run_is_measured() -> None:
     pipe = pipe_of()
-    for _ in range(4):
+    for _ in range(5):
         gradients(pipe, "auto")
     before = pipe.auto_schedules[5]
     pipe.chunks = 3
     gradients(pipe, "auto")
     assert set(pipe.auto_schedules) == {5}
     pipe.chunks, pipe.checkpoint = 5, "always"
-    for _ in range(4):
+    for _ in range(5):
         gradients(pipe, "auto")
     assert pipe.auto_schedules[5] is not before
     pipe.balance = [1, 2, 2]
@@ -106,7 +107,7 @@ def test_each_number_of_micro_batches_and_each_way_to_run_is_measured() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_a_copy_measures_for_itself(copied: Any) -> None:
     pipe = pipe_of()
-    for _ in range(4):
+    for _ in range(5):
         gradients(pipe, "auto")
     other = copied(pipe)
     assert other.auto_schedules == {}
@@ -116,12 +117,12 @@ def test_a_copy_measures_for_itself(copied: Any) -> None:
 def test_a_trace_of_the_callers_sees_every_call_once() -> None:
     pipe = pipe_of(checkpoint="never")
     with pipe.trace() as trace:
-        for _ in range(5):
+        for _ in range(6):
             gradients(pipe, "auto")
     steps = {span.step for span in trace.spans}
-    assert len(steps) == 5
+    assert len(steps) == 6
     forwards = [span for span in trace.spans if span.kind == "forward"]
-    assert len(forwards) == 5 * 5 * 3
+    assert len(forwards) == 6 * 5 * 3
     assert set(pipe.auto_schedules) == {5}
 
 
@@ -135,6 +136,7 @@ def test_a_call_that_fails_is_not_measured() -> None:
         gradients(pipe, "auto")
         with pytest.raises(ZeroDivisionError, match="its own"):
             pipe.train_batch(X, X, loss_fn=fails, schedule="auto")
+    gradients(pipe, "auto")
     assert pipe.auto_schedules == {}
     gradients(pipe, "auto")
     assert set(pipe.auto_schedules) == {5}
@@ -143,3 +145,20 @@ def test_a_call_that_fails_is_not_measured() -> None:
 def test_slots_are_for_1f1b() -> None:
     with pytest.raises(ValueError, match="only schedule='1f1b' has slots, not 'auto'"):
         pipe_of(schedule="auto", slots="textbook")
+
+
+def test_what_stops_the_search_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipe_of()
+    for _ in range(4):
+        expected = gradients(pipe, "auto")
+
+    def stopped(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measured, "auto", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.train_batch(X, X, loss_fn=F.mse_loss, schedule="auto")
+    check([p.grad for p in pipe.parameters() if p.grad is not None], expected[1:], exact=True)
+    gradients(pipe, "auto")
+    assert set(pipe.auto_schedules) == {5}

@@ -28,6 +28,8 @@ __all__ = ["BUDGET", "improved"]
 #: So many actions are placed or played: a second or two.
 BUDGET = 300_000
 
+#: What it takes to begin, in actions.
+_BEGIN = 50
 #: A schedule that is longer than the bound by less, relative, is good enough.
 _CLOSE = 1e-3
 _PATIENCE = (0.0, 1.0, 0.5, 2.0)
@@ -73,7 +75,7 @@ class _Search:
     def __init__(self, problem: Problem, bound: float, budget: int) -> None:
         self._problem, self._bound, self.left = problem, bound, budget
         self._forth, self._back = Direction(problem, back=False), Direction(problem, back=True)
-        self._actions = problem.m * len(problem.codes)
+        self._actions = problem.m * len(problem.codes) + _BEGIN
         self._random = random.Random(0)
         self.rows: Rows = []
         self.best: Played | None = None
