@@ -90,8 +90,8 @@ def run(options: Options) -> Part:
             "1f1b's own number for each device (overlap slots), the default of auto. Of what is "
             "recomputed a quarter is held until then.",
             "best named": "the schedule with a name that was most often the shortest of those "
-            "that fit. 1f1b is there with overlap slots, with textbook slots and with as many as "
-            "fit.",
+            "that fit. 1f1b is there with overlap slots and with textbook slots, fewer in "
+            "proportion where memory is short.",
             "named over auto": "the step of the shortest named schedule over that of auto.",
             "1f1b over auto": "the same for the shortest 1f1b.",
             "auto over bound": "its step over the lower bound for these costs and this memory.",
@@ -129,5 +129,7 @@ def _aim(part: Part, setting: Setting, gains: list[float], seconds: float) -> No
     )
     if (setting.devices, setting.m) == (8, 64):
         part.aim(
-            f"{what}: at most {number(SECONDS)} seconds of one CPU", seconds <= SECONDS, f"{number(seconds)} s"
+            f"{what}: at most {number(SECONDS)} seconds of one CPU",
+            seconds <= SECONDS,
+            f"{number(seconds)} s",
         )

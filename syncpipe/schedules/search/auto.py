@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 from syncpipe.schedules.build import SCHEDULES, build
 from syncpipe.schedules.builtin import naive, one_f_one_b
@@ -125,39 +126,39 @@ def _made(problem: Problem) -> AutoSchedule:
 
 
 def _named(problem: Problem) -> dict[str, Schedule]:
-    """Schedules to begin with: all that have a name and suit, and 1F1B with other slots."""
+    """Schedules to begin with: all that have a name and suit, and 1F1B with slots made to fit."""
     m, devices = problem.m, problem.device_of
     makers: dict[str, Callable[[int, tuple[int, ...]], Schedule]]
     makers = {name: partial(build, name) for name in SCHEDULES}
-    makers |= {
-        "naive": naive,
-        "1f1b, textbook slots": partial(one_f_one_b, slots="textbook"),
-        "1f1b, as many slots as fit": partial(one_f_one_b, slots=_slots(problem)),
-    }
-    found = {}
+    makers["naive"] = naive
+    for slots in ("textbook", "overlap"):
+        fewer = _fewer(problem, one_f_one_b(m, devices, slots=slots))
+        makers[f"1f1b, {slots} slots made to fit"] = partial(one_f_one_b, slots=fewer)
+    found: dict[str, Schedule] = {}
     for name, make in makers.items():
         try:
             schedule = make(m, devices)
         except ValueError:  # it is for other stages
             continue
-        if problem.split or not schedule.splits:
+        if (problem.split or not schedule.splits) and schedule not in found.values():
             found[name] = schedule
     return found
 
 
-def _slots(problem: Problem) -> list[int]:
-    """For each stage as many micro-batches as its device has memory for, at most as before it."""
-    slots: list[int] = []
-    for d in problem.device_of:
+def _fewer(problem: Problem, usual: Schedule) -> list[int]:
+    """Slots as usual, but if memory is short fewer on all stages, in proportion.
+
+    Equal ones would not do: who has as many as the stage before waits for it after each backward.
+    """
+    memory, counts, share = problem.memory, problem.rematerialized, 1.0
+    for d, slots in zip(problem.device_of, usual.in_flight, strict=True):
         here = [j for j in range(problem.n) if problem.device_of[j] == d]
-        memory = problem.memory
-        share = math.fsum(memory.held(j, problem.rematerialized[j] == problem.m) for j in here)
-        room = memory.limits[d] - max(
-            memory.activations[j] - memory.held(j, problem.rematerialized[j] > 0) for j in here
-        )
-        most = min(slots[-1] if slots else problem.m, room / share if share else math.inf)
-        slots.append(max(1, math.floor(most * (1 + ROUNDING))))
-    return slots
+        each = math.fsum(memory.held(j, counts[j] == problem.m) for j in here)
+        extra = max(memory.activations[j] - memory.held(j, counts[j] > 0) for j in here)
+        if each * slots + extra > memory.limits[d] * (1 + ROUNDING):
+            share = min(share, (memory.limits[d] - extra) * (1 + ROUNDING) // each / slots)
+    scaled = [max(1, math.ceil(share * slots - ROUNDING)) for slots in usual.in_flight]
+    return list(accumulate(scaled, min))
 
 
 def _shortage(problem: Problem) -> str:
