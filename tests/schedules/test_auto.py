@@ -31,7 +31,8 @@ from syncpipe.schedules.search.problem import Memory, Problem
 from tests.schedules.test_schedule import placements, schedules
 from tests.schedules.test_simulation import costs_for
 
-#: Of the optimum; of 2,000 small problems like those below, the longest schedule was optimal.
+#: Of the best order in which no micro-batch overtakes another. With the whole search all of 298
+#: problems with two or three stages and up to six micro-batches had a schedule as short as that.
 FACTOR = 1.05
 
 UNEVEN = Costs((1, 2, 1, 3), (1, 2, 1.5, 3), (1, 2, 0.5, 2), (0.1, 0.2, 0.1))
@@ -112,7 +113,8 @@ def test_valid_within_memory_and_as_its_report_says(given: dict[str, Any]) -> No
     assert report.memory == pytest.approx(held(schedule, given))
     assert all(a <= b * (1 + 1e-9) for a, b in zip(report.memory, given["memory"], strict=True))
     assert given["split"] or not schedule.splits
-    assert report.bound <= report.step <= report.named[report.best]
+    assert report.bound <= report.step * (1 + 1e-9)
+    assert report.step <= report.named[report.best]
     assert report.gain >= 1
     assert report.over_bound >= 1
 
@@ -210,6 +212,20 @@ def test_even_stages_reach_the_zero_bubble() -> None:
     """Qi et al. 2023, section 2.3 (ZB-H2): with 2n - 1 micro-batches in flight nothing idles."""
     report = auto(16, 4, costs=Costs.even(4), memory=7).report
     assert report.step == report.bound == 3 * 16 + 3
+
+
+def test_little_memory_for_several_stages_on_a_device() -> None:
+    """Where one must be careful not to get stuck, and where that is too careful."""
+    assert auto(8, (0, 1, 2, 0, 1, 2), costs=Costs.even(6), memory=3).report.step < 90
+    report = auto(8, (0, 1, 0, 1), costs=Costs.even(4), memory=3).report
+    assert report.step == report.bound
+
+
+def test_a_link_may_be_what_takes_longest() -> None:
+    """All eight go over it, and the last one then forward, back over the other one, and back."""
+    costs = Costs((1, 1), (1, 1), (1, 1), (5,))
+    report = auto(8, 2, costs=costs, memory=math.inf).report
+    assert report.step == report.bound == 1 + 8 * 5 + (1 + 1 + 5 + 1 + 1)
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:

@@ -121,7 +121,7 @@ def _made(problem: Problem) -> AutoSchedule:
         if found <= step * (1 + ROUNDING):
             actions, step = tuple(tuple(problem.actions(row)) for row in rows), min(found, step)
     held, limits = tuple(map(problem.peak, actions)), problem.memory.limits
-    report = Report(step, min(bound, step), steps, held, limits)  # above it by rounding
+    report = Report(step, bound, steps, held, limits)
     return AutoSchedule(m, devices, actions, "auto", report)
 
 

@@ -55,9 +55,9 @@ def improved(problem: Problem, starts: Iterable[Rows], bound: float, budget: int
     search = _Search(problem, bound, budget)
     found = sorted((search.offered(rows) for rows in starts), key=lambda played: played.makespan)
     urgencies: list[Urgencies] = [search.by_kind(), *(played.ends for played in found[:_STARTS])]
-    for patience, each in product(_PATIENCE, urgencies):
+    for patience, each, careful in product(_PATIENCE, urgencies, search.cares):
         if search.left > _LISTED * budget:
-            search.back_and_forth(each, patience, 2)
+            search.back_and_forth(each, patience, careful, 2)
     search.moves()
     cold = _ANNEALED * search.left
     while not search.over and search.left > cold:
@@ -77,6 +77,8 @@ class _Search:
         self._forth, self._back = Direction(problem, back=False), Direction(problem, back=True)
         self._actions = problem.m * len(problem.codes) + _BEGIN
         self._random = random.Random(0)
+        #: Whether to be careful with memory; in vain, where nothing needs to be left.
+        self.cares = (True, False) if any(self._forth.reserve) else (False,)
         self.rows: Rows = []
         self.best: Played | None = None
 
@@ -104,14 +106,16 @@ class _Search:
             for c in problem.codes
         ]
 
-    def back_and_forth(self, urgencies: Urgencies, patience: float, rounds: int) -> None:
+    def back_and_forth(
+        self, urgencies: Urgencies, patience: float, careful: bool, rounds: int
+    ) -> None:
         """Lists again and again, until it was of no use for so many rounds."""
         least, useless = float("inf"), 0
         while useless < rounds and not self.over:
             useless += 1
             for direction in (self._forth, self._back):
                 self.left -= self._actions
-                found = listed(direction, urgencies, patience)
+                found = listed(direction, urgencies, patience, careful=careful)
                 if found is None:
                     return
                 rows, over = found
@@ -131,7 +135,8 @@ class _Search:
         for ends in self.best.ends:
             whole = self._random.uniform(-shift, shift) * 2 if kinds else 0.0
             urgencies.append([end + whole + self._random.uniform(-shift, shift) for end in ends])
-        self.back_and_forth(urgencies, self._random.choice(_PATIENCE), 1)
+        patience, careful = self._random.choice(_PATIENCE), self._random.choice(self.cares)
+        self.back_and_forth(urgencies, patience, careful, 1)
 
     def anneal(self) -> None:
         """Moves codes at random, as long as the budget lasts."""

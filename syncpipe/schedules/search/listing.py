@@ -11,8 +11,8 @@ what the other could not see (Li and Willis 1992, An iterative scheduling techni
 resource-constrained project scheduling).
 
 A forward takes memory and the end of its backward gives it back; back in time it is the other way
-round. Nothing is taken unless there stays enough to lead one micro-batch through all stages that
-are still to come on this device. So nobody gets stuck.
+round. Who is careful takes nothing unless there stays enough to lead one micro-batch through all
+stages that are still to come on this device, and does not get stuck. Who is not may find more.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Direction:
 
 
 def listed(
-    direction: Direction, urgencies: Urgencies, patience: float
+    direction: Direction, urgencies: Urgencies, patience: float, *, careful: bool
 ) -> tuple[Rows, list[list[float]]] | None:
     """What comes of these urgencies.
 
@@ -92,16 +92,19 @@ def listed(
         direction: of the problem.
         urgencies: with micro-batches in the order of the direction.
         patience: see above.
+        careful: likewise.
 
     Returns:
         Rows, forth in time, and for each code when each of its micro-batches was over, as the
-        direction has it. None if memory was too small for this way to find anything.
+        direction has it. None if it got stuck for want of memory.
     """
-    return _Listing(direction, urgencies, patience).run()
+    return _Listing(direction, urgencies, patience, careful).run()
 
 
 class _Listing:
-    def __init__(self, direction: Direction, urgencies: Urgencies, patience: float) -> None:
+    def __init__(
+        self, direction: Direction, urgencies: Urgencies, patience: float, careful: bool
+    ) -> None:
         problem = direction.problem
         self._direction, self._urgencies, self._patience = direction, urgencies, patience
         arrivals = [[-1.0] * problem.m for _ in problem.edges]  # < 0: nobody knows yet
@@ -116,6 +119,7 @@ class _Listing:
         self._over: list[list[float]] = [[] for _ in problem.codes]
         self._rows: Rows = [[] for _ in range(problem.devices)]
         self._free, self._held = [0.0] * problem.devices, [0.0] * problem.devices
+        self._reserve = direction.reserve if careful else [0.0 for _ in problem.codes]
         self._limits = [limit * (1 + ROUNDING) for limit in problem.memory.limits]
         self._links = [0.0 for _ in problem.links]
         self._events = [(0.0, d) for d in range(problem.devices)]
@@ -164,7 +168,7 @@ class _Listing:
                     ready = there
             else:
                 takes = direction.takes[c][i]
-                if takes and self._held[d] + takes + direction.reserve[c] > self._limits[d]:
+                if takes and self._held[d] + takes + self._reserve[c] > self._limits[d]:
                     continue
                 urgency = self._urgencies[c][i]
                 ready -= direction.early[c][i]

@@ -41,7 +41,7 @@ class Report:
     @property
     def over_bound(self) -> float:
         """The step over the bound: 1 where nothing is left to be found."""
-        return self.step / self.bound if self.bound else 1.0
+        return max(1.0, self.step / self.bound) if self.bound else 1.0  # less is rounding
 
     def __str__(self) -> str:
         named = ", ".join(f"{name} {step:.4g}" for name, step in self.named.items())
