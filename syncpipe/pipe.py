@@ -139,9 +139,10 @@ class Pipe(Partitioned):
         """What ``schedule="auto"`` has made so far, for each number of micro-batches.
 
         The first four calls run under 1F1B, two of them with backwards in halves, and one of each
-        is measured. The fifth makes schedules (:func:`syncpipe.schedules.auto`), with halves and
-        without, that hold no more micro-batches on any device than 1F1B, and the shorter one is
-        used from then on. ``report`` says what it is worth. A balance that is set forgets them.
+        is measured. The fifth makes schedules (:func:`syncpipe.schedules.auto`), one that holds no
+        more micro-batches on any device than ``"1f1b"``, and one with halves that holds no more
+        than that or ``"zb_h1"``; the shorter one is used from then on. ``report`` says what it is
+        worth. A balance that is set forgets them.
         """
         return self._measured.schedules
 

@@ -24,7 +24,7 @@ class Setting:
         devices: how many.
         each: stages on each of them, going round.
         m: number of micro-batches.
-        memory: of each device in micro-batches of all of its stages; None for what 1F1B takes.
+        memory: of each device in micro-batches of all of its stages; None for the default.
         recomputed: whether all micro-batches are recomputed, of which a quarter stays meanwhile.
     """
 
@@ -52,12 +52,12 @@ class Setting:
             "stages each": self.each,
             "m": self.m,
             "recomputed": "all" if self.recomputed else "",
-            "memory": "as 1f1b" if self.memory is None else number(self.memory),
+            "memory": "default" if self.memory is None else number(self.memory),
         }
 
 
 def settings(quick: bool) -> list[Setting]:
-    """From small to large, with the memory of 1F1B, of ZB-H1, and half of that."""
+    """From small to large, by default, with the memory of ZB-H1, and with half of that."""
     sizes = [(2, 4)] if quick else [(4, 8), (8, 16), (8, 64)]
     found = [Setting(n, 1, m, memory) for n, m in sizes for memory in (None, float(n), n / 2)]
     n, m = sizes[0]
@@ -86,9 +86,9 @@ def run(options: Options) -> Part:
         f"half 0.7 to 1.1 times that, transfers 0.05 to 0.15; {draws} draws, which stand for "
         "rounds.",
         {
-            "memory": "micro-batches that each device may hold, of all of its stages; 'as 1f1b' is "
-            "1f1b's own number for each device (overlap slots), the default of auto. Of what is "
-            "recomputed a quarter is held until then.",
+            "memory": "micro-batches that each device may hold, of all of its stages; by default "
+            "as many as under 1f1b (overlap slots) or under zb_h1, whichever has more there. Of "
+            "what is recomputed a quarter is held until then.",
             "best named": "the schedule with a name that was most often the shortest of those "
             "that fit. 1f1b is there with overlap slots and with textbook slots, fewer in "
             "proportion where memory is short.",

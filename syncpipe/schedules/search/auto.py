@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 from syncpipe.schedules.build import SCHEDULES, build
-from syncpipe.schedules.builtin import naive, one_f_one_b
+from syncpipe.schedules.builtin import naive, one_f_one_b, zb_h1
 from syncpipe.schedules.kinds import HALVES, Kind
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.search.bound import lower_bound
@@ -57,7 +57,8 @@ def auto(
         inputs: for each stage the memory that a micro-batch that is recomputed takes until then;
             no more than its activations, and by default as much.
         memory: for each device, or for all, what activations may take, in the same unit;
-            ``math.inf`` for no limit. By default what ``"1f1b"`` takes.
+            ``math.inf`` for no limit. By default what ``"1f1b"`` takes, or with halves ``"zb_h1"``
+            if that is more.
         split: whether backwards may come in two halves.
 
     Returns:
@@ -85,7 +86,10 @@ def auto(
         return Problem(m, devices, costs, counts, Memory(whole, first, tuple(limits)), split=split)
 
     if memory is None:
-        memory = [*map(problem([math.inf] * len(usual.actions)).peak, usual.actions)]
+        free = problem([math.inf] * len(usual.actions))
+        others = zb_h1(m, devices) if split else usual
+        pairs = zip(usual.actions, others.actions, strict=True)
+        memory = [max(map(free.peak, pair)) for pair in pairs]
     elif not isinstance(memory, Sequence):
         memory = [memory] * len(usual.actions)
     return _made(problem(_sizes("memory", memory, len(usual.actions))))
