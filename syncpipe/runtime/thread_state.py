@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -176,17 +176,21 @@ class _Applied:
         torch._C._set_multithreading_enabled(multithreading)
 
 
-@contextmanager
-def without_autocast(state: CallerState) -> Iterator[None]:
+def without_autocast(state: CallerState) -> AbstractContextManager[None]:
     """Switches off for a while what ``state`` has switched on, as after ``with autocast``.
 
     ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
     """
     enabled = [name for name, on, _ in state.autocast.enabled if on]
-    for name in enabled:
+    return _switched_off(enabled) if enabled else nullcontext()
+
+
+@contextmanager
+def _switched_off(names: list[str]) -> Iterator[None]:
+    for name in names:
         torch.set_autocast_enabled(name, False)
     try:
         yield
     finally:
-        for name in enabled:
+        for name in names:
             torch.set_autocast_enabled(name, True)

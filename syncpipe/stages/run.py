@@ -63,6 +63,7 @@ class CallContext:
         forwards: for each stage the number of cells that went forward so far.
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
+        plain: for each stage ``StageLayers.plain``.
         modules: for each stage that re-materializes its modules as they are.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
@@ -75,6 +76,7 @@ class CallContext:
     forwards: list[int]
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
+    plain: list[bool]
     modules: dict[int, ModuleState] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
@@ -127,6 +129,22 @@ class StageLayers:
         """Which layers of the wrapped module these are."""
         first, last = self.first, self.first + len(self.names) - 1
         return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks run around the partition as a whole."""
+        partition = self.partition
+        return bool(
+            partition._forward_hooks
+            or partition._forward_pre_hooks
+            or partition._backward_hooks
+            or partition._backward_pre_hooks
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether its run is that of its layers alone; but for embeddings that keep rows short."""
+        return not (self.has_skips or self.defers or self.hooked)
 
     def look(self, what: Any) -> bool:
         """Whether something runs for the first time as it does now."""
@@ -183,6 +201,8 @@ class StageRun:
         stage = self.stage
         kind = "recompute" if self.recomputing else "forward"
         with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
+            if self.context.plain[stage.j] and not stage.changes.renorming:
+                return self.layers(inputs[0]), ()
             if stage.changes.renorming and not self.recomputing:
                 outputs: Inputs = stage.changes.renorm(lambda: self._through(inputs))
                 return outputs
@@ -218,17 +238,11 @@ class StageRun:
         )
 
     def _partition(self, value: Any) -> Any:
-        partition = self.stage.partition
-        if not (
-            partition._forward_hooks
-            or partition._forward_pre_hooks
-            or partition._backward_hooks
-            or partition._backward_pre_hooks
-        ):
+        if not self.stage.hooked:
             return self.layers(value)
         token = _current_cell.set(self)
         try:
-            return partition(value)
+            return self.stage.partition(value)
         finally:
             _current_cell.reset(token)
 

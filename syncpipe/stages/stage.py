@@ -66,16 +66,11 @@ class Stage(StageLayers):
             recomputes the cell, if there is anything to recompute.
         """
         cell = StageRun(self, i, context)
-
-        def run() -> tuple[Inputs, CheckpointFrame | None]:
-            outputs, frame = self._run(cell, inputs, rematerialize, marks, target)
-            self._count(context)
-            return outputs, frame
-
         if rematerialize:
             self._modules(context)  # so that `_locked` knows whether there is anything to lock
-        outputs, frame = self._locked(run)
-        self._annotate(cell, inputs, outputs)
+        outputs, frame = self._locked(self._run, cell, inputs, rematerialize, marks, target)
+        if self._has_python_nodes is not False:
+            self._annotate(cell, inputs, outputs)
         return outputs, frame
 
     def forward_without_storing(
@@ -102,34 +97,17 @@ class Stage(StageLayers):
             The outputs, and how to compute them again.
         """
         cell = StageRun(self, i, context)
-
-        def run() -> tuple[Inputs, Recomputation]:
-            state, cell.drawn = self._state(cell), {}
-            given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
-            unchanged = UnchangedObjects(inputs)
-            outputs, written = self._written(
-                cell, given, lambda tree: without_storing(cell.run, tree)
-            )
-            unchanged.check(cell.where)
-            self._learn(state, context)
-            self._count(context)
-            recomputation = Recomputation(
-                cell.recomputed,
-                given.settle(written),
-                mutates_inputs=True in written,
-                state=state,
-                where=cell.where,
-            )
-            return outputs, recomputation
-
         self._modules(context)
-        outputs, recomputation = self._locked(run)
-        self._annotate(cell, inputs, outputs)
+        outputs, recomputation = self._locked(
+            self._run_without_storing, cell, inputs, detached, marks, target
+        )
+        if self._has_python_nodes is not False:
+            self._annotate(cell, inputs, outputs)
         return outputs, recomputation
 
     def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
         """The outputs of a cell whose graph was dropped once more, with a new graph."""
-        outputs: Inputs = self._locked(lambda: recomputation(inputs))
+        outputs: Inputs = self._locked(recomputation, inputs)
         return outputs
 
     def run_loss(
@@ -206,15 +184,15 @@ class Stage(StageLayers):
 
         self._locked(seeded)  # the order of locks is: stage before random state
 
-    def _locked(self, run: Callable[[], _T]) -> _T:
+    def _locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs something that may touch the buffers of this stage."""
         lock = self.changes.lock if self.changes.any and OUTERMOST.get() is None else None
         if lock is None:
-            return run()
+            return run(*args)
         with lock:
             token = OUTERMOST.set(lock)
             try:
-                return run()
+                return run(*args)
             finally:
                 OUTERMOST.reset(token)
 
@@ -224,7 +202,7 @@ class Stage(StageLayers):
             context.statistics[self.j].commit()
 
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
-        if self._has_python_nodes is not False and cell.context.state.grad:
+        if cell.context.state.grad:
             self._has_python_nodes = annotate_backward(
                 tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
             )
@@ -253,15 +231,40 @@ class Stage(StageLayers):
         self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], target: Any
     ) -> tuple[Inputs, CheckpointFrame | None]:
         compiled, self._compiled = self._compiled, True
+        frame = None
         if rematerialize and (
             compiled or cell.context.m > 1
         ):  # TorchScript's second run must be no recomputation
-            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, target))
-        if self.j == 0 and self._mutates_inputs(cell.context) is not False:
             marks = self._marked(cell, inputs, marks, target)
-        if any(marks):
-            return self._written(cell, self._given(cell, inputs, marks), cell.run)[0], None
-        return cell.run(inputs), None
+            outputs, frame = self._rematerialized(cell, inputs, marks)
+        else:
+            if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+                marks = self._marked(cell, inputs, marks, target)
+            if any(marks):
+                outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
+            else:
+                outputs = cell.run(inputs)
+        self._count(cell.context)
+        return outputs, frame
+
+    def _run_without_storing(
+        self, cell: StageRun, inputs: Inputs, detached: Inputs, marks: list[int], target: Any
+    ) -> tuple[Inputs, Recomputation]:
+        state, cell.drawn = self._state(cell), {}
+        given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
+        unchanged = UnchangedObjects(inputs)
+        outputs, written = self._written(cell, given, lambda tree: without_storing(cell.run, tree))
+        unchanged.check(cell.where)
+        self._learn(state, cell.context)
+        self._count(cell.context)
+        recomputation = Recomputation(
+            cell.recomputed,
+            given.settle(written),
+            mutates_inputs=True in written,
+            state=state,
+            where=cell.where,
+        )
+        return outputs, recomputation
 
     def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], target: Any) -> list[int]:
         """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
