@@ -80,10 +80,12 @@ class _Forward:
         return self._call.bound(partial(self._cell, j), kind, j)
 
     def _cell(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
-        tokens: tuple[Tensor, ...] = tuple(chain.from_iterable(p.along for p in parcels))
+        tokens: tuple[Tensor, ...] = ()
+        if self._gated:
+            tokens = tuple(chain.from_iterable([parcel.along for parcel in parcels]))
         if j == 0:
             inputs, self._inputs[i] = (self._inputs[i], ()), None
-            marks: list[int] = []
+            marks: Sequence[int] = ()
         else:
             inputs, marks = unpacked(parcels)
         stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]

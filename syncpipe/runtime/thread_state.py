@@ -11,11 +11,10 @@ them is active the call runs inline, on the caller's thread (:attr:`CallerState.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import (
@@ -26,6 +25,8 @@ from torch.overrides import (
 from torch.utils._device import DeviceContext
 
 __all__ = ["Autocast", "CallerState", "without_autocast"]
+
+_T = TypeVar("_T")
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
@@ -176,21 +177,22 @@ class _Applied:
         torch._C._set_multithreading_enabled(multithreading)
 
 
-def without_autocast(state: CallerState) -> AbstractContextManager[None]:
-    """Switches off for a while what ``state`` has switched on, as after ``with autocast``.
+def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:
+    """A function for which is switched off what ``state`` has switched on, as after ``with``.
 
     ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
     """
     enabled = [name for name, on, _ in state.autocast.enabled if on]
-    return _switched_off(enabled) if enabled else nullcontext()
+    if not enabled:
+        return run
 
+    def without(*args: Any) -> _T:
+        for name in enabled:
+            torch.set_autocast_enabled(name, False)
+        try:
+            return run(*args)
+        finally:
+            for name in enabled:
+                torch.set_autocast_enabled(name, True)
 
-@contextmanager
-def _switched_off(names: list[str]) -> Iterator[None]:
-    for name in names:
-        torch.set_autocast_enabled(name, False)
-    try:
-        yield
-    finally:
-        for name in names:
-            torch.set_autocast_enabled(name, True)
+    return without

@@ -33,8 +33,11 @@ class Parcel(NamedTuple):
     along: Sequence[Any] = ()
 
 
-def unpacked(parcels: list[Parcel]) -> tuple[Inputs, list[int]]:
+def unpacked(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int]]:
     """The inputs of a stage that is not the first, and their marks; the list is used up."""
+    if len(parcels) == 1:
+        parcel = parcels.pop()
+        return (parcel.value, ()), parcel.marks
     values = [parcel.value for parcel in parcels]
     marks = [mark for parcel in parcels for mark in parcel.marks]
     parcels.clear()

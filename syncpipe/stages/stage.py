@@ -47,7 +47,7 @@ class Stage(StageLayers):
         context: CallContext,
         *,
         rematerialize: bool,
-        marks: list[int],
+        marks: Sequence[int],
         target: Any = None,
     ) -> tuple[Inputs, CheckpointFrame | None]:
         """Computes cell ``(i, j)``.
@@ -80,7 +80,7 @@ class Stage(StageLayers):
         context: CallContext,
         *,
         detached: Inputs,
-        marks: list[int],
+        marks: Sequence[int],
         target: Any = None,
     ) -> tuple[Inputs, Recomputation]:
         """Computes cell ``(i, j)``, whose graph is dropped; it comes again by :meth:`recompute`.
@@ -228,7 +228,7 @@ class Stage(StageLayers):
         return [] if torch.is_inference_mode_enabled() else handed_on(inputs, (), outputs)
 
     def _run(
-        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], target: Any
+        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: Sequence[int], target: Any
     ) -> tuple[Inputs, CheckpointFrame | None]:
         compiled, self._compiled = self._compiled, True
         frame = None
@@ -248,7 +248,7 @@ class Stage(StageLayers):
         return outputs, frame
 
     def _run_without_storing(
-        self, cell: StageRun, inputs: Inputs, detached: Inputs, marks: list[int], target: Any
+        self, cell: StageRun, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
     ) -> tuple[Inputs, Recomputation]:
         state, cell.drawn = self._state(cell), {}
         given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
@@ -266,7 +266,9 @@ class Stage(StageLayers):
         )
         return outputs, recomputation
 
-    def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], target: Any) -> list[int]:
+    def _marked(
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
+    ) -> Sequence[int]:
         """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
         if self.j > 0:
             return marks
@@ -279,7 +281,7 @@ class Stage(StageLayers):
         return self._mutating.get((self.partition.training, context.state.grad))
 
     def _rematerialized(
-        self, cell: StageRun, inputs: Inputs, marks: list[int]
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int]
     ) -> tuple[Inputs, CheckpointFrame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         state, cell.drawn = self._state(cell), {}
@@ -333,7 +335,7 @@ class Stage(StageLayers):
         return again
 
     def _given(
-        self, cell: StageRun, inputs: Inputs, marks: list[int], kept: Inputs | None = None
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int], kept: Inputs | None = None
     ) -> Given:
         return Given(inputs, marks, copy=self._mutates_inputs(cell.context) is not False, kept=kept)
 

@@ -10,6 +10,7 @@ them as it may in the plain model, and gradients come out as they are, added to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -33,7 +34,7 @@ class Border:
 
     __slots__ = ("_flags", "grads")
 
-    def __init__(self, flags: list[bool]) -> None:
+    def __init__(self, flags: Sequence[bool]) -> None:
         self._flags = flags
         self.grads: list[Tensor | None] = [None] * sum(flags)
 

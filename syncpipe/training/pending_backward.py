@@ -31,7 +31,7 @@ class PendingBackward:
 
     Attributes:
         border: the inputs of its graph.
-        counts: for each incoming edge how many of the border's gradients go back over it.
+        flags: for each incoming edge which of its tensors need a gradient, that goes back over it.
         ends: for each outgoing edge the outputs that need a gradient, as ends of the graph; on the
             last stage those that the loss is made of.
         expected: how many of these there are, for each edge, if the cell is recomputed.
@@ -44,7 +44,7 @@ class PendingBackward:
     """
 
     border: Border
-    counts: list[int]
+    flags: Sequence[Sequence[bool]]
     ends: list[list[GradientEdge]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     recomputation: Recomputation | None = None
@@ -66,10 +66,15 @@ class PendingBackward:
         Returns:
             The ends of the graph that got a gradient, and these.
         """
-        ends = chain.from_iterable(self.ends)
-        pairs = zip(ends, chain.from_iterable(grads), strict=bool(grads))
-        there = [(end, grad) for end, grad in pairs if grad is not None]
-        return [end for end, _ in there], [grad for _, grad in there]
+        ends: list[GradientEdge] = []
+        there: list[Tensor] = []
+        if grads:
+            arrived = chain.from_iterable(grads)
+            for end, grad in zip(chain.from_iterable(self.ends), arrived, strict=True):
+                if grad is not None:
+                    ends.append(end)
+                    there.append(grad)
+        return ends, there
 
 
 def ends_of(value: Any) -> list[GradientEdge]:

@@ -7,7 +7,7 @@ backward takes it out; a call that fails drops all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
@@ -35,6 +35,7 @@ from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
 __all__ = ["TrainingTask"]
 
+_NOTHING = nullcontext()
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -79,7 +80,10 @@ class TrainingTask:
         self.returned: list[tuple[Tensor, Tensor]] = []
 
     def bind(self, kind: Kind, j: int) -> Run:
-        return self._call.bound(partial(_METHODS[kind], self, j), kind, j)
+        run: Run = partial(_METHODS[kind], self, j)
+        if kind in ("backward", "backward_input"):
+            run = without_autocast(self._call.context.state, run)
+        return self._call.bound(run, kind, j)
 
     # -- forward
 
@@ -88,14 +92,13 @@ class TrainingTask:
         if j == self._last and self.targets_travel:
             came = parcels.pop()
         if j == 0:
-            inputs, flags, marks, target, came = self._pulled(i)
-            counts: list[int] = []
+            inputs, needed, marks, target, came = self._pulled(i)
         else:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
-            flags, counts = list(chain.from_iterable(needed)), list(map(sum, needed))
             inputs, marks = unpacked(parcels)
             target = None
-        pending = PendingBackward(Border(flags), counts)
+        flags = needed[0] if len(needed) == 1 else list(chain.from_iterable(needed))
+        pending = PendingBackward(Border(flags), needed)
         outputs = self._computed(i, j, inputs, pending, marks, target)
         lent = self._pipeline.stages[j].handed_on(
             inputs,
@@ -118,7 +121,9 @@ class TrainingTask:
         self._loss_head.take(i, outputs[0], target, self._source.size(i), pending)
         return []
 
-    def _pulled(self, i: int) -> tuple[Any, list[bool], list[int], Any, Parcel | None]:
+    def _pulled(
+        self, i: int
+    ) -> tuple[Any, list[Sequence[bool]], Sequence[int], Any, Parcel | None]:
         """The input of the first stage, its flags and marks; the target, if it is here."""
         came = None
         if self._source.lazy:
@@ -134,10 +139,16 @@ class TrainingTask:
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
         # one tensor, and what is done to one of them in place is nothing to the others.
         inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
-        return (inputs, ()), flags, [], target, came
+        return (inputs, ()), [flags], (), target, came
 
     def _computed(
-        self, i: int, j: int, inputs: Any, pending: PendingBackward, marks: list[int], target: Any
+        self,
+        i: int,
+        j: int,
+        inputs: Any,
+        pending: PendingBackward,
+        marks: Sequence[int],
+        target: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
         stage, context = self._pipeline.stages[j], self._call.context
@@ -147,7 +158,7 @@ class TrainingTask:
                 i, given, context, detached=inputs, marks=marks, target=target
             )
             return outputs
-        with self._recording(i, j, pending):
+        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
             outputs, _ = stage.forward(
                 i, given, context, rematerialize=False, marks=marks, target=target
             )
@@ -155,8 +166,8 @@ class TrainingTask:
 
     def _recording(self, i: int, j: int, pending: PendingBackward) -> AbstractContextManager[Any]:
         """The context of the forward (the last one) of a cell that may go back in halves."""
-        if (i, j) not in self._splits or not self._can_split[j]:
-            return nullcontext()
+        if (i, j) not in self._splits:
+            return _NOTHING
         pending.halves = WeightGradients(self._casts[j], self._hooked[j])
         return pending.halves.recording()
 
@@ -167,7 +178,7 @@ class TrainingTask:
         recomputation, pending.recomputation = pending.recomputation, None
         assert recomputation is not None
         given = pending.border.cross(recomputation.inputs)
-        with self._recording(i, j, pending):
+        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
             output, skips = stage.recompute(recomputation, given)
         if j == self._last:
             pending.ends.append(ends_of(distinct(output)))
@@ -186,10 +197,7 @@ class TrainingTask:
         grads: list[Any] = [parcel.value for parcel in parcels]
         parcels.clear()
         try:
-            with (
-                _Range(f"syncpipe backward stage {j} micro-batch {i}"),
-                without_autocast(self._call.context.state),
-            ):
+            with _Range(f"syncpipe backward stage {j} micro-batch {i}"):
                 self._pipeline.stages[j].backward(
                     i, self._call.context, partial(self._go_back, j, pending, grads)
                 )
@@ -205,8 +213,8 @@ class TrainingTask:
             self._return(j, self._source.inputs(i), pending.border)
         following = iter(pending.border.grads)
         made = []
-        for edge, count in zip(self._pipeline.incoming[j], pending.counts, strict=False):
-            grads_there = list(islice(following, count))
+        for edge, flags in zip(self._pipeline.incoming[j], pending.flags, strict=False):
+            grads_there = list(islice(following, sum(flags)))
             made.append(Parcel(*self._call.send(edge, i, grads_there, backward=True)))
         return made
 
@@ -218,7 +226,7 @@ class TrainingTask:
             pending: what is kept of the cell.
             grads: for each outgoing edge the gradients of the outputs that need one; emptied.
         """
-        with nullcontext() if pending.halves is None else pending.halves.splitting():
+        with _NOTHING if pending.halves is None else pending.halves.splitting():
             if pending.root is not None:
                 self._loss_head.go_back(pending)
             if pending.output is not None:
@@ -247,12 +255,16 @@ class TrainingTask:
 
 def _detached(pending: PendingBackward, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
     """A value to send without its graph, and for each tensor whether it needs a gradient."""
-    flags = [tensor.requires_grad for tensor in tensors_in(value)]
+    if type(value) is Tensor:
+        flags, there = [value.requires_grad], value.detach()
+    else:
+        flags = [tensor.requires_grad for tensor in tensors_in(value)]
+        there = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
     if pending.recomputation is None:
         pending.ends.append(ends_of(value))
     else:
         pending.expected.append(sum(flags))
-    return map_tensors(lambda tensors: [t.detach() for t in tensors], value), flags
+    return there, flags
 
 
 # Not bound to an object, which would then hold itself.
