@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-_NONE = ()
+_NO_SKIPS = ()  # most stages get and give one tensor, and these
 
 
 class Structure(NamedTuple):
@@ -105,16 +105,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if _is_without_skips(tree):
+    if type(tree) is tuple and len(tree) == 2 and tree[1] is _NO_SKIPS and type(tree[0]) is Tensor:
         return [tree[0]]
     found: list[Tensor] = []
     _collect(tree, found)
     return found
-
-
-def _is_without_skips(tree: Any) -> bool:
-    """Whether it is what most stages get and give: one tensor, and no skip."""
-    return type(tree) is tuple and len(tree) == 2 and tree[1] is _NONE and type(tree[0]) is Tensor
 
 
 def distinct(tree: Any) -> list[Tensor]:
@@ -149,8 +144,8 @@ def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> 
     """Replaces the tensors of a tree by what ``function`` makes of the list of them all."""
     if isinstance(tree, Tensor):
         return function([tree])[0]
-    if _is_without_skips(tree):
-        return function([tree[0]])[0], _NONE
+    if type(tree) is tuple and len(tree) == 2 and tree[1] is _NO_SKIPS and type(tree[0]) is Tensor:
+        return function([tree[0]])[0], _NO_SKIPS
     tensors = tensors_in(tree)
     return _replace(tree, iter(function(tensors))) if tensors else tree
 

@@ -185,8 +185,7 @@ class StageRun:
         #: states from which it drew.
         self.drawn: dict[int, Any] | None = None
 
-    @property
-    def where(self) -> str:
+    def __str__(self) -> str:
         """The cell in words."""
         return self.stage.describe(self.i)
 
@@ -232,7 +231,7 @@ class StageRun:
         partition = self.stage.partition
         k = next(k for k, layer in enumerate(partition) if key in layer_skips(layer).stashed)
         return (
-            f"{self._layer(k)} of {self.where} did not stash {describe(key)}, which a forward that "
+            f"{self._layer(k)} of {self} did not stash {describe(key)}, which a forward that "
             "it overrides does: call that one, or decorate the class with @skippable(stash=[...]), "
             "naming what it does stash (nothing: @skippable())"
         )
@@ -259,7 +258,7 @@ class StageRun:
                 else:
                     value = layer(value)
         except BaseException as error:
-            annotate(error, f"in {self._layer(k)} of {self.where}")
+            annotate(error, f"in {self._layer(k)} of {self}")
             raise
         return value
 

@@ -204,7 +204,7 @@ class Stage(StageLayers):
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
         if cell.context.state.grad:
             self._has_python_nodes = annotate_backward(
-                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
+                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell}"
             )
 
     def handed_on(
@@ -254,7 +254,7 @@ class Stage(StageLayers):
         given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
         unchanged = UnchangedObjects(inputs)
         outputs, written = self._written(cell, given, lambda tree: without_storing(cell.run, tree))
-        unchanged.check(cell.where)
+        unchanged.check(cell)
         self._learn(state, cell.context)
         self._count(cell.context)
         recomputation = Recomputation(
@@ -262,7 +262,7 @@ class Stage(StageLayers):
             given.settle(written),
             mutates_inputs=True in written,
             state=state,
-            where=cell.where,
+            where=cell,
         )
         return outputs, recomputation
 
@@ -295,18 +295,18 @@ class Stage(StageLayers):
             lock=OUTERMOST.get(),
             caller=cell.context.state,
             threads=cell.context.threads,
-            where=cell.where,
+            where=cell,
         )
         unchanged = UnchangedObjects(inputs)
         outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
         frame.keep(given.settle(written), mutates_inputs=True in written)
-        unchanged.check(cell.where)
+        unchanged.check(cell)
         self._learn(state, cell.context)
         return outputs, frame if frame.stores else None
 
     def _state(self, cell: StageRun) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
-        return CellState(self._modules(cell.context), cell.where)
+        return CellState(self._modules(cell.context), cell)
 
     def _learn(self, state: CellState, context: CallContext) -> None:
         state.learn()
@@ -351,14 +351,14 @@ class Stage(StageLayers):
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
         if mutated and given.aliased(written):
             raise RuntimeError(
-                f"{cell.where} modified in place a tensor whose memory others use as well (another "
+                f"{cell} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it went over the partition border "
                 "more than once, stashed as a skip, say): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
         if mutated and given.lost(written):
             raise RuntimeError(
-                f"{cell.where} modified its input in place, which it did not do for earlier "
+                f"{cell} modified its input in place, which it did not do for earlier "
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
         return outputs, written

@@ -96,7 +96,7 @@ class CheckpointFrame:
         lock: to be held meanwhile, if there are buffers.
         caller: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
-        where: the cell in words, for error messages.
+        where: the cell, which as a string is its name in messages.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CheckpointFrame:
         lock: Any,
         caller: CallerState,
         threads: int,
-        where: str,
+        where: object,
     ) -> None:
         self._cell = cell
         self._restored = restored
