@@ -19,7 +19,7 @@ from torch import Tensor
 
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["ANCHOR", "Border"]
+__all__ = ["ANCHOR", "CROSSING", "Border", "border_of"]
 
 
 class Border:
@@ -73,6 +73,16 @@ class _Cross(torch.autograd.Function):
         return tuple([tensor.detach() for tensor in tensors])
 
     backward = None  # type: ignore[assignment]
+
+
+#: The class of the nodes of borders in a graph.
+CROSSING: type[Any] = _Cross._backward_cls
+
+
+def border_of(node: Any) -> Border:
+    """The border that such a node belongs to."""
+    border: Border = node.apply.__self__
+    return border
 
 
 #: ``_Cross.apply`` without what it does for transforms of functions, under which nothing trains.

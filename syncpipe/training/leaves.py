@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from syncpipe.layers.placement import check_shared
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.stages.pipeline import Call
-from syncpipe.training.border import ANCHOR
+from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described
 
@@ -52,12 +52,16 @@ class Leaves:
                 check_shared([stage.partition for stage in stages], workers)
         gradients.register(chain(*self._parameters))
 
-    def new(self, j: int, nodes: Iterable[Any]) -> list[Tensor]:
+    def new(self, j: int, nodes: Iterable[Any], borders: Sequence[Border | None]) -> list[Tensor]:
         """The leaves of a graph of stage ``j`` that were in none before.
 
         Args:
             j: the stage.
             nodes: where the graph ends.
+            borders: where it may begin.
+
+        Raises:
+            RuntimeError: it begins somewhere else.
         """
         known, nodes_known = self._known[j], self._nodes[j]
         new = []
@@ -67,6 +71,8 @@ class Leaves:
                     nodes_known.add(node)
                 else:
                     new.append(node.variable)
+            elif type(node) is CROSSING and border_of(node) not in borders:
+                raise RuntimeError(_FOREIGN)
         return new
 
     def claim(self, j: int, new: list[Tensor]) -> None:
@@ -190,6 +196,13 @@ def _users(tensor: Tensor) -> int:
     return count
 
 
+_FOREIGN = (
+    "its graph goes back into that of another cell, or of one whose graph was dropped to be "
+    "recomputed: a layer or loss_fn uses a tensor that another layer has put aside (self.aux = "
+    "...). Its gradient would not come by the pipeline, and be lost. Let the layer return it, or "
+    "stash it as a skip; what layers of the last stage put aside, loss_fn may use with "
+    "checkpoint='never' there"
+)
 _C: Any = torch._C
 _ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
 _COMMUNICATE = (

@@ -108,24 +108,29 @@ class LossHead:
         j, leaves, root = self._stage.j, self._leaves, pending.root
         assert root is not None
         pending.root = None
-        new = leaves.new(j, [root.grad_fn])
+        borders = [pending.border if pending.output is None else pending.output, pending.target]
+        new = leaves.new(j, [root.grad_fn], borders)
         inputs: list[Tensor] | None = None
         if not leaves.are_of(j, new):
             # The loss depends on parameters of other workers. Two threads that add to one gradient
             # add in any order, so what these get is added when all workers are through.
-            leaves.claim(j, leaves.new(j, [end.node for ends in pending.ends for end in ends]))
+            ends = [end.node for ends in pending.ends for end in ends]
+            leaves.claim(j, leaves.new(j, ends, [pending.border]))
             others = {id(leaf): leaf for leaf in new if not leaves.are_of(j, [leaf])}
             foreign = list(others.values())
-            self._put_aside(foreign, torch.autograd.grad(root, foreign, retain_graph=True))
+            grads = torch.autograd.grad(root, foreign, retain_graph=True, allow_unused=True)
+            self._put_aside(foreign, grads)
             new = [leaf for leaf in new if id(leaf) not in others]
             inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in others]
         leaves.claim(j, new)
         if inputs != []:
             go_back([root], [torch.ones_like(root)], inputs or ())
 
-    def _put_aside(self, leaves: list[Tensor], grads: Sequence[Tensor]) -> None:
+    def _put_aside(self, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._leaves.register(self._stage.j, leaves)
         for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is None:
+                continue
             if leaf in self.extra_gradients:
                 self.extra_gradients[leaf] += grad
             else:  # memory of its own: two gradients may be one tensor, or expanded

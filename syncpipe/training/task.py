@@ -234,7 +234,8 @@ class TrainingTask:
             roots, given = pending.roots(grads)
             grads.clear()
             if roots:
-                self._leaves.claim(j, self._leaves.new(j, [root.node for root in roots]))
+                nodes = [root.node for root in roots]
+                self._leaves.claim(j, self._leaves.new(j, nodes, [pending.border]))
                 go_back(roots, given)
 
     def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
