@@ -6,9 +6,22 @@ one is ``6 (p-1)``, and its first device has ``2 p`` cells in flight.
 
 from __future__ import annotations
 
+import re
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from syncpipe.schedules import Costs, Schedule, Simulation, build, gpipe, simulate
+from syncpipe.schedules import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    Simulation,
+    build,
+    gpipe,
+    one_f_one_b,
+    simulate,
+)
 from tests.schedules.layouts import LAYOUTS, V_SHAPED, in_a_v, rounds
 
 SIZES = [(4, 2), (6, 3), (8, 4), (16, 4), (20, 5), (32, 8)]
@@ -127,23 +140,25 @@ def test_fewer_micro_batches_never_need_more_memory(name: str) -> None:
             assert max(build(name, m, in_a_v(p)).in_flight_on_device) <= most
 
 
-# --- the published table ------------------------------------------------------------------------
+# --- the table of the page ----------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+ROW = re.compile(r'\| `"(\w+)"`(.*?)\|.*\| ([\d.]+) %, ([\d.]+) \| ([\d.]+) %, ([\d.]+) \|\n')
+TEXTBOOK = partial(one_f_one_b, slots="textbook")
+
+
+def test_the_table_names_all_of_them() -> None:
+    assert {row[0] for row in ROW.findall(PAGE.read_text())} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(
-    ("name", "percent", "cells"),
-    [
-        ("looped_bfs", 15.8, 16),
-        ("interleaved_1f1b", 15.8, 11),
-        ("interleaved_zero_bubble", 5.9, 8),
-        ("zbv", 5.9, 8),
-        ("dualpipev", 5.9, 9),
-        ("v_half", 12.7, 6),
-        ("v_min", 18.6, 4),
-    ],
+    "row", ROW.findall(PAGE.read_text()), ids=lambda row: row[0] + row[1].strip()
 )
-def test_four_devices_and_eight_micro_batches(name: str, percent: float, cells: int) -> None:
-    """For comparison: 27.3 % for 1F1B and 11.1 % for ZB-H1, both with 8 such cells."""
-    schedule = build(name, 8, LAYOUTS[name](4))
-    assert round(100 * played(schedule).bubble, 1) == percent
-    assert max(schedule.in_flight_on_device) == cells
+def test_the_table_is_what_the_simulator_says(row: tuple[str, ...]) -> None:
+    name, more, *numbers = row
+    seen = []
+    for m, p in ((8, 4), (64, 16)):
+        layout = LAYOUTS.get(name, range)(p)
+        schedule = build(TEXTBOOK if "textbook" in more else name, m, layout)
+        seen += [100 * played(schedule).bubble, max(schedule.in_flight_on_device) * p / schedule.n]
+    assert [round(number, 1) for number in seen] == list(map(float, numbers))
