@@ -72,3 +72,8 @@ def test_the_order_is_that_of_pytorch(name: str, m: int, devices: int) -> None:
     costs = Costs.even(ours.n)
     assert simulate(ours, costs).makespan == simulate(other, costs).makespan
     assert ours.in_flight_on_device == other.in_flight_on_device
+
+
+@pytest.mark.parametrize("m", range(1, 7))
+def test_so_is_that_of_zbv_for_few_micro_batches(m: int) -> None:
+    test_the_order_is_that_of_pytorch("zbv", m, 4)

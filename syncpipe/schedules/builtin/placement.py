@@ -61,7 +61,7 @@ def in_a_v(name: str, m: int, device_of: Placement) -> tuple[int, ...]:
     wanted = (*range(p), *reversed(range(p)))
     if devices != wanted:
         raise ValueError(
-            f"{name} needs two stages on each device, which go there and back, "
-            f"devices={list(wanted)}, but device_of={list(devices)}"
+            f"{name} needs two stages on each device, which go there and back; on {p} devices that "
+            f"is devices={list(wanted)}, but device_of={list(devices)}"
         )
     return devices

@@ -76,8 +76,8 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
     ``2 p + 1`` cells are in flight on any device.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
-    Sea AI Lab (github.com/deepseek-ai/DualPipe). For fewer than ``2 p`` micro-batches it is the one
-    for ``2 p``, with those left out that are not there.
+    Sea AI Lab (github.com/deepseek-ai/DualPipe). That is for ``2 p`` micro-batches or more; with
+    fewer some of its phases are shorter or left out, and the bubble may be larger.
 
     Args:
         m: number of micro-batches.
@@ -93,7 +93,7 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
         after = p - 1 - d
         rows.append(
             "F" * (2 * after) + "Ff" * (d + 1) + "iwf" * after
-            + "FbfB" * (max(m, 2 * p) - p - after) + "bfB" * after
+            + "FbfB" * (m - p - after) + "bfB" * after
             + ("bB" * (d + 1))[: d + 1] + ("iI" * (d + 1))[d + 1 :]
             + "wI" * after + "w" * (d + 1)
         )  # fmt: skip
