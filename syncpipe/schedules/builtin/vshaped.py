@@ -19,7 +19,8 @@ device's second stage:
 Formulas are for even stages where each half of a backward takes as long as a forward. Bubbles are
 in units of that time, and those of a synchronous step, which begins and ends for all devices at
 once; 1F1B with the two stages as one idles for ``6 (p-1)``. What is in flight is counted in cells
-of a device, both stages together: ``2 p`` on the first device of 1F1B.
+of a device, both stages together: ``2 p`` on the first device of 1F1B. Where the three times
+differ, V-Half and V-Min, whose devices have little room to choose, idle in every micro-batch.
 """
 
 from __future__ import annotations
