@@ -1,8 +1,8 @@
-"""Two threads of the user's on one accelerator, for which autograd has a single thread.
+"""Autograd has a single thread for each accelerator, and whoever holds a lock never waits for it.
 
-One of them holds locks of the pipe while something of its own goes back. The other one keeps
-autograd's thread: it recomputes there, and needs these very locks. Each result is what it is
-without the other thread.
+Of two threads of the user's one holds locks of the pipe while something of its own goes back. The
+other one keeps autograd's thread: it recomputes there, and needs these very locks. Each result is
+what it is without the other thread.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Holds(nn.Module):
         self.meeting, self.device, self.when = meeting, device, when
 
     def forward(self, x):
-        x = x * (1 + float(torch.rand(())))
+        if x.device.type == "cpu":
+            torch.get_rng_state()  # so that no generator of its own can stand in
+        x = x * (torch.rand_like(x) + float(torch.rand(())))
         if self.when(x):
             self.meeting.hold()
         return x * slope(self.device).to(x.device)
@@ -253,7 +255,7 @@ def test_two_recomputations_on_two_devices():
         pipe, other = (
             Pipe(layers, [2], devices=[acc.device(k)], checkpoint="always")
             for k, layers in enumerate([
-                nn.Sequential(layer, nn.Tanh()), nn.Sequential(Comes(meeting), nn.Tanh())
+                nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.Tanh(), Comes(meeting))
             ])
         )  # fmt: skip
         given, x = (torch.ones(2, WIDTH, device=acc.device(k), requires_grad=True) for k in (0, 1))
@@ -266,3 +268,27 @@ def test_two_recomputations_on_two_devices():
         return run, y, x
 
     alone_and_together(scene)
+
+
+class Slope(nn.Module):
+    """Needs in its forward what is not stored, and so has its own cell recomputed there."""
+
+    def forward(self, x):
+        (grad,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        return grad
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Dropout, nn.Tanh])
+def test_a_recomputation_inside_of_a_forward(kind):
+    """One thread is enough: it has the stage and its generators itself."""
+    results = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        first = kind(WIDTH) if kind is nn.BatchNorm1d else kind()
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), first, Slope())
+        pipe = Pipe(layers, [3], devices=[acc.device()], chunks=2, checkpoint=checkpoint)
+        x = torch.randn(4, WIDTH).to(acc.device()).requires_grad_()
+        y = pipe(x)
+        y.square().sum().backward()
+        results.append([t.detach().cpu() for t in gone_back(pipe, y, x.grad)])
+    assert all(map(torch.equal, *results))
