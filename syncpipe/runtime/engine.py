@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from syncpipe.runtime.randomness.turns import outside_of_turn
-from syncpipe.runtime.thread_state import CallerState
+from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Step, Steps
@@ -267,7 +267,7 @@ class Engine:
         execution = _Execution(self, steps, task)
         if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
-            contextvars.copy_context().run(execution.run_here)
+            contextvars.copy_context().run(backward_here, execution.run_here)
             return
         submitted: list[WorkerThread] = []
         finished = _Finished()

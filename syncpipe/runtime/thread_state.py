@@ -6,6 +6,11 @@ its caller once and every worker applies it while it serves that call. Two kinds
 to another thread at all: dispatch modes and PyTorch's profiler (unless it was told to profile all
 threads), because one object of theirs must not be entered by two threads at a time. Where one of
 them is active the call runs inline, on the caller's thread (:attr:`CallerState.needs_inline`).
+
+One thing is never the caller's: what goes back inside of an action, or of a recomputation, does so
+on that very thread (:func:`backward_here`). Those hold locks (of a stage, of generators, of a
+cell), and autograd's only thread for an accelerator may be waiting for these: it recomputes as
+well. As nobody who holds a lock waits for a thread of autograd's, these may wait for locks.
 """
 
 from __future__ import annotations
@@ -24,10 +29,11 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 
-__all__ = ["Autocast", "CallerState", "without_autocast"]
+from syncpipe.runtime.interrupts import undone
+
+__all__ = ["Autocast", "CallerState", "backward_here", "without_autocast"]
 
 _T = TypeVar("_T")
-
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
 
@@ -90,7 +96,6 @@ class CallerState:
     __slots__ = (
         "_forward_ad",
         "_hooks",
-        "_multithreading",
         "autocast",
         "context",
         "function_modes",
@@ -109,7 +114,6 @@ class CallerState:
         torch.autocast_decrement_nesting()
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
-        self._multithreading = torch._C._is_multithreading_enabled()
         self._hooks = _saved_tensor_hooks()
         self.needs_inline = (
             torch._C._len_torch_dispatch_stack() > 0
@@ -146,7 +150,7 @@ class _Applied:
             self._inference.__enter__()
         torch._C._set_grad_enabled(state.grad)
         torch._C._set_fwd_grad_enabled(state._forward_ad)
-        torch._C._set_multithreading_enabled(state._multithreading)
+        torch._C._set_multithreading_enabled(False)  # as in `backward_here`
         if state.nested:  # an autocast inside a layer must not clear the caller's cache
             torch.autocast_increment_nesting()
         state.autocast.set(self._previous[3], cache=state.autocast.cache)
@@ -175,6 +179,17 @@ class _Applied:
         torch._C._set_grad_enabled(grad)
         torch._C._set_fwd_grad_enabled(forward_ad)
         torch._C._set_multithreading_enabled(multithreading)
+
+
+def backward_here(run: Callable[[], _T]) -> _T:
+    """Runs something, and on this thread, too, all backwards that it begins."""
+
+    def inside() -> _T:
+        torch._C._set_multithreading_enabled(False)
+        return run()
+
+    before = torch._C._is_multithreading_enabled()
+    return undone(inside, map(torch._C._set_multithreading_enabled, [before]))
 
 
 def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:

@@ -278,6 +278,8 @@ class StageRun:
             return value
         if not which:
             return layer(value)
+        if drawn is not None and not self.recomputing:
+            drawn[k] = which  # a backward inside of the layer recomputes this cell here and now
         look = first and stage.look((k, layer.training, torch.is_grad_enabled()))
         value, seen = run_seeded(
             stage.generators,
@@ -291,7 +293,7 @@ class StageRun:
         )
         if first or seen.nests:
             stage.learn(seen, k)
-        if drawn is not None and not self.recomputing and stage.draws[k]:
+        if drawn is not None and not self.recomputing:
             drawn[k] = stage.draws[k]
         return value
 

@@ -7,6 +7,7 @@ forward. What the workers do is in ``task``; here is what comes before and after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import setitem
 from typing import Any
@@ -18,6 +19,7 @@ from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
+from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.pipeline import Call, Pipeline
@@ -112,7 +114,8 @@ def _complete(
             grads = [grad * moved(factor, grad.device) for grad in grads]
         elif factor is not None:
             grads = [grad * factor for grad in grads]
-        torch.autograd.backward(tensors, grads)
+        # Here, for it runs under a lock that a recomputation may want.
+        backward_here(partial(torch.autograd.backward, tensors, grads))
 
 
 def evaluate(

@@ -33,7 +33,7 @@ from torch.overrides import (
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors, version_of
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST
-from syncpipe.runtime.thread_state import Autocast, CallerState
+from syncpipe.runtime.thread_state import Autocast, CallerState, backward_here
 from syncpipe.tree import clones, described, map_tensors, tensors_in
 
 __all__ = [
@@ -208,7 +208,7 @@ class CheckpointFrame:
             with _As(self._caller, self._threads):
                 try:  # by hand, as in the forward
                     torch._C._autograd._push_saved_tensors_default_hooks(pack, _identity)
-                    self._cell(inputs)
+                    backward_here(lambda: self._cell(inputs))
                 finally:
                     torch._C._autograd._pop_saved_tensors_default_hooks()
 
