@@ -213,8 +213,10 @@ class Pipe(Partitioned):
                 their number of samples, so that the result is the mini-batch's. With weights
                 (tokens that are not masked, for example) it is ``sum(loss * weight) /
                 sum(weight)``.
-            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
-                on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
+            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
+                stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
+                ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with two on each in a V,
+                ``devices=[0, 1, 1, 0]``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``; a
                 :class:`syncpipe.schedules.Schedule`, the path of a CSV file
                 (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
                 ``Schedule``; or ``"auto"``: one made for what the first calls took, see

@@ -2,7 +2,20 @@
 one made to measure."""
 
 from syncpipe.schedules.build import SCHEDULES, build
-from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.builtin import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Action, Schedule, validate
 from syncpipe.schedules.search.auto import auto
@@ -20,13 +33,20 @@ __all__ = [
     "Simulation",
     "auto",
     "build",
+    "dualpipev",
     "from_csv",
     "gpipe",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
     "naive",
     "one_f_one_b",
     "simulate",
     "to_csv",
+    "v_half",
+    "v_min",
     "validate",
     "zb_h1",
+    "zb_h2",
+    "zbv",
 ]

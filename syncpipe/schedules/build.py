@@ -11,7 +11,20 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.builtin import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
@@ -26,8 +39,15 @@ SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "looped_bfs": looped_bfs,
     "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipev": dualpipev,
 }
 
 

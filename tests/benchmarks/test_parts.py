@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from benchmarks.common import check
+from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.libraries import LIBRARIES, OURS, missing
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
@@ -38,6 +39,7 @@ QUICK = [
     pytest.param(SCHEDULES, "distributed", marks=needs_gloo),
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
+    (OVERHEAD, "overhead"),
 ]
 
 
