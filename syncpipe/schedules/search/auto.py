@@ -139,9 +139,9 @@ def _named(problem: Problem) -> dict[str, Schedule]:
         fewer = _fewer(problem, one_f_one_b(m, devices, slots=slots))
         makers[f"1f1b, {slots} slots made to fit"] = partial(one_f_one_b, slots=fewer)
     found: dict[str, Schedule] = {}
-    for name, make in makers.items():
+    for name in sorted(makers, key=len):  # of names for the same one the short one is kept
         try:
-            schedule = make(m, devices)
+            schedule = makers[name](m, devices)
         except ValueError:  # it is for other stages
             continue
         if (problem.split or not schedule.splits) and schedule not in found.values():
