@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -23,6 +24,8 @@ from syncpipe.training.weight_gradients import WeightGradients
 from syncpipe.tree import distinct, map_tensors, tensors_in
 
 __all__ = ["PendingBackward", "cut", "ends_of"]
+
+_PythonNode: type[Any] = torch._C._FunctionBase
 
 
 @dataclass(slots=True)
@@ -84,7 +87,9 @@ def ends_of(value: Any) -> list[GradientEdge]:
 
 def _end(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    if node is None or isinstance(node, _PythonNode):  # which its Python object does not keep alive
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 def cut(value: Any) -> tuple[Border, Any]:
