@@ -12,7 +12,14 @@ in an order that changes from round to round, after it was seen to give the plai
 from __future__ import annotations
 
 from benchmarks.group import Group
-from benchmarks.schedules import distributed, emulated, ideal, overhead, zero_bubble
+from benchmarks.schedules import (
+    distributed,
+    emulated,
+    ideal,
+    interpreter_lock,
+    overhead,
+    zero_bubble,
+)
 
 GROUP = Group(
     "schedules",
@@ -23,6 +30,7 @@ GROUP = Group(
         "zero_bubble": zero_bubble.run,
         "emulated": emulated.run,
         "overhead": overhead.run,
+        "interpreter_lock": interpreter_lock.run,
         "distributed": distributed.run,
     },
     rounds="9 or 21",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
+from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
 
 __all__ = ["Worker", "WorkerThread"]
@@ -70,6 +71,8 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
+_LOOK_SECONDS = 0.1  # so often an idle thread looks for what others have let go of
+
 _Item = tuple[Callable[[], None], Callable[[], None]] | None
 
 
@@ -105,10 +108,20 @@ class WorkerThread:
 def _serve(jobs: SimpleQueue[_Item]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
     while True:
-        item = jobs.get()
+        item = _next(jobs)
         if item is None:
             return
         job, report = item
         job()
         del item, job
         report()
+
+
+def _next(jobs: SimpleQueue[_Item]) -> _Item:
+    """Waits for a job; meanwhile lets go of what dies only when this thread runs."""
+    seconds = 0.001 if FREE_THREADED else None
+    while True:
+        try:
+            return jobs.get(timeout=seconds)
+        except Empty:
+            seconds = None if seconds is None else min(2 * seconds, _LOOK_SECONDS)
