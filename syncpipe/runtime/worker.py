@@ -71,7 +71,8 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
-_LOOK_SECONDS = 0.1  # so often an idle thread looks for what others have let go of
+#: After a job, and later: so often an idle thread lets go of what dies only when it runs.
+_LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
 _Item = tuple[Callable[[], None], Callable[[], None]] | None
 
@@ -107,21 +108,17 @@ class WorkerThread:
 
 def _serve(jobs: SimpleQueue[_Item]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
+    seconds = _LOOK_SECONDS[0]
     while True:
-        item = _next(jobs)
+        try:
+            item = jobs.get(timeout=seconds)
+        except Empty:
+            seconds = seconds and min(2 * seconds, _LOOK_SECONDS[1])
+            continue
         if item is None:
             return
         job, report = item
         job()
         del item, job
         report()
-
-
-def _next(jobs: SimpleQueue[_Item]) -> _Item:
-    """Waits for a job; meanwhile lets go of what dies only when this thread runs."""
-    seconds = 0.001 if FREE_THREADED else None
-    while True:
-        try:
-            return jobs.get(timeout=seconds)
-        except Empty:
-            seconds = None if seconds is None else min(2 * seconds, _LOOK_SECONDS)
+        seconds = _LOOK_SECONDS[0]
