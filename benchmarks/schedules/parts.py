@@ -2,9 +2,10 @@
 
     python -m benchmarks.schedules [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Five parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
+Six parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
 beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated makespan),
-``overhead`` (microseconds per micro-batch and stage of tiny layers) and ``distributed``
+``overhead`` (microseconds per micro-batch and stage of tiny layers), ``interpreter_lock`` (layers
+that work in Python, with CPython's lock and without it) and ``distributed``
 (torch.distributed.pipelining beside ours). In each of them everything is measured in every round,
 in an order that changes from round to round, after it was seen to give the plain loop's gradients.
 """
