@@ -37,7 +37,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],
-        "bench": ["torchgpipe", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
+        "bench": ["torchgpipe>=0.0.7", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
         "test": TEST,
         "dev": DEV,
     },

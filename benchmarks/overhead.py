@@ -3,204 +3,192 @@
     python -m benchmarks.overhead [--quick] [--repeats N] [--json FILE] [--markdown FILE]
 
 The layers compute next to nothing, so nearly all of the time is bookkeeping. Each stage is one
-``Linear``; the same micro-batches go through
+``Linear``. A training step is forward, loss and backward of a mini-batch, of the same micro-batches
+and into gradients of None:
 
-    loop          the plain model:  torch.cat([model(c) for c in x.chunk(m)])
-    Pipe          on one worker, and on several CPU workers
-    torchgpipe    where it is installed (extra ``bench``)
+    plain loop    the plain model, micro-batch by micro-batch: the floor
+    syncpipe      ``pipe(x)`` with ``backward()``, and ``train_batch`` under 1F1B and others, on one
+                  worker and on several CPU workers
+    torchgpipe, fairscale    where they are installed (extra ``bench``); on one worker, they know no
+                  other on CPUs
 
-forward alone (a graph is recorded, and dropped) and forward with backward. All of them are measured
-in every round, in an order that changes from round to round, so that whatever else the machine does
-meets them alike. The loop never re-materializes, so ``always`` pays for a second forward as well.
+All of them are measured in every round, in an order that changes from round to round, so that
+whatever else the machine does meets them alike. Time depends on the machine; how many Python
+functions of syncpipe are called for a cell does not, and a test keeps that number from growing.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import Part, Spread, number, rounds, timed
+import syncpipe
+from benchmarks.common import Part, Spread, number, rounds
 from benchmarks.group import Group, Options
-from syncpipe import Pipe
+from benchmarks.peers.libraries import (
+    CALL,
+    LIBRARIES,
+    OURS,
+    Peer,
+    Task,
+    missing,
+    ours,
+    plain,
+    theirs,
+)
+from benchmarks.schedules.overhead import calibrated
 
 MODES = ("never", "always")
-WORKERS = (1, 2, 4)
-PASSES = ("forward", "forward+backward")
-LOOP = "loop"
-#: Stages, micro-batches, samples in each of these, width of the layers.
-STAGES, CHUNKS, ROWS, FEATURES = 4, 8, 1, 4
-#: At most this many times the loop, for a pipe on one worker that re-materializes nothing.
-ONE_WORKER_TARGET = 1.3
-
-Model = Callable[[Tensor], Tensor]
+WORKERS = (1, 2, 4, 8)
+#: Micro-batches, samples in each of these, width of the layers.
+CHUNKS, ROWS, FEATURES = 16, 16, 8
+#: By what is measured and the number of workers: at most so many times the plain loop.
+TARGETS = {("train_batch 1f1b", 1): 2.0, ("train_batch 1f1b", 4): 4.0, (CALL, 1): 1.2}
+_PACKAGE = str(Path(syncpipe.__file__).parent)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Something to measure.
+def tiny(stages: int) -> Task:
+    """So many layers that compute next to nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(stages)))
+    x, target = torch.randn(2, CHUNKS * ROWS, FEATURES)
+    return Task(model, x, target, F.mse_loss, CHUNKS, [1] * stages)
 
-    Attributes:
-        name: the library.
-        workers: how many CPU workers; 0 for the plain loop.
-        checkpoint: the mode of re-materialization.
-        model: from a mini-batch to its output.
+
+def peers(task: Task, workers: int) -> Iterator[Peer]:
+    """All who train it on so many workers; the plain loop first."""
+    stages = len(task.balance)
+    yield plain(task)[0]
+    devices = [f"cpu:{j * workers // stages}" for j in range(stages)]
+    place = "1 worker" if workers == 1 else f"{workers} workers"
+    yield from ours(task, {place: devices if workers > 1 else ["cpu"] * stages}, MODES, MODES)
+    for library in LIBRARIES if workers == 1 else ():
+        if missing(library) is None:
+            yield from theirs(task, library, torch.device("cpu"), MODES)
+
+
+def calls_per_cell(step: Callable[[], object], cells: int) -> float:
+    """How many Python functions of syncpipe a step on the calling thread calls for each cell.
+
+    Args:
+        step: made at least twice before: a first one learns about the layers.
+        cells: micro-batches x stages.
     """
+    count = 0
 
-    name: str
-    workers: int
-    checkpoint: str
-    model: Model
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(_PACKAGE)
 
-    @property
-    def label(self) -> str:
-        """The first column of the table."""
-        if not self.workers:
-            return self.name
-        plural = "" if self.workers == 1 else "s"
-        return f"{self.name}, {self.workers} worker{plural}, {self.checkpoint}"
-
-
-# -- what is measured -----------------------------------------------------------------------------
-
-
-def loop(model: nn.Module, chunks: int) -> Model:
-    """The plain model, fed the micro-batches one after another."""
-    return lambda x: torch.cat([model(c) for c in x.chunk(chunks)])
-
-
-def subjects(model: nn.Sequential, chunks: int) -> list[Subject]:
-    """The loop first; each has a copy of the model of its own."""
-    n = len(model)
-    found = [Subject(LOOP, 0, "never", loop(copy.deepcopy(model), chunks))]
-    for workers in (w for w in WORKERS if w <= n):
-        devices = [f"cpu:{j * workers // n}" for j in range(n)] if workers > 1 else ["cpu"] * n
-        for mode in MODES:
-            pipe = Pipe(
-                copy.deepcopy(model), [1] * n, devices=devices, chunks=chunks, checkpoint=mode
-            )
-            found.append(Subject("Pipe", workers, mode, pipe))
-    found += [
-        Subject("torchgpipe", 1, mode, gpipe)
-        for mode in MODES
-        if (gpipe := torchgpipe(copy.deepcopy(model), chunks, mode)) is not None
-    ]
-    return found
-
-
-def torchgpipe(model: nn.Sequential, chunks: int, mode: str) -> Model | None:
-    """The same by torchgpipe, which serves all CPU partitions by one thread; None without it."""
+    sys.setprofile(profile)
     try:
-        from torchgpipe import GPipe
-    except ImportError:
-        return None
-    n = len(model)
-    gpipe: Model = GPipe(model, [1] * n, devices=["cpu"] * n, chunks=chunks, checkpoint=mode)
-    return gpipe
-
-
-def step(subject: Subject, what: str, x: Tensor) -> None:
-    """One forward, or one forward and backward."""
-    output = subject.model(x)
-    if what != "forward":
-        output.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def check(every: Sequence[Subject], x: Tensor) -> None:
-    """Refuses to measure something that computes something else.
-
-    Raises:
-        SystemExit: an output differs from the loop's.
-    """
-    expected = every[0].model(x)
-    for subject in every[1:]:
-        if not torch.equal(subject.model(x), expected):
-            raise SystemExit(f"{subject.label}: the output is not the loop's; nothing measured")
+        step()
+    finally:
+        sys.setprofile(None)
+    return count / cells
 
 
 # -- measuring ------------------------------------------------------------------------------------
 
 
 def run(options: Options) -> Part:
-    """Measures all subjects, forward and with backward, round after round."""
+    """Measures all of them, round after round."""
     repeats, least = options.rounds(21), 0.002 if options.quick else 0.05
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(STAGES)))
-    x = torch.randn(CHUNKS * ROWS, FEATURES)
-    every = subjects(model, CHUNKS)
-    check(every, x)
-    jobs = {
-        f"{what} {subject.label}": job(partial(step, subject, what, x), least)
-        for what in PASSES
-        for subject in every
-    }
-    samples = rounds(jobs, repeats, "overhead")
     part = Part(
         "Overhead",
-        f"{STAGES} stages of Linear({FEATURES}, {FEATURES}), {CHUNKS} micro-batches of {ROWS} "
-        f"samples, {repeats} rounds of {least} s.",
+        f"Each stage is one Linear({FEATURES}, {FEATURES}), {CHUNKS} micro-batches of {ROWS} "
+        f"samples; {repeats} rounds of {least} s.",
         {
-            "us/cell": "microseconds for each micro-batch and stage",
-            "over the loop": "time over the loop's in the same round",
+            "us/cell": "microseconds of a training step for each micro-batch and stage.",
+            "over the loop": "time over the plain loop's in the same round.",
+            "calls/cell": "Python functions of syncpipe that are called for each micro-batch and "
+            "stage, on one worker.",
         },
+        notes=[
+            "Layers this small compute next to nothing, so that workers can only be in each "
+            "other's way: one Python interpreter runs one of them at a time."
+        ],
     )
-    for subject in every:
-        row: dict[str, Any] = {"what": subject.label}
-        for what in PASSES:
-            times = samples[f"{what} {subject.label}"]
-            row[f"{what}, us/cell"] = Spread.of([1e6 * took / CHUNKS / STAGES for took in times])
-            row[f"{what}, over the loop"] = Spread.ratio(times, samples[f"{what} {LOOP}"])
-        part.rows.append(row)
-    _targets(part, every)
+    for workers in WORKERS[:2] if options.quick else WORKERS:
+        _measure(part, workers, max(4, workers), repeats, least)
+    _targets(part)
     return part
 
 
-def job(step: Callable[[], None], least: float) -> Callable[[], float]:
-    """For ``rounds``: the mean of so many steps that they take about so many seconds."""
-    for _ in range(10):
-        step()
-    start = time.perf_counter()
-    for _ in range(5):
-        step()
-    return timed(step, max(1, round(5 * least / (time.perf_counter() - start))))
+def _measure(part: Part, workers: int, stages: int, repeats: int, least: float) -> None:
+    task = tiny(stages)
+    found = list(peers(task, workers))
+    _check(task, found)
+    steps = {peer.label: partial(task.step, peer) for peer in found}
+    jobs = {label: calibrated(step, least) for label, step in steps.items()}
+    samples = rounds(jobs, repeats, f"overhead, {workers} workers")
+    cells = task.chunks * stages
+    loop = samples[found[0].label]
+    for peer in found:
+        times = samples[peer.label]
+        counted = workers == 1 and peer.library == OURS
+        part.rows.append(
+            {
+                "stages": stages,
+                **peer.columns,
+                "us/cell": Spread.of([1e6 * took / cells for took in times]),
+                "over the loop": Spread.ratio(times, loop),
+                "calls/cell": calls_per_cell(steps[peer.label], cells) if counted else None,
+            }
+        )
 
 
-def _targets(part: Part, every: Sequence[Subject]) -> None:
+def _check(task: Task, found: list[Peer]) -> None:
+    """Refuses to measure something that computes something else.
+
+    Raises:
+        SystemExit: a loss or a gradient differs from the plain loop's beyond rounding.
+    """
+
+    def outcome(peer: Peer) -> list[Tensor]:
+        loss = task.step(peer)
+        return [loss, *(p.grad.clone() for p in task.model.parameters() if p.grad is not None)]
+
+    expected = outcome(found[0])
+    for peer in found[1:]:
+        if not all(map(torch.allclose, outcome(peer), expected)):
+            raise SystemExit(f"{peer.label}: the step is not the loop's; nothing was measured")
+
+
+def _targets(part: Part) -> None:
     """What was aimed for, and what was measured."""
-    rows = {row["what"]: row for row in part.rows}
-    for what in PASSES:
-        for subject in every:
-            if subject.name != "Pipe":
-                continue
-            row = rows[subject.label]
-            if (subject.workers, subject.checkpoint) == (1, "never"):
-                ratio = row[f"{what}, over the loop"].median
-                aim = f"{what}: {subject.label}: at most {ONE_WORKER_TARGET} times the loop"
-                part.aim(aim, ratio <= ONE_WORKER_TARGET, f"{number(ratio)} times")
-            for other in every:
-                if (other.name, other.checkpoint) == ("torchgpipe", subject.checkpoint):
-                    ours, theirs = (
-                        rows[found.label][f"{what}, us/cell"].median for found in (subject, other)
-                    )
-                    told = f"{number(ours)} us and {number(theirs)} us"
-                    part.aim(f"{what}: {subject.label}: below torchgpipe", ours < theirs, told)
+    for row in part.rows:
+        if row["library"] != OURS:
+            continue
+        who = f"{row['how']}, {row['workers']}, {row['checkpoint']}"
+        aim = TARGETS.get((row["how"], int(row["workers"].split()[0])))
+        ratio = row["over the loop"].median
+        if aim is not None and row["checkpoint"] == "never":
+            part.aim(f"{who}: at most {aim} times the loop", ratio <= aim, f"{number(ratio)} times")
+        for other in part.rows:
+            both = (row["stages"], row["checkpoint"]) == (other["stages"], other["checkpoint"])
+            if other["library"] in LIBRARIES and both:
+                times = [found["us/cell"].median for found in (row, other)]
+                told = " us and ".join(map(number, times)) + " us"
+                part.aim(f"{who}: below {other['library']}", times[0] < times[1], told)
 
 
 GROUP = Group(
     "overhead",
-    "What a pipe costs beside its layers",
+    "What a pipe costs for each micro-batch and stage",
     __doc__,
     {"overhead": run},
     rounds="21",
-    versions=("torchgpipe",),
-    one_thread=False,
+    versions=tuple(LIBRARIES),
+    one_thread=True,
 )
 
 if __name__ == "__main__":

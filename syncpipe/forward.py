@@ -7,7 +7,7 @@ It leaves one true autograd graph behind; how that goes back is drawn in ``stage
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from syncpipe.microbatch import gather, scatter
-from syncpipe.runtime.engine import Message
+from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
-from syncpipe.schedules.schedule import Action, forward_program
-from syncpipe.stages.parcel import keys, packed, received, unpacked
-from syncpipe.stages.pipeline import Call, Edge, Pipeline
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.steps import Edge, forward_steps
+from syncpipe.stages.parcel import Parcel, packed, unpacked
+from syncpipe.stages.pipeline import Call, Pipeline
 from syncpipe.stages.transfer import early, gate
 from syncpipe.tree import map_tensors, tensors_in
 
@@ -53,7 +54,7 @@ def forward(
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    call.run(forward_program(call.context.m, pipeline.worker_of), run, first)
+    call.run(forward_steps(pipeline.edges, call.context.m, pipeline.worker_of), run, first)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
@@ -75,36 +76,32 @@ class _Forward:
         self._tokens: list[Tensor | None] = [None for _ in call.pipeline.stages]
         self.outputs: list[Any] = [None for _ in micro_batches]
 
-    def message_keys(self, action: Action) -> Sequence[Hashable]:
-        return keys(self._call, action.i, action.j)
+    def bind(self, kind: Kind, j: int) -> Run:
+        return self._call.bound(partial(self._cell, j), kind, j)
 
-    def perform(self, action: Action, parcels: list[Any]) -> Iterable[Message]:
-        _, i, j = action
-        with self._call.lane_of(j).active():
-            tokens: tuple[Tensor, ...] = tuple(chain.from_iterable(p.along for p in parcels))
-            if j == 0:  # which nothing can send to
-                inputs, self._inputs[i] = (self._inputs[i], ()), None
-                marks: list[int] = []
-            else:
-                received(self._call, j, parcels)
-                inputs, marks = unpacked(parcels)
-            stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
-            with self._call.span(action):
-                outputs, frame = stage.forward(
-                    i, inputs, self._context, rematerialize=rematerialize, marks=marks
-                )
-                lent = stage.handed_on(
-                    inputs, marks, outputs, self._context, rematerialize=rematerialize
-                )
-                if self._recorder is not None and self._context.state.grad:
-                    self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
-                del inputs
-                if self._gated:
-                    outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-                if j == len(self._pipeline.stages) - 1:
-                    self.outputs[i] = outputs[0]
-                # Tokens start the recomputations of the last micro-batch.
-                return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
+    def _cell(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        tokens: tuple[Tensor, ...] = ()
+        if self._gated:
+            tokens = tuple(chain.from_iterable([parcel.along for parcel in parcels]))
+        if j == 0:
+            inputs, self._inputs[i] = (self._inputs[i], ()), None
+            marks: Sequence[int] = ()
+        else:
+            inputs, marks = unpacked(parcels)
+        stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
+        outputs, frame = stage.forward(
+            i, inputs, self._context, rematerialize=rematerialize, marks=marks
+        )
+        lent = stage.handed_on(inputs, marks, outputs, self._context, rematerialize=rematerialize)
+        if self._recorder is not None and self._context.state.grad:
+            self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
+        del inputs
+        if self._gated:
+            outputs, tokens = self._gate(i, j, outputs, frame, tokens)
+        if j == len(self._pipeline.stages) - 1:
+            self.outputs[i] = outputs[0]
+        # Tokens start the recomputations of the last micro-batch.
+        return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
 
     def _gate(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, cast
 
-from syncpipe.schedules.build import ScheduleLike, named, shown
+from syncpipe.schedules.build import AUTO, ScheduleLike, named, shown
 from syncpipe.schedules.builtin import one_f_one_b
 from syncpipe.schedules.schedule import Schedule
 
@@ -79,7 +79,7 @@ def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
     """A schedule, as far as it can be checked without a mini-batch.
 
     Args:
-        schedule: anything that :func:`syncpipe.schedules.build` takes.
+        schedule: anything that :func:`syncpipe.schedules.build` takes, or ``"auto"``.
         slots: of 1F1B; short for ``schedule=functools.partial(one_f_one_b, slots=slots)``.
 
     Raises:
@@ -91,7 +91,7 @@ def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
             "function (m, device_of) -> Schedule"
         )
-    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+    if isinstance(schedule, str) and not schedule.endswith(".csv") and schedule != AUTO:
         named(schedule)
     if slots is None:
         return cast("ScheduleLike", schedule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from textwrap import indent
 from typing import Any, cast
@@ -26,9 +27,11 @@ from syncpipe.partitioned import Partitioned
 from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.build import ScheduleLike
+from syncpipe.schedules.build import AUTO, ScheduleLike
+from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.measured import Measured
 from syncpipe.training.sources import FromIterator, FromMiniBatch, Source, check_iterator
 from syncpipe.training.train import evaluate, train
 
@@ -131,10 +134,23 @@ class Pipe(Partitioned):
         check_slots(schedule, len(self._balance))
         self._schedule = schedule
 
+    @property
+    def auto_schedules(self) -> dict[int, AutoSchedule]:
+        """What ``schedule="auto"`` has made so far, for each number of micro-batches.
+
+        The first four calls run under 1F1B, two of them with backwards in halves, and one of each
+        is measured. The fifth makes schedules (:func:`syncpipe.schedules.auto`), one that holds no
+        more micro-batches on any device than ``"1f1b"``, and one with halves that holds no more
+        than that or ``"zb_h1"``; the shorter one is used from then on. ``report`` says what it is
+        worth. A balance that is set forgets them.
+        """
+        return self._measured.schedules
+
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
         check_length(self._checkpoint, len(balance))
         check_slots(self._schedule, len(balance))
         super()._place(balance, workers)
+        self._measured = Measured()
 
     def forward(self, input: Any) -> Any:
         """Runs a mini-batch through the pipeline.
@@ -197,11 +213,14 @@ class Pipe(Partitioned):
                 their number of samples, so that the result is the mini-batch's. With weights
                 (tokens that are not masked, for example) it is ``sum(loss * weight) /
                 sum(weight)``.
-            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` (several stages
-                on each device: ``devices=[0, 1, 0, 1]``), ``"zb_h1"``, a
+            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
+                stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
+                ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with two on each in a V,
+                ``devices=[0, 1, 1, 0]``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``; a
                 :class:`syncpipe.schedules.Schedule`, the path of a CSV file
                 (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
-                ``Schedule``. None: that of the pipe, ``"1f1b"`` if it was given none.
+                ``Schedule``; or ``"auto"``: one made for what the first calls took, see
+                :attr:`auto_schedules`. None: that of the pipe, ``"1f1b"`` if it was given none.
             slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
                 ``"overlap"``, or a list with a number for each stage. It is short for
                 ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
@@ -239,16 +258,22 @@ class Pipe(Partitioned):
             schedule = self._schedule
         else:
             schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
-        return _untraced(train)(
-            self._ready(),
+        pipeline, how = self._ready(), self._running()
+        step = partial(
+            _untraced(train),
+            pipeline,
             source,
             loss_fn=loss_fn,
-            schedule=schedule,
             loss_reduction=loss_reduction,
             grad_scaler=grad_scaler,
             return_outputs=return_outputs,
-            **self._running(),
+            **how,
         )
+        if schedule != AUTO:
+            return step(schedule=schedule)
+        key = how["checkpoint"], how["inline"]
+        trace = self._trace or self.trace()
+        return _untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
 
     def eval_batch(
         self,
@@ -369,7 +394,7 @@ class Pipe(Partitioned):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used.
-        return {**self.__dict__, "_pipeline": None, "_trace": None}
+        return {**self.__dict__, "_pipeline": None, "_trace": None, "_measured": Measured()}
 
     def __repr__(self) -> str:
         lines = [

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_NO_SKIPS = ()  # most stages get and give one tensor, and these
+
+
 class Structure(NamedTuple):
     """A tree without its leaves.
 
@@ -102,6 +105,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
+    if type(tree) is tuple and len(tree) == 2 and tree[1] is _NO_SKIPS and type(tree[0]) is Tensor:
+        return [tree[0]]
     found: list[Tensor] = []
     _collect(tree, found)
     return found
@@ -139,6 +144,8 @@ def map_tensors(function: Callable[[list[Tensor]], list[Tensor]], tree: Any) -> 
     """Replaces the tensors of a tree by what ``function`` makes of the list of them all."""
     if isinstance(tree, Tensor):
         return function([tree])[0]
+    if type(tree) is tuple and len(tree) == 2 and tree[1] is _NO_SKIPS and type(tree[0]) is Tensor:
+        return function([tree[0]])[0], _NO_SKIPS
     tensors = tensors_in(tree)
     return _replace(tree, iter(function(tensors))) if tensors else tree
 

@@ -36,7 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncpipe
 from benchmarks.papers.fake_storages import CountedWorker, StorageCounter
 from syncpipe import Pipe
+from syncpipe.runtime.engine import Run
 from syncpipe.schedules.build import ScheduleLike, build
+from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, simulate
 from syncpipe.training.task import TrainingTask
@@ -67,15 +69,20 @@ def _recording(counter: StorageCounter, log: Log) -> type[TrainingTask]:
     """The training driver's task, which writes down what its actions do to the memory."""
 
     class Recording(TrainingTask):
-        def perform(self, action: Action, received: list[Any]) -> Any:
-            before = counter.mark()
-            with counter.at(self._call.lane_of(action.j).device.index):
-                messages = super().perform(action, received)
-            now = counter.alive
-            rise = {d: most - before[d] for d, most in counter.most.items() if most > before[d]}
-            change = {d: now[d] - before[d] for d in now if now[d] != before[d]}
-            log.append((action, Effect(rise, change)))
-            return messages
+        def bind(self, kind: Kind, j: int) -> Run:
+            run, device = super().bind(kind, j), self._call.lane_of(j).device.index
+
+            def recorded(i: int, received: list[Any]) -> Sequence[Any]:
+                before = counter.mark()
+                with counter.at(device):
+                    sent = run(i, received)
+                now = counter.alive
+                rise = {d: most - before[d] for d, most in counter.most.items() if most > before[d]}
+                change = {d: now[d] - before[d] for d in now if now[d] != before[d]}
+                log.append((Action(kind, i, j), Effect(rise, change)))
+                return sent
+
+            return recorded
 
     return Recording
 

@@ -1,11 +1,11 @@
-"""Runs a program: each worker walks its own list of actions and waits only for what it needs.
+"""Runs a program: each worker walks its own list of steps and waits only for what it needs.
 
-The engine knows order, errors and cancelling; what an action does, and what it needs from others,
-is the task's business. Everything that goes from one action to another goes through the inbox of
-the worker that will need it:
+The engine knows order, errors and cancelling; what an action does is the task's business.
+Everything that goes from one action to another goes through the inbox of the worker that will need
+it:
 
-    worker 0   perform(0,0) --put--> inbox 1      perform(1,0) --put--> inbox 1
-    worker 1        take(edge,0) perform(0,1)          take(edge,1) perform(1,1)
+    worker 0   run(0) --put--> inbox 1      run(1) --put--> inbox 1
+    worker 1        take(...) run(0)             take(...) run(1)
 
 Who owns what: an engine owns its threads and stops them when it is collected; an idle thread holds
 nothing but its queue of jobs. A call owns its inboxes and everything in them, and is over when
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,11 +29,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from syncpipe.runtime.randomness.turns import outside_of_turn
-from syncpipe.runtime.thread_state import CallerState
+from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Worker, WorkerThread
-from syncpipe.schedules.schedule import Action, Program
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.steps import Step, Steps
 
-__all__ = ["RUNNING", "Engine", "Message", "Running", "Task"]
+__all__ = ["RUNNING", "Engine", "Run", "Running", "Task"]
 
 _T = TypeVar("_T")
 
@@ -42,21 +43,16 @@ _LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is
 _LOCK_SECONDS = 0.1  # and whoever waits for its lock, whether the call is over
 
 
-#: Something that one action sends to another one: for which worker, under which key, what.
-Message = tuple[int, Hashable, Any]
+#: Performs an action for a micro-batch, given the values of the messages that it needs, in a list
+#: that is its to empty. Returns the values of the messages that it sends.
+Run = Callable[[int, list[Any]], Sequence[Any]]
 
 
 class Task(Protocol):
     """What the engine runs."""
 
-    def message_keys(self, action: Action) -> Sequence[Hashable]:
-        """The keys of the messages without which ``action`` cannot start."""
-
-    def perform(self, action: Action, received: list[Any]) -> Iterable[Message]:
-        """Does it, given the values of the needed messages, and returns what to send.
-
-        The list is the task's to empty.
-        """
+    def bind(self, kind: Kind, j: int) -> Run:
+        """What performs the actions of a kind on a stage, in this call."""
 
 
 class Running:
@@ -131,29 +127,23 @@ class _Inbox:
     __slots__ = ("_arrived", "_queue")
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
-        self._arrived: dict[Hashable, Any] = {}
+        self._queue: SimpleQueue[tuple[int | None, Any]] = SimpleQueue()
+        self._arrived: dict[int | None, Any] = {}
 
-    def put(self, key: Hashable, value: Any) -> None:
-        self._queue.put((key, value))
+    def put(self, number: int | None, value: Any) -> None:
+        """Puts a message in; None: the call is cancelled."""
+        self._queue.put((number, value))
 
-    def take(self, keys: Sequence[Hashable]) -> list[Any]:
+    def take(self, numbers: Sequence[int]) -> list[Any]:
         """Waits for messages and takes them out; raises when the call is cancelled."""
-        for key in keys:
-            while key not in self._arrived:
-                self._accept(*self._queue.get())
-        return [self._arrived.pop(key) for key in keys]
-
-    def holds(self, keys: Sequence[Hashable]) -> bool:
-        """Whether :meth:`take` would return at once."""
-        while not self._queue.empty():
-            self._accept(*self._queue.get())
-        return all(key in self._arrived for key in keys)
-
-    def _accept(self, key: Hashable, value: Any) -> None:
-        if key is _Cancelled:
-            raise _Cancelled
-        self._arrived[key] = value
+        arrived = self._arrived
+        for number in numbers:
+            while number not in arrived:
+                found, value = self._queue.get()
+                if found is None:
+                    raise _Cancelled
+                arrived[found] = value
+        return [arrived.pop(number) for number in numbers]
 
 
 class _Finished:
@@ -187,12 +177,12 @@ class _Finished:
 class _Execution:
     """One run of a program."""
 
-    def __init__(self, engine: Engine, program: Program, task: Task) -> None:
+    def __init__(self, engine: Engine, steps: Steps, task: Task) -> None:
         self.engine = weakref.ref(engine)
-        self.program = program
-        self.task = task
-        self.inboxes = [_Inbox() for _ in program]
-        self.busy = [threading.Lock() for _ in program]
+        self.steps = steps
+        self.runs = {what: task.bind(*what) for what in steps.kinds}
+        self.inboxes = [_Inbox() for _ in steps.of]
+        self.busy = [threading.Lock() for _ in steps.of]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = threading.Event()
 
@@ -205,78 +195,54 @@ class _Execution:
         """Lets every worker stop before its next action."""
         self.cancelled.set()
         for inbox in self.inboxes:
-            inbox.put(_Cancelled, None)
+            inbox.put(None, None)
 
-    def step(self, w: int, action: Action) -> None:
-        """One action of worker ``w``."""
-        if self.cancelled.is_set():
-            raise _Cancelled
-        received = [self.inboxes[w].take(self.task.message_keys(action))]
-        _take(self.busy[w], self.cancelled)
-        # The task gets the only reference to what it receives.
-        messages = self.task.perform(action, received.pop())
-        self.busy[w].release()  # after an error the call is over, and nobody waits for it
-        for worker, key, value in messages:
-            self.inboxes[worker].put(key, value)
+    def deliver(self, to: Sequence[int], numbers: Sequence[int], values: Sequence[Any]) -> None:
+        """Sends messages to the workers that they are for."""
+        for w, number, value in zip(to, numbers, values, strict=True):
+            self.inboxes[w].put(number, value)
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
-        """The whole list of worker ``w``, on its thread. Never raises."""
-        action = None
+        """The steps of worker ``w``, on its thread. Never raises."""
+        step: Step | None = None
         running = Running(self.engine, w, self.busy, self.cancelled)
         RUNNING.set((*RUNNING.get(), running))  # each job has a context of its own
+        take, busy, is_over = self.inboxes[w].take, self.busy[w], self.cancelled.is_set
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
             with state.applied():
-                for action in self.program[w]:
-                    self.step(w, action)
+                for step in self.steps.of[w]:
+                    if is_over():
+                        raise _Cancelled
+                    what, i, needs, sends, to = step
+                    received = [take(needs)]
+                    if not busy.acquire(blocking=False):
+                        _take(busy, self.cancelled)
+                    # The task gets the only reference to what it receives.
+                    made = [self.runs[what](i, received.pop())]
+                    busy.release()  # after an error the call is over, and nobody waits for it
+                    self.deliver(to, sends, made.pop())
         except _Cancelled:
             pass
         except BaseException as error:
-            self.fail((False, -1, w) if action is None else action.rank, error)
+            self.fail((False, -1, w) if step is None else step.action.rank, error)
 
     def run_here(self) -> None:
-        """All lists, on the calling thread."""
+        """All steps, on the calling thread."""
         RUNNING.set((*RUNNING.get(), Running(self.engine, 0, (), self.cancelled)))
-        if len(self.program) == 1:
-            self.run_alone()
-        else:
-            self.run_inline()
-
-    def run_alone(self) -> None:
-        """The list of the only worker there is, on the calling thread."""
-        task = self.task
-        values: dict[Hashable, Any] = {}
-        for action in self.program[0]:
-            received = [values.pop(key) for key in task.message_keys(action)]
-            for _, key, value in task.perform(action, received):
-                values[key] = value
-
-    def run_inline(self) -> None:
-        """Everything on the calling thread: in turn each worker's next action, if it can run."""
-        position = [0] * len(self.program)
-        while True:
-            ran = False
-            for w, actions in enumerate(self.program):
-                if position[w] == len(actions):
-                    continue
-                action = actions[position[w]]
-                if self.inboxes[w].holds(self.task.message_keys(action)):
-                    self.step(w, action)
-                    position[w] += 1
-                    ran = True
-            if not ran:
-                break
-        stuck = [a[p] for a, p in zip(self.program, position, strict=True) if p < len(a)]
-        if stuck:
-            raise RuntimeError(f"this schedule can never finish: nothing lets {stuck[0]} start")
+        runs = self.runs
+        values: dict[int, Any] = {}
+        for what, i, needs, sends, _ in self.steps.serial:
+            received = [values.pop(number) for number in needs]
+            values.update(zip(sends, runs[what](i, received), strict=True))
 
 
 class Engine:
     """The threads of a pipe, one for each worker, started at the first call that needs them.
 
     Args:
-        workers: one for each list of actions in the programs to run.
+        workers: one for each list of steps in the programs to run.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -286,11 +252,11 @@ class Engine:
         self._share = 0
         weakref.finalize(self, _stop, self._threads, os.getpid())
 
-    def run(self, program: Program, task: Task, state: CallerState, *, inline: bool) -> None:
+    def run(self, steps: Steps, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
 
         Args:
-            program: for each worker its actions in order.
+            steps: the program.
             task: what to do for each action.
             state: the caller's state, in force wherever an action runs.
             inline: run everything on the calling thread.
@@ -298,10 +264,10 @@ class Engine:
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        execution = _Execution(self, program, task)
-        if inline or len(program) == 1 or sys.is_finalizing():  # no thread runs at the exit
+        execution = _Execution(self, steps, task)
+        if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
-            contextvars.copy_context().run(execution.run_here)
+            contextvars.copy_context().run(backward_here, execution.run_here)
             return
         submitted: list[WorkerThread] = []
         finished = _Finished()

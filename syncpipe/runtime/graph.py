@@ -1,13 +1,13 @@
-"""The one walk over an autograd graph: from where it ends back to its leaves."""
+"""The autograd graph: the one walk over it, and the one call that runs it backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["AccumulateGrad", "nodes_of"]
+__all__ = ["AccumulateGrad", "go_back", "nodes_of"]
 
 _C: Any = torch._C
 #: The node that adds to the ``.grad`` of a leaf, its ``variable``; one for all graphs of that leaf.
@@ -30,3 +30,28 @@ def nodes_of(ends: Iterable[Any], begins: Iterable[Any] = ()) -> list[Any]:
                 seen.add(following)
                 nodes.append(following)
     return nodes
+
+
+def go_back(roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any] = ()) -> None:
+    """Runs a graph backward, and adds to the gradients of its leaves.
+
+    As ``torch.autograd.backward``, which takes a third of the time of a small cell to look at its
+    arguments: here they are from the graph itself.
+
+    Args:
+        roots: tensors, or ends of a graph (``GradientEdge``).
+        grads: for each the gradient.
+        inputs: the leaves whose gradients are wanted; none for all of them.
+    """
+    _run_backward(
+        tuple(roots),
+        tuple(grads),
+        False,  # keep the graph
+        False,  # record a graph
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+_run_backward = torch.autograd.Variable._execution_engine.run_backward

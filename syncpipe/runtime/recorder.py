@@ -71,7 +71,7 @@ class Recorder:
     ) -> None:
         self._records = records
         self._origins = origins
-        self._step = step
+        self.step = step
         self._lanes: list[Lane] = []
         self._row_of: tuple[int, ...] = ()
 
@@ -148,7 +148,7 @@ class Recorder:
                 node.register_hook(after)
 
     def _record(self, kind: str, i: int, j: int) -> Record:
-        return Record(kind, i, j, self._row_of[j], self._step)
+        return Record(kind, i, j, self._row_of[j], self.step)
 
     def _lane(self, j: int) -> Lane:
         return self._lanes[self._row_of[j]]

@@ -6,16 +6,20 @@ its caller once and every worker applies it while it serves that call. Two kinds
 to another thread at all: dispatch modes and PyTorch's profiler (unless it was told to profile all
 threads), because one object of theirs must not be entered by two threads at a time. Where one of
 them is active the call runs inline, on the caller's thread (:attr:`CallerState.needs_inline`).
+
+One thing is never the caller's: what goes back inside of an action, or of a recomputation, does so
+on that very thread (:func:`backward_here`). Those hold locks (of a stage, of generators, of a
+cell), and autograd's only thread for an accelerator may be waiting for these: it recomputes as
+well. As nobody who holds a lock waits for a thread of autograd's, these may wait for locks.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import (
@@ -25,8 +29,11 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 
-__all__ = ["Autocast", "CallerState", "without_autocast"]
+from syncpipe.runtime.interrupts import undone
 
+__all__ = ["Autocast", "CallerState", "backward_here", "without_autocast"]
+
+_T = TypeVar("_T")
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
 
@@ -89,7 +96,6 @@ class CallerState:
     __slots__ = (
         "_forward_ad",
         "_hooks",
-        "_multithreading",
         "autocast",
         "context",
         "function_modes",
@@ -108,7 +114,6 @@ class CallerState:
         torch.autocast_decrement_nesting()
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
-        self._multithreading = torch._C._is_multithreading_enabled()
         self._hooks = _saved_tensor_hooks()
         self.needs_inline = (
             torch._C._len_torch_dispatch_stack() > 0
@@ -145,7 +150,7 @@ class _Applied:
             self._inference.__enter__()
         torch._C._set_grad_enabled(state.grad)
         torch._C._set_fwd_grad_enabled(state._forward_ad)
-        torch._C._set_multithreading_enabled(state._multithreading)
+        torch._C._set_multithreading_enabled(False)  # as in `backward_here`
         if state.nested:  # an autocast inside a layer must not clear the caller's cache
             torch.autocast_increment_nesting()
         state.autocast.set(self._previous[3], cache=state.autocast.cache)
@@ -176,17 +181,33 @@ class _Applied:
         torch._C._set_multithreading_enabled(multithreading)
 
 
-@contextmanager
-def without_autocast(state: CallerState) -> Iterator[None]:
-    """Switches off for a while what ``state`` has switched on, as after ``with autocast``.
+def backward_here(run: Callable[[], _T]) -> _T:
+    """Runs something, and on this thread, too, all backwards that it begins."""
+
+    def inside() -> _T:
+        torch._C._set_multithreading_enabled(False)
+        return run()
+
+    before = torch._C._is_multithreading_enabled()
+    return undone(inside, map(torch._C._set_multithreading_enabled, [before]))
+
+
+def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:
+    """A function for which is switched off what ``state`` has switched on, as after ``with``.
 
     ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
     """
     enabled = [name for name, on, _ in state.autocast.enabled if on]
-    for name in enabled:
-        torch.set_autocast_enabled(name, False)
-    try:
-        yield
-    finally:
+    if not enabled:
+        return run
+
+    def without(*args: Any) -> _T:
         for name in enabled:
-            torch.set_autocast_enabled(name, True)
+            torch.set_autocast_enabled(name, False)
+        try:
+            return run(*args)
+        finally:
+            for name in enabled:
+                torch.set_autocast_enabled(name, True)
+
+    return without

@@ -11,11 +11,24 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from syncpipe.schedules.builtin import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
+from syncpipe.schedules.builtin import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
-__all__ = ["SCHEDULES", "ScheduleLike", "build", "named", "shown"]
+__all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
 #: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
 #: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
@@ -26,9 +39,20 @@ SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "looped_bfs": looped_bfs,
     "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipev": dualpipev,
 }
+
+
+#: What asks ``train_batch`` to measure, and to make a schedule of that.
+AUTO = "auto"
 
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
@@ -71,6 +95,11 @@ def named(name: str) -> Callable[[int, tuple[int, ...]], Schedule]:
     Raises:
         ValueError: if there is none.
     """
+    if name == AUTO and name not in SCHEDULES:
+        raise ValueError(
+            f"schedule={name!r} is made for costs, which train_batch measures in its first calls; "
+            "elsewhere give syncpipe.schedules.auto(m, device_of, costs=...)"
+        )
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
         hint = f" did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""From an order for each stage to an order for each device, where a device has several stages."""
+"""From several orders to one for each device, by playing them through in time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.schedule import Action, Schedule
 
-__all__ = ["onto_devices"]
+__all__ = ["onto_devices", "played"]
 
 
 def onto_devices(
     name: str, m: int, device_of: tuple[int, ...], rows: Sequence[Sequence[tuple[Kind, int]]]
 ) -> Schedule:
     """Merges the orders of the stages into one for each device.
-
-    The stages are played through in time, and a free device takes the most urgent action among the
-    next ones of its stages that can start. Whatever it takes, the stages' own orders are kept, so
-    their numbers in flight are too, and the order in which things happened is one in which they
-    can happen again: no deadlock.
 
     Args:
         name: of the schedule.
@@ -28,37 +23,64 @@ def onto_devices(
             when each stage has a device of its own.
     """
     lists = [[Action(kind, i, j) for kind, i in row] for j, row in enumerate(rows)]
-    alone = Schedule(m, tuple(range(len(rows))), tuple(map(tuple, lists)), name)
+    if max(device_of) + 1 < len(lists):
+        return played(name, m, device_of, lists)
+    alone: list[tuple[Action, ...]] = [()] * len(lists)
+    for j, row in enumerate(lists):
+        alone[device_of[j]] = tuple(row)
+    return Schedule(m, device_of, tuple(alone), name)
+
+
+def played(
+    name: str,
+    m: int,
+    device_of: tuple[int, ...],
+    lists: Sequence[Sequence[Action]],
+    room: int | None = None,
+) -> Schedule:
+    """Plays lists of actions through in time, and so makes one order for each device.
+
+    A forward takes one unit of time, and so does half a backward. A free device takes the most
+    urgent action among the next ones of its lists that can start. Whatever it takes, the order of
+    each list is kept, and that in which things happened is one in which they can happen again: no
+    deadlock.
+
+    Args:
+        name: of the schedule.
+        m: number of micro-batches.
+        device_of: for each stage the index of its device.
+        lists: any number of them for each device, which together can be carried out.
+        room: so many cells may be in flight on a device, and a forward waits until there is room
+            for its own. Not less than the lists need. None: any number.
+    """
+    rows = [list(reversed(row)) for row in lists if row]  # the next action is the last
+    needs = Schedule(m, device_of, tuple(map(tuple, rows)), name).predecessors
     merged: list[list[Action]] = [[] for _ in range(max(device_of) + 1)]
-    if len(merged) == len(lists):
-        for j, row in enumerate(lists):
-            merged[device_of[j]] = row
-        return Schedule(m, device_of, tuple(map(tuple, merged)), name)
-    for row in lists:
-        row.reverse()  # the next action is the last
-    free_at = [0] * len(merged)
+    free_at, alive = [0] * len(merged), [0] * len(merged)
     over_at: dict[Action, int] = {}
-    tick, left = 0, sum(map(len, lists))
+    tick, left = 0, sum(map(len, rows))
     while left:
         for d, taken in enumerate(merged):
             if free_at[d] > tick:
                 continue
+            full = room is not None and alive[d] >= room
             ready = [
                 row[-1]
-                for j, row in enumerate(lists)
-                if device_of[j] == d
-                and row
-                and all(
-                    over_at.get(needed, tick + 1) <= tick for needed in alone.predecessors(row[-1])
-                )
+                for row in rows
+                if row
+                and device_of[row[-1].j] == d
+                and not (full and row[-1].kind == "forward")
+                and all(over_at.get(needed, tick + 1) <= tick for needed in needs(row[-1]))
             ]
             if ready:
                 action = min(ready, key=_first)
-                lists[action.j].pop()
+                next(row for row in rows if row and row[-1] == action).pop()
                 taken.append(action)
                 left -= 1
+                alive[d] += KINDS[action.kind].alive
                 free_at[d] = over_at[action] = tick + len(KINDS[action.kind].takes)
         tick += 1
+        assert tick <= max(free_at), "the lists wait for each other"
     return Schedule(m, device_of, tuple(map(tuple, merged)), name)
 
 

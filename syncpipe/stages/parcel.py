@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from syncpipe.runtime.engine import Message
+from syncpipe.schedules.steps import Edge
 from syncpipe.stages.inplace import sent
-from syncpipe.stages.pipeline import Call, Edge
+from syncpipe.stages.pipeline import Call
 from syncpipe.stages.run import Inputs
-from syncpipe.tree import tensors_in
 
-__all__ = ["Parcel", "keys", "packed", "received", "unpacked"]
+__all__ = ["Parcel", "packed", "unpacked"]
 
 _OWN = (0,)
 
@@ -34,21 +33,11 @@ class Parcel(NamedTuple):
     along: Sequence[Any] = ()
 
 
-def keys(call: Call, i: int, j: int) -> list[Hashable]:
-    """The messages that the forward of cell ``(i, j)`` needs."""
-    return [(edge.number, i) for edge in call.pipeline.incoming[j]]
-
-
-def received(call: Call, j: int, parcels: Sequence[Parcel]) -> None:
-    """What stage ``j`` does from now on comes after these parcels have arrived."""
-    lane = call.lane_of(j)
-    for parcel in parcels:
-        if parcel.event is not None:
-            lane.receive(parcel.event, tensors_in(parcel.value))
-
-
-def unpacked(parcels: list[Parcel]) -> tuple[Inputs, list[int]]:
+def unpacked(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int]]:
     """The inputs of a stage that is not the first, and their marks; the list is used up."""
+    if len(parcels) == 1:
+        parcel = parcels.pop()
+        return (parcel.value, ()), parcel.marks
     values = [parcel.value for parcel in parcels]
     marks = [mark for parcel in parcels for mark in parcel.marks]
     parcels.clear()
@@ -64,8 +53,8 @@ def packed(
     prepare: Callable[[Edge, Any], tuple[Any, Sequence[Any]]],
     *,
     graph: bool,
-) -> list[Message]:
-    """The outputs of a cell as messages to the stages that need them.
+) -> list[Parcel]:
+    """The outputs of a cell for the stages that need them, in the order of the edges.
 
     Args:
         call: the call.
@@ -80,11 +69,10 @@ def packed(
     marks: list[Sequence[int]] = [_OWN]
     if lent or skips or not isinstance(output, Tensor):
         marks = sent(outputs, lent)
-    messages: list[Message] = []
+    parcels: list[Parcel] = []
     for edge in call.pipeline.outgoing[j]:
         value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
         value, along = prepare(edge, value)
         value, event = call.send(edge, i, value, graph=graph)
-        w = call.pipeline.worker_of[edge.target]
-        messages.append((w, (edge.number, i), Parcel(value, event, marks[k], along)))
-    return messages
+        parcels.append(Parcel(value, event, marks[k], along))
+    return parcels

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
-from syncpipe.runtime.engine import RUNNING, Engine, Task
+from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
@@ -26,14 +26,15 @@ from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_r
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.schedule import Action, Program
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
-__all__ = ["Call", "Edge", "EntryEvent", "Pipeline"]
+__all__ = ["Call", "EntryEvent", "Pipeline"]
 
 _T = TypeVar("_T")
 
@@ -48,15 +49,6 @@ class EntryEvent(NamedTuple):
 
     lane: Lane
     event: Any
-
-
-class Edge(NamedTuple):
-    """A way from one stage to another: of the activation, or of one of the source's skips."""
-
-    number: int
-    source: int
-    target: int
-    skip: int | None
 
 
 class Pipeline:
@@ -99,7 +91,7 @@ class Pipeline:
             for key in stage.pops:
                 source = layout.incoming[j][key]
                 ways.append((source, j, self.stages[source].stashes.index(key)))
-        edges = [Edge(number, *way) for number, way in enumerate(ways)]
+        self.edges = edges = tuple([Edge(number, *way) for number, way in enumerate(ways)])
         self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
         self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
 
@@ -154,19 +146,21 @@ class Call:
             forwards=[0] * len(stages),
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
             recorder=recorder,
+            plain=[stage.plain for stage in stages],
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
 
-    def run(self, program: Program, task: Task, input: Any) -> None:
+    def run(self, steps: Steps, task: Task, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
         Args:
-            program: for each worker its actions in order.
+            steps: the program.
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
         """
@@ -175,7 +169,7 @@ class Call:
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
         run = partial(
             self.pipeline.engine.run,
-            program,
+            steps,
             task,
             self.context.state,
             inline=self.inline,
@@ -186,9 +180,25 @@ class Call:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
 
-    def span(self, action: Action) -> AbstractContextManager[None]:
-        """The context in which an action computes, its inputs being there: for the trace."""
-        return nullcontext() if self.recorder is None else self.recorder.span(*action)
+    def bound(self, run: Run, kind: Kind, j: int) -> Run:
+        """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
+
+        Args:
+            run: does it, for a micro-batch and a list of :class:`Parcel`.
+            kind: the kind.
+            j: the stage.
+        """
+        lane, recorder = self.lane_of(j), self.recorder
+        if lane.streams is None and recorder is None:
+            return run
+
+        def on_streams(i: int, parcels: list[Any]) -> Sequence[Any]:
+            with lane.active():
+                _received(lane, parcels)
+                with nullcontext() if recorder is None else recorder.span(kind, i, j):
+                    return run(i, parcels)
+
+        return on_streams
 
     def lane_of(self, j: int) -> Lane:
         """The lane of stage ``j``."""
@@ -209,8 +219,7 @@ class Call:
         Returns:
             The value at the far end, and the event to wait for there.
         """
-        j, k = edge.source, edge.target
-        source, target = self.lane_of(j), self.lane_of(k)
+        source, target = self._ends[edge.number]
         if backward:
             source, target = target, source
         if source is target:
@@ -219,7 +228,7 @@ class Call:
             self._check_objects(edge, i, value, graph)
         if self.recorder is None:
             return _sent(source, target, value, graph, None)
-        note = partial(self.recorder.transfer, i, j, k)
+        note = partial(self.recorder.transfer, i, edge.source, edge.target)
         with note(backward=backward):
             return _sent(source, target, value, graph, note)
 
@@ -307,10 +316,18 @@ class Call:
 
     def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
-        self._caller_of(j).record_on_stream(tensors_in(tree), self.lane_of(j))
+        lane = self.lane_of(j)
+        if lane.streams is not None:
+            self._caller_of(j).record_on_stream(tensors_in(tree), lane)
 
     def _caller_of(self, j: int) -> Lane:
         return self._callers[self.pipeline.worker_of[j]]
+
+
+def _received(lane: Lane, parcels: Sequence[Any]) -> None:
+    for parcel in parcels:
+        if parcel.event is not None:
+            lane.receive(parcel.event, tensors_in(parcel.value))
 
 
 _accelerators = lru_cache(maxsize=1)(accelerators)

@@ -63,6 +63,7 @@ class CallContext:
         forwards: for each stage the number of cells that went forward so far.
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
+        plain: for each stage ``StageLayers.plain``.
         modules: for each stage that re-materializes its modules as they are.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
@@ -75,6 +76,7 @@ class CallContext:
     forwards: list[int]
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
+    plain: list[bool]
     modules: dict[int, ModuleState] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
@@ -128,6 +130,22 @@ class StageLayers:
         first, last = self.first, self.first + len(self.names) - 1
         return f"layer {first}" if first == last else f"layers {first} to {last}"
 
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks run around the partition as a whole."""
+        partition = self.partition
+        return bool(
+            partition._forward_hooks
+            or partition._forward_pre_hooks
+            or partition._backward_hooks
+            or partition._backward_pre_hooks
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether its run is that of its layers alone; but for embeddings that keep rows short."""
+        return not (self.has_skips or self.defers or self.hooked)
+
     def look(self, what: Any) -> bool:
         """Whether something runs for the first time as it does now."""
         if what in self._looked:
@@ -167,8 +185,7 @@ class StageRun:
         #: states from which it drew.
         self.drawn: dict[int, Any] | None = None
 
-    @property
-    def where(self) -> str:
+    def __str__(self) -> str:
         """The cell in words."""
         return self.stage.describe(self.i)
 
@@ -183,6 +200,8 @@ class StageRun:
         stage = self.stage
         kind = "recompute" if self.recomputing else "forward"
         with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
+            if self.context.plain[stage.j] and not stage.changes.renorming:
+                return self.layers(inputs[0]), ()
             if stage.changes.renorming and not self.recomputing:
                 outputs: Inputs = stage.changes.renorm(lambda: self._through(inputs))
                 return outputs
@@ -212,23 +231,17 @@ class StageRun:
         partition = self.stage.partition
         k = next(k for k, layer in enumerate(partition) if key in layer_skips(layer).stashed)
         return (
-            f"{self._layer(k)} of {self.where} did not stash {describe(key)}, which a forward that "
+            f"{self._layer(k)} of {self} did not stash {describe(key)}, which a forward that "
             "it overrides does: call that one, or decorate the class with @skippable(stash=[...]), "
             "naming what it does stash (nothing: @skippable())"
         )
 
     def _partition(self, value: Any) -> Any:
-        partition = self.stage.partition
-        if not (
-            partition._forward_hooks
-            or partition._forward_pre_hooks
-            or partition._backward_hooks
-            or partition._backward_pre_hooks
-        ):
+        if not self.stage.hooked:
             return self.layers(value)
         token = _current_cell.set(self)
         try:
-            return partition(value)
+            return self.stage.partition(value)
         finally:
             _current_cell.reset(token)
 
@@ -245,7 +258,7 @@ class StageRun:
                 else:
                     value = layer(value)
         except BaseException as error:
-            annotate(error, f"in {self._layer(k)} of {self.where}")
+            annotate(error, f"in {self._layer(k)} of {self}")
             raise
         return value
 
@@ -265,6 +278,8 @@ class StageRun:
             return value
         if not which:
             return layer(value)
+        if drawn is not None and not self.recomputing:
+            drawn[k] = which  # a backward inside of the layer recomputes this cell here and now
         look = first and stage.look((k, layer.training, torch.is_grad_enabled()))
         value, seen = run_seeded(
             stage.generators,
@@ -278,7 +293,7 @@ class StageRun:
         )
         if first or seen.nests:
             stage.learn(seen, k)
-        if drawn is not None and not self.recomputing and stage.draws[k]:
+        if drawn is not None and not self.recomputing:
             drawn[k] = stage.draws[k]
         return value
 

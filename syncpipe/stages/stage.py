@@ -47,7 +47,7 @@ class Stage(StageLayers):
         context: CallContext,
         *,
         rematerialize: bool,
-        marks: list[int],
+        marks: Sequence[int],
         target: Any = None,
     ) -> tuple[Inputs, CheckpointFrame | None]:
         """Computes cell ``(i, j)``.
@@ -66,16 +66,11 @@ class Stage(StageLayers):
             recomputes the cell, if there is anything to recompute.
         """
         cell = StageRun(self, i, context)
-
-        def run() -> tuple[Inputs, CheckpointFrame | None]:
-            outputs, frame = self._run(cell, inputs, rematerialize, marks, target)
-            self._count(context)
-            return outputs, frame
-
         if rematerialize:
             self._modules(context)  # so that `_locked` knows whether there is anything to lock
-        outputs, frame = self._locked(run)
-        self._annotate(cell, inputs, outputs)
+        outputs, frame = self._locked(self._run, cell, inputs, rematerialize, marks, target)
+        if self._has_python_nodes is not False:
+            self._annotate(cell, inputs, outputs)
         return outputs, frame
 
     def forward_without_storing(
@@ -85,7 +80,7 @@ class Stage(StageLayers):
         context: CallContext,
         *,
         detached: Inputs,
-        marks: list[int],
+        marks: Sequence[int],
         target: Any = None,
     ) -> tuple[Inputs, Recomputation]:
         """Computes cell ``(i, j)``, whose graph is dropped; it comes again by :meth:`recompute`.
@@ -102,34 +97,17 @@ class Stage(StageLayers):
             The outputs, and how to compute them again.
         """
         cell = StageRun(self, i, context)
-
-        def run() -> tuple[Inputs, Recomputation]:
-            state, cell.drawn = self._state(cell), {}
-            given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
-            unchanged = UnchangedObjects(inputs)
-            outputs, written = self._written(
-                cell, given, lambda tree: without_storing(cell.run, tree)
-            )
-            unchanged.check(cell.where)
-            self._learn(state, context)
-            self._count(context)
-            recomputation = Recomputation(
-                cell.recomputed,
-                given.settle(written),
-                mutates_inputs=True in written,
-                state=state,
-                where=cell.where,
-            )
-            return outputs, recomputation
-
         self._modules(context)
-        outputs, recomputation = self._locked(run)
-        self._annotate(cell, inputs, outputs)
+        outputs, recomputation = self._locked(
+            self._run_without_storing, cell, inputs, detached, marks, target
+        )
+        if self._has_python_nodes is not False:
+            self._annotate(cell, inputs, outputs)
         return outputs, recomputation
 
     def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
         """The outputs of a cell whose graph was dropped once more, with a new graph."""
-        outputs: Inputs = self._locked(lambda: recomputation(inputs))
+        outputs: Inputs = self._locked(recomputation, inputs)
         return outputs
 
     def run_loss(
@@ -206,15 +184,15 @@ class Stage(StageLayers):
 
         self._locked(seeded)  # the order of locks is: stage before random state
 
-    def _locked(self, run: Callable[[], _T]) -> _T:
+    def _locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs something that may touch the buffers of this stage."""
         lock = self.changes.lock if self.changes.any and OUTERMOST.get() is None else None
         if lock is None:
-            return run()
+            return run(*args)
         with lock:
             token = OUTERMOST.set(lock)
             try:
-                return run()
+                return run(*args)
             finally:
                 OUTERMOST.reset(token)
 
@@ -224,9 +202,9 @@ class Stage(StageLayers):
             context.statistics[self.j].commit()
 
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
-        if self._has_python_nodes is not False and cell.context.state.grad:
+        if cell.context.state.grad:
             self._has_python_nodes = annotate_backward(
-                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell.where}"
+                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell}"
             )
 
     def handed_on(
@@ -250,20 +228,47 @@ class Stage(StageLayers):
         return [] if torch.is_inference_mode_enabled() else handed_on(inputs, (), outputs)
 
     def _run(
-        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: list[int], target: Any
+        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: Sequence[int], target: Any
     ) -> tuple[Inputs, CheckpointFrame | None]:
         compiled, self._compiled = self._compiled, True
+        frame = None
         if rematerialize and (
             compiled or cell.context.m > 1
         ):  # TorchScript's second run must be no recomputation
-            return self._rematerialized(cell, inputs, self._marked(cell, inputs, marks, target))
-        if self.j == 0 and self._mutates_inputs(cell.context) is not False:
             marks = self._marked(cell, inputs, marks, target)
-        if any(marks):
-            return self._written(cell, self._given(cell, inputs, marks), cell.run)[0], None
-        return cell.run(inputs), None
+            outputs, frame = self._rematerialized(cell, inputs, marks)
+        else:
+            if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+                marks = self._marked(cell, inputs, marks, target)
+            if any(marks):
+                outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
+            else:
+                outputs = cell.run(inputs)
+        self._count(cell.context)
+        return outputs, frame
 
-    def _marked(self, cell: StageRun, inputs: Inputs, marks: list[int], target: Any) -> list[int]:
+    def _run_without_storing(
+        self, cell: StageRun, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
+    ) -> tuple[Inputs, Recomputation]:
+        state, cell.drawn = self._state(cell), {}
+        given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
+        unchanged = UnchangedObjects(inputs)
+        outputs, written = self._written(cell, given, lambda tree: without_storing(cell.run, tree))
+        unchanged.check(cell)
+        self._learn(state, cell.context)
+        self._count(cell.context)
+        recomputation = Recomputation(
+            cell.recomputed,
+            given.settle(written),
+            mutates_inputs=True in written,
+            state=state,
+            where=cell,
+        )
+        return outputs, recomputation
+
+    def _marked(
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
+    ) -> Sequence[int]:
         """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
         if self.j > 0:
             return marks
@@ -276,7 +281,7 @@ class Stage(StageLayers):
         return self._mutating.get((self.partition.training, context.state.grad))
 
     def _rematerialized(
-        self, cell: StageRun, inputs: Inputs, marks: list[int]
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int]
     ) -> tuple[Inputs, CheckpointFrame | None]:
         """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
         state, cell.drawn = self._state(cell), {}
@@ -290,18 +295,18 @@ class Stage(StageLayers):
             lock=OUTERMOST.get(),
             caller=cell.context.state,
             threads=cell.context.threads,
-            where=cell.where,
+            where=cell,
         )
         unchanged = UnchangedObjects(inputs)
         outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
         frame.keep(given.settle(written), mutates_inputs=True in written)
-        unchanged.check(cell.where)
+        unchanged.check(cell)
         self._learn(state, cell.context)
         return outputs, frame if frame.stores else None
 
     def _state(self, cell: StageRun) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
-        return CellState(self._modules(cell.context), cell.where)
+        return CellState(self._modules(cell.context), cell)
 
     def _learn(self, state: CellState, context: CallContext) -> None:
         state.learn()
@@ -330,7 +335,7 @@ class Stage(StageLayers):
         return again
 
     def _given(
-        self, cell: StageRun, inputs: Inputs, marks: list[int], kept: Inputs | None = None
+        self, cell: StageRun, inputs: Inputs, marks: Sequence[int], kept: Inputs | None = None
     ) -> Given:
         return Given(inputs, marks, copy=self._mutates_inputs(cell.context) is not False, kept=kept)
 
@@ -346,14 +351,14 @@ class Stage(StageLayers):
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
         if mutated and given.aliased(written):
             raise RuntimeError(
-                f"{cell.where} modified in place a tensor whose memory others use as well (another "
+                f"{cell} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it went over the partition border "
                 "more than once, stashed as a skip, say): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
         if mutated and given.lost(written):
             raise RuntimeError(
-                f"{cell.where} modified its input in place, which it did not do for earlier "
+                f"{cell} modified its input in place, which it did not do for earlier "
                 "micro-batches, so that its input is lost. It is known from the next call on."
             )
         return outputs, written

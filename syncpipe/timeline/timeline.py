@@ -17,7 +17,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncpipe.schedules.simulation import Simulation
+from syncpipe.schedules.simulation import Costs, Simulation
+from syncpipe.timeline.costs import costs_of, rematerialized_in
 from syncpipe.timeline.span import (
     KINDS,
     SECONDS,
@@ -146,6 +147,23 @@ class Timeline:
     def bubble(self) -> float:
         """The fraction, from 0 to 1, of the rows' time that they idled; only steps count."""
         return idle(math.fsum(self.busy), len(self.rows) * total(self.windows))
+
+    @property
+    def costs(self) -> Costs:
+        """What each stage cost, as a simulation takes it: medians, in the unit of the timeline.
+
+        A whole backward is all input half: to know its halves, trace a schedule that has them,
+        such as ``"zb_h1"``.
+
+        Raises:
+            ValueError: on a stage without forward or backward.
+        """
+        return costs_of(self.spans)
+
+    @property
+    def rematerialized(self) -> tuple[int, ...]:
+        """For each stage how many micro-batches were recomputed."""
+        return rematerialized_in(self.spans)
 
     def table(self) -> str:
         """A line for each row: how long it was busy, and what each kind took there."""

@@ -10,6 +10,8 @@ them as it may in the plain model, and gradients come out as they are, added to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["ANCHOR", "Border"]
+__all__ = ["ANCHOR", "CROSSING", "Border", "border_of"]
 
 
 class Border:
@@ -33,7 +35,7 @@ class Border:
 
     __slots__ = ("_flags", "grads")
 
-    def __init__(self, flags: list[bool]) -> None:
+    def __init__(self, flags: Sequence[bool]) -> None:
         self._flags = flags
         self.grads: list[Tensor | None] = [None] * sum(flags)
 
@@ -41,15 +43,25 @@ class Border:
         """The inputs, a tree of tensors without a graph, as the begin of one."""
         if not self.grads:
             return inputs
-        crossing = [t for t, flag in zip(tensors_in(inputs), self._flags, strict=True) if flag]
+        tensors = tensors_in(inputs)
+        all_cross = len(tensors) == len(self.grads)
+        crossing = tensors if all_cross else list(compress(tensors, self._flags))
         # The anchor is what makes autograd record the node.
-        crossed = iter(_Cross.apply(self, ANCHOR, *crossing))  # type: ignore[no-untyped-call]
+        crossed = _cross(self, ANCHOR, *crossing)
+        if all_cross:
+            return map_tensors(lambda _: crossed, inputs)
+        following = iter(crossed)
         return map_tensors(
-            lambda tensors: [
-                next(crossed) if flag else t for t, flag in zip(tensors, self._flags, strict=True)
+            lambda _: [
+                next(following) if flag else t for t, flag in zip(tensors, self._flags, strict=True)
             ],
             inputs,
         )
+
+    def arrive(self, *grads: Tensor | None) -> tuple[None, ...]:
+        """The backward of the node: takes the gradients, and hands none on."""
+        self.grads = list(grads)
+        return (None,) * (2 + len(grads))
 
 
 class _Cross(torch.autograd.Function):
@@ -58,14 +70,24 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, border: Border, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.border = border
-        return tuple(tensor.detach() for tensor in tensors)
+        ctx.apply = border.arrive  # what the engine calls, without a way through `backward`
+        return tuple([tensor.detach() for tensor in tensors])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.border.grads = list(grads)
-        return (None,) * (2 + len(grads))
+    backward = None  # type: ignore[assignment]
 
+
+#: The class of the nodes of borders in a graph.
+CROSSING: type[Any] = _Cross._backward_cls
+
+
+def border_of(node: Any) -> Border:
+    """The border that such a node belongs to."""
+    border: Border = node.apply.__self__
+    return border
+
+
+#: ``_Cross.apply`` without what it does for transforms of functions, under which nothing trains.
+_cross: Any = super(torch.autograd.Function, _Cross).apply
 
 #: Never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)

@@ -6,7 +6,7 @@ the graph of a cell, which is looked at before it goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.layers.placement import check_shared
+from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.stages.pipeline import Call
-from syncpipe.training.border import ANCHOR
+from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described
 
-__all__ = ["Leaves"]
+__all__ = ["Leaves", "leaves_of"]
 
 
 class Leaves:
@@ -42,6 +43,8 @@ class Leaves:
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
         self._parameters = [_parameters_of(stage.partition) for stage in stages]
         self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+        #: The nodes of leaves that are known, so that nobody walks there again.
+        self._nodes: list[set[Any]] = [set() for _ in stages]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(self._parameters):
             if not all(self._own(j, parameter) for parameter in parameters):  # tied since the cut
@@ -49,22 +52,50 @@ class Leaves:
                 check_shared([stage.partition for stage in stages], workers)
         gradients.register(chain(*self._parameters))
 
-    def look(self, j: int, leaves: list[Tensor]) -> None:
+    def new(self, j: int, nodes: Iterable[Any], borders: Sequence[Border | None]) -> list[Tensor]:
+        """The leaves of a graph of stage ``j`` that were in none before.
+
+        Args:
+            j: the stage.
+            nodes: where the graph ends.
+            borders: where it may begin.
+
+        Raises:
+            RuntimeError: it begins somewhere else.
+        """
+        known, nodes_known = self._known[j], self._nodes[j]
+        new = []
+        for node in nodes_of(nodes, nodes_known):
+            if type(node) is AccumulateGrad:
+                if id(node.variable) in known:
+                    nodes_known.add(node)
+                else:
+                    new.append(node.variable)
+            elif type(node) is CROSSING and border_of(node) not in borders:
+                raise RuntimeError(_FOREIGN)
+        return new
+
+    def claim(self, j: int, new: list[Tensor]) -> None:
         """Call before a graph of stage ``j`` goes back.
 
         Args:
             j: the stage.
-            leaves: those of the graph.
+            new: the leaves that are new.
 
         Raises:
-            RuntimeError: another worker adds to the gradient of one of its leaves.
+            RuntimeError: another worker adds to the gradient of one of them.
         """
-        if self._fresh[j] is None:
-            self._fresh[j] = self._without_grad(j, self._parameters[j])
-        known = self._known[j]
-        new = [leaf for leaf in leaves if id(leaf) not in known]
-        if new:
-            self._claim(j, new)
+        fresh = self._fresh[j]
+        if fresh is None:
+            fresh = self._fresh[j] = self._without_grad(j, self._parameters[j])
+        if not new:
+            return
+        for leaf in new:
+            if not self._own(j, leaf):
+                raise RuntimeError(self._shared(j, leaf))
+        self.register(j, new)
+        fresh += self._without_grad(j, new)
+        self._known[j].update(map(id, new))
 
     def got(self, j: int) -> None:
         """Call after a backward: copies a first gradient that shares its memory with other tensors.
@@ -84,8 +115,10 @@ class Leaves:
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
 
-    def are_of(self, j: int, leaves: Iterable[Tensor]) -> bool:
+    def are_of(self, j: int, leaves: Sequence[Tensor]) -> bool:
         """Whether only the worker of stage ``j`` is known to add to these leaves."""
+        if not leaves:
+            return True
         owners = [self._owner.get(id(leaf), (leaf, j))[1] for leaf in leaves]
         return all(self._worker_of[k] == self._worker_of[j] for k in owners)
 
@@ -97,16 +130,6 @@ class Leaves:
         """Makes a leaf one of the worker of stage ``j``, if it is not another worker's."""
         _, owner = self._owner.setdefault(id(leaf), (leaf, j))  # atomic
         return self._worker_of[owner] == self._worker_of[j]
-
-    def _claim(self, j: int, leaves: list[Tensor]) -> None:
-        for leaf in leaves:
-            if not self._own(j, leaf):
-                raise RuntimeError(self._shared(j, leaf))
-        self.register(j, leaves)
-        fresh = self._fresh[j]
-        assert fresh is not None
-        fresh += self._without_grad(j, leaves)
-        self._known[j].update(map(id, leaves))
 
     def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
         """The leaves without a gradient yet; the gradients of the others are the caller's, too."""
@@ -127,6 +150,11 @@ class Leaves:
         loss = " or loss_fn" if j == len(pipeline.stages) - 1 else ""
         device = pipeline.workers[self._worker_of[j]].device
         return f"stage {j} ({pipeline.stages[j].layers_in_words}{loss}, on {device})"
+
+
+def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
+    """The leaves of a graph that ends in some nodes."""
+    return [node.variable for node in nodes_of(nodes) if type(node) is AccumulateGrad]
 
 
 def _parameters_of(partition: nn.Module) -> list[Tensor]:
@@ -168,6 +196,13 @@ def _users(tensor: Tensor) -> int:
     return count
 
 
+_FOREIGN = (
+    "its graph goes back into that of another cell, or of one whose graph was dropped to be "
+    "recomputed: a layer or loss_fn uses a tensor that another layer has put aside (self.aux = "
+    "...). Its gradient would not come by the pipeline, and be lost. Let the layer return it, or "
+    "stash it as a skip; what layers of the last stage put aside, loss_fn may use with "
+    "checkpoint='never' there"
+)
 _C: Any = torch._C
 _ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
 _COMMUNICATE = (

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.thread_state import without_autocast
+from syncpipe.runtime.graph import go_back
 from syncpipe.stages.pipeline import Call
-from syncpipe.training.border import ANCHOR
-from syncpipe.training.leaves import Leaves
+from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.objective import Objective
-from syncpipe.training.pending_backward import PendingBackward, cut, ends_of, leaves_of
+from syncpipe.training.pending_backward import PendingBackward, cut, ends_of
 from syncpipe.tree import compact, distinct, map_tensors
 
 __all__ = ["LossHead"]
@@ -67,25 +66,26 @@ class LossHead:
             self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
         if self._objective is not None:
             if self._context.state.grad:
-                output, target = self._cut(output, target, pending)
+                output, target = self._begun(output, target, pending)
             root = self._loss(self._objective, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
                 pending.root = root
-                self._look(pending, output, target)
         if self.outputs is not None and self._context.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
-    def _cut(self, output: Any, target: Any, pending: PendingBackward) -> tuple[Any, Any]:
-        """Begins the graph of the loss, which is one of its own.
+    def _begun(self, output: Any, target: Any, pending: PendingBackward) -> tuple[Any, Any]:
+        """Begins the graph of the loss.
 
-        So it is not recomputed with its cell: it stores little, and may have side effects.
+        It goes on into the cell's, unless that one comes again: the loss is not recomputed with
+        its cell, for it stores little, and may have side effects.
         """
-        ends = ends_of(distinct(output))
-        pending.output, output = cut(output)
-        pending.expected.append(len(ends))
+        ends = ends_of(distinct(output))  # now, for the loss function may write into it
         if pending.recomputation is None:
             pending.ends.append(ends)
+        else:
+            pending.expected.append(len(ends))
+            pending.output, output = cut(output)
         pending.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
         if pending.targets:
             pending.target, target = cut(target)
@@ -103,39 +103,36 @@ class LossHead:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
 
-    def _look(self, pending: PendingBackward, output: Any, target: Any) -> None:
-        """Looks for leaves that the loss itself depends on."""
-        assert pending.root is not None
-        j, leaves = self._stage.j, leaves_of([pending.root.grad_fn])
-        if self._leaves.are_of(j, leaves):
-            self._leaves.look(j, leaves)
-            return
-        leaves = [leaf for leaf in leaves if leaf is not ANCHOR]
-        self._leaves.register(j, leaves)
-        with without_autocast(self._context.state):
-            self._go_back_alone(pending, output, target, leaves)
-
-    def _go_back_alone(
-        self, pending: PendingBackward, output: Any, target: Any, leaves: list[Tensor]
-    ) -> None:
-        """Backward of a loss that depends on parameters of other workers.
-
-        Two threads that add to one gradient add in any order. So the loss goes back here and now,
-        and what its leaves get is added when all workers are through.
-        """
-        assert pending.root is not None
-        crossed = [(pending.output, output), (pending.target, target)]
-        borders = [(border, tree) for border, tree in crossed if border is not None]
-        begins = [[t for t in distinct(tree) if t.requires_grad] for _, tree in borders]
-        inputs = [*chain(*begins), *leaves]
-        grads = iter(torch.autograd.grad(pending.root, inputs, allow_unused=True))
+    def go_back(self, pending: PendingBackward) -> None:
+        """Backward of the loss of a micro-batch, and of the cell where their graphs are one."""
+        j, leaves, root = self._stage.j, self._leaves, pending.root
+        assert root is not None
         pending.root = None
-        for (border, _), tensors in zip(borders, begins, strict=True):
-            border.grads = list(islice(grads, len(tensors)))
+        borders = [pending.border if pending.output is None else pending.output, pending.target]
+        new = leaves.new(j, [root.grad_fn], borders)
+        inputs: list[Tensor] | None = None
+        if not leaves.are_of(j, new):
+            # The loss depends on parameters of other workers. Two threads that add to one gradient
+            # add in any order, so what these get is added when all workers are through.
+            ends = [end.node for ends in pending.ends for end in ends]
+            leaves.claim(j, leaves.new(j, ends, [pending.border]))
+            others = {id(leaf): leaf for leaf in new if not leaves.are_of(j, [leaf])}
+            foreign = list(others.values())
+            grads = torch.autograd.grad(root, foreign, retain_graph=True, allow_unused=True)
+            self._put_aside(foreign, grads)
+            new = [leaf for leaf in new if id(leaf) not in others]
+            inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in others]
+        leaves.claim(j, new)
+        if inputs != []:
+            go_back([root], [torch.ones_like(root)], inputs or ())
+
+    def _put_aside(self, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+        self._leaves.register(self._stage.j, leaves)
         for leaf, grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                if leaf in self.extra_gradients:
-                    self.extra_gradients[leaf] += grad
-                else:  # memory of its own: two gradients may be one tensor, or expanded
-                    self.extra_gradients[leaf] = torch.zeros_like(leaf) + grad
-                self._call.release_to_caller(-1, self.extra_gradients[leaf])
+            if grad is None:
+                continue
+            if leaf in self.extra_gradients:
+                self.extra_gradients[leaf] += grad
+            else:  # memory of its own: two gradients may be one tensor, or expanded
+                self.extra_gradients[leaf] = torch.zeros_like(leaf) + grad
+            self._call.release_to_caller(-1, self.extra_gradients[leaf])

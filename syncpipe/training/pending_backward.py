@@ -9,22 +9,20 @@ business. Of a re-materialized cell it holds the inputs, until the cell is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.rematerialization.recomputation import Recomputation
 from syncpipe.training.border import Border
 from syncpipe.training.weight_gradients import WeightGradients
 from syncpipe.tree import distinct, map_tensors, tensors_in
 
-__all__ = ["PendingBackward", "cut", "ends_of", "leaves_of"]
+__all__ = ["PendingBackward", "cut", "ends_of"]
 
 
 @dataclass(slots=True)
@@ -33,19 +31,20 @@ class PendingBackward:
 
     Attributes:
         border: the inputs of its graph.
-        counts: for each incoming edge how many of the border's gradients go back over it.
-        ends: for each outgoing edge the outputs that need a gradient, as ends of the graph.
-        expected: how many of these there are, for each edge.
+        flags: for each incoming edge which of its tensors need a gradient, that goes back over it.
+        ends: for each outgoing edge the outputs that need a gradient, as ends of the graph; on the
+            last stage those that the loss is made of.
+        expected: how many of these there are, for each edge, if the cell is recomputed.
         recomputation: recomputes the cell; then there are no ends yet.
         root: the loss, on the last stage, until it has gone back.
-        output: where the graph of the loss begins.
+        output: where the graph of the loss begins, if it does not go on into the cell's.
         target: the border of the targets, if any needs a gradient.
         targets: those that do.
         halves: keeps the weight gradients for later, if the backward is split.
     """
 
     border: Border
-    counts: list[int]
+    flags: Sequence[Sequence[bool]]
     ends: list[list[GradientEdge]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     recomputation: Recomputation | None = None
@@ -55,38 +54,37 @@ class PendingBackward:
     targets: list[Tensor] = field(default_factory=list)
     halves: WeightGradients | None = None
 
-    def go_back(
-        self, grads: list[list[Tensor | None]], look: Callable[[list[Tensor]], None]
-    ) -> None:
-        """Backward through the graph of the cell.
+    def roots(
+        self, grads: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward of the cell begins.
 
         Args:
-            grads: for each outgoing edge the gradients of the outputs that need one; emptied.
-            look: called with the leaves of the graph, before they get gradients.
+            grads: for each outgoing edge the gradients of the outputs that need one; nothing if no
+                output is needed.
+
+        Returns:
+            The ends of the graph that got a gradient, and these.
         """
-        if self.root is not None:
-            torch.autograd.backward(self.root)
-            self.root = None
-        if self.output is not None:
-            grads = [self.output.grads]
-        roots: list[Any] = []
-        given: list[Any] = []
-        for ends, arrived in zip(self.ends, grads, strict=True):
-            for end, grad in zip(ends, arrived, strict=True):
+        ends: list[GradientEdge] = []
+        there: list[Tensor] = []
+        if grads:
+            arrived = chain.from_iterable(grads)
+            for end, grad in zip(chain.from_iterable(self.ends), arrived, strict=True):
                 if grad is not None:
-                    roots.append(end)
-                    given.append(grad)
-        grads.clear()
-        if not roots:
-            return
-        look(leaves_of([root.node for root in roots]))
-        with nullcontext() if self.halves is None else self.halves.splitting():
-            torch.autograd.backward(roots, given)
+                    ends.append(end)
+                    there.append(grad)
+        return ends, there
 
 
 def ends_of(value: Any) -> list[GradientEdge]:
     """Where the graph of the tensors of a tree ends; those that need no gradient have none."""
-    return [get_gradient_edge(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
+    return [_end(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def _end(tensor: Tensor) -> GradientEdge:
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 def cut(value: Any) -> tuple[Border, Any]:
@@ -99,8 +97,3 @@ def cut(value: Any) -> tuple[Border, Any]:
     crossed = border.cross([tensor.detach() for tensor in tensors])
     begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
     return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
-
-
-def leaves_of(nodes: list[Any]) -> list[Tensor]:
-    """The leaves of a graph that ends in these nodes."""
-    return [node.variable for node in nodes_of(nodes) if type(node) is AccumulateGrad]

@@ -7,7 +7,7 @@ backward takes it out; a call that fails drops all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.runtime.engine import Message
+from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.randomness.turns import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.kinds import KINDS, Kind
-from syncpipe.schedules.schedule import Action
-from syncpipe.stages.parcel import Parcel, keys, packed, received, unpacked
-from syncpipe.stages.pipeline import Call, Edge
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.steps import Edge
+from syncpipe.stages.parcel import Parcel, packed, unpacked
+from syncpipe.stages.pipeline import Call
 from syncpipe.training.border import Border
 from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss_head import LossHead
@@ -34,7 +35,7 @@ from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
 __all__ = ["TrainingTask"]
 
-_MISSING = object()
+_NOTHING = nullcontext()
 _Range = torch._C._profiler._RecordFunctionFast
 
 
@@ -49,6 +50,7 @@ class TrainingTask:
         leaves: what gets gradients; None if nothing does.
 
     Attributes:
+        targets_travel: whether the first stage sends targets to the last one.
         returned: tensors of the caller, with the gradients that go on into the caller's graph.
     """
 
@@ -68,9 +70,8 @@ class TrainingTask:
         self._splits = splits
         self._loss_head = head
         self._last = len(stages) - 1
-        self._targets_travel = source.lazy and self._last > 0
+        self.targets_travel = source.lazy and self._last > 0
         self._leaves: Any = leaves
-        self._came: Parcel | None = None  # a target, if the first stage is also the last
         self._pending: list[dict[int, PendingBackward]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
@@ -78,71 +79,59 @@ class TrainingTask:
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
-    def message_keys(self, action: Action) -> Sequence[Hashable]:
-        kind, i, j = action
-        if kind == "forward":
-            return keys(self._call, i, j) + [("target", i)] * (
-                j == self._last and self._targets_travel
-            )
-        if KINDS[kind].sends == "gradient":
-            return [(~edge.number, i) for edge in self._pipeline.outgoing[j]]
-        return ()
-
-    def perform(self, action: Action, parcels: list[Any]) -> Iterable[Message]:
-        kind, i, j = action
-        with self._call.lane_of(j).active():
-            received(self._call, j, parcels)
-            with self._call.span(action):
-                return _METHODS[kind](self, i, j, parcels)
+    def bind(self, kind: Kind, j: int) -> Run:
+        run: Run = partial(_METHODS[kind], self, j)
+        if kind in ("backward", "backward_input"):
+            run = without_autocast(self._call.context.state, run)
+        return self._call.bound(run, kind, j)
 
     # -- forward
 
-    def _forward(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
-        messages: list[Message] = []
-        target = _MISSING
-        if j == self._last and self._targets_travel:
-            target = self._call.to_stage(parcels[-1].value[0], j, parcels.pop().value[1])
+    def _forward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        came: Parcel | None = None  # the target, where it comes to light with the input
+        if j == self._last and self.targets_travel:
+            came = parcels.pop()
         if j == 0:
-            inputs, flags, counts, marks, target_there = self._pulled(i, messages)
+            inputs, needed, marks, target, came = self._pulled(i)
         else:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
-            flags, counts = list(chain.from_iterable(needed)), list(map(sum, needed))
             inputs, marks = unpacked(parcels)
-            target_there = None
-        pending = PendingBackward(Border(flags), counts)
-        outputs = self._computed(i, j, inputs, pending, marks, target_there)
-        rematerialize = i < self._call.rematerialized[j]
+            target = None
+        flags = needed[0] if len(needed) == 1 else list(chain.from_iterable(needed))
+        pending = PendingBackward(Border(flags), needed)
+        outputs = self._computed(i, j, inputs, pending, marks, target)
         lent = self._pipeline.stages[j].handed_on(
-            inputs, marks, outputs, self._call.context, rematerialize=rematerialize
+            inputs,
+            marks,
+            outputs,
+            self._call.context,
+            rematerialize=i < self._call.rematerialized[j],
         )
-        del inputs, target_there
+        del inputs, target
         if self._call.context.state.grad:
             self._pending[j][i] = pending
         if j < self._last:
             prepare = partial(_detached, pending)
-            return messages + packed(self._call, i, j, outputs, lent, prepare, graph=False)
-        if self._came is not None:
-            target = self._call.to_stage(self._came.value[0], j, self._came.value[1])
-            self._came = None
-        elif target is _MISSING:
+            made = packed(self._call, i, j, outputs, lent, prepare, graph=False)
+            return made if came is None else [*made, came]
+        if came is None:
             target = self._call.to_stage(self._source.target(i), j)
+        else:
+            target = self._call.to_stage(came.value[0], j, came.value[1])
         self._loss_head.take(i, outputs[0], target, self._source.size(i), pending)
-        return messages
+        return []
 
     def _pulled(
-        self, i: int, messages: list[Message]
-    ) -> tuple[Any, list[bool], list[int], list[int], Any]:
-        """The input of the first stage; adds to the messages what others need of it."""
+        self, i: int
+    ) -> tuple[Any, list[Sequence[bool]], Sequence[int], Any, Parcel | None]:
+        """The input of the first stage, its flags and marks; the target, if it is here."""
+        came = None
         if self._source.lazy:
             with undisturbed_draws(), self._call.as_caller():
                 value, target = self._source.pull(i), self._source.target(i)
                 ready = self._call.ready((value, target))
             value = self._call.to_stage(value, 0, ready)
-            parcel = Parcel((target, ready), None)
-            if self._targets_travel:
-                messages.append((self._pipeline.worker_of[self._last], ("target", i), parcel))
-            else:
-                self._came = parcel
+            came = Parcel((target, ready), None)
         else:
             value, target = self._source.pull(i), self._source.peek_target(i)
         grad = self._call.context.state.grad
@@ -150,7 +139,7 @@ class TrainingTask:
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
         # one tensor, and what is done to one of them in place is nothing to the others.
         inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
-        return (inputs, ()), flags, [], [], target
+        return (inputs, ()), [flags], (), target, came
 
     def _computed(
         self,
@@ -158,38 +147,38 @@ class TrainingTask:
         j: int,
         inputs: Any,
         pending: PendingBackward,
-        marks: list[int],
-        target_there: Any,
+        marks: Sequence[int],
+        target: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
         stage, context = self._pipeline.stages[j], self._call.context
         given = pending.border.cross(inputs)
         if i < self._call.rematerialized[j]:
             outputs, pending.recomputation = stage.forward_without_storing(
-                i, given, context, detached=inputs, marks=marks, target=target_there
+                i, given, context, detached=inputs, marks=marks, target=target
             )
             return outputs
-        with self._recording(i, j, pending):
+        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
             outputs, _ = stage.forward(
-                i, given, context, rematerialize=False, marks=marks, target=target_there
+                i, given, context, rematerialize=False, marks=marks, target=target
             )
         return outputs
 
     def _recording(self, i: int, j: int, pending: PendingBackward) -> AbstractContextManager[Any]:
         """The context of the forward (the last one) of a cell that may go back in halves."""
-        if (i, j) not in self._splits or not self._can_split[j]:
-            return nullcontext()
+        if (i, j) not in self._splits:
+            return _NOTHING
         pending.halves = WeightGradients(self._casts[j], self._hooked[j])
         return pending.halves.recording()
 
     # -- backward
 
-    def _recompute(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
+    def _recompute(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         pending, stage = self._pending[j][i], self._pipeline.stages[j]
         recomputation, pending.recomputation = pending.recomputation, None
         assert recomputation is not None
         given = pending.border.cross(recomputation.inputs)
-        with self._recording(i, j, pending):
+        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
             output, skips = stage.recompute(recomputation, given)
         if j == self._last:
             pending.ends.append(ends_of(distinct(output)))
@@ -203,19 +192,14 @@ class TrainingTask:
             )
         return []
 
-    def _backward(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
+    def _backward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         pending = self._pending[j].pop(i)
         grads: list[Any] = [parcel.value for parcel in parcels]
         parcels.clear()
         try:
-            with (
-                _Range(f"syncpipe backward stage {j} micro-batch {i}"),
-                without_autocast(self._call.context.state),
-            ):
+            with _Range(f"syncpipe backward stage {j} micro-batch {i}"):
                 self._pipeline.stages[j].backward(
-                    i,
-                    self._call.context,
-                    partial(pending.go_back, grads, partial(self._leaves.look, j)),
+                    i, self._call.context, partial(self._go_back, j, pending, grads)
                 )
                 self._leaves.got(j)
         except BaseException as error:
@@ -227,16 +211,34 @@ class TrainingTask:
             self._return(j, pending.targets, pending.target)
         if j == 0:
             self._return(j, self._source.inputs(i), pending.border)
-        messages: list[Message] = []
         following = iter(pending.border.grads)
-        for edge, count in zip(self._pipeline.incoming[j], pending.counts, strict=False):
-            grads_there = list(islice(following, count))
-            value, event = self._call.send(edge, i, grads_there, backward=True)
-            w = self._pipeline.worker_of[edge.source]
-            messages.append((w, (~edge.number, i), Parcel(value, event)))
-        return messages
+        made = []
+        for edge, flags in zip(self._pipeline.incoming[j], pending.flags, strict=False):
+            grads_there = list(islice(following, sum(flags)))
+            made.append(Parcel(*self._call.send(edge, i, grads_there, backward=True)))
+        return made
 
-    def _backward_weight(self, i: int, j: int, parcels: list[Parcel]) -> list[Message]:
+    def _go_back(self, j: int, pending: PendingBackward, grads: list[Any]) -> None:
+        """Backward through the graph of a cell.
+
+        Args:
+            j: the stage.
+            pending: what is kept of the cell.
+            grads: for each outgoing edge the gradients of the outputs that need one; emptied.
+        """
+        with _NOTHING if pending.halves is None else pending.halves.splitting():
+            if pending.root is not None:
+                self._loss_head.go_back(pending)
+            if pending.output is not None:
+                grads.append(pending.output.grads)
+            roots, given = pending.roots(grads)
+            grads.clear()
+            if roots:
+                nodes = [root.node for root in roots]
+                self._leaves.claim(j, self._leaves.new(j, nodes, [pending.border]))
+                go_back(roots, given)
+
+    def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
             halves.accumulate()
@@ -254,15 +256,20 @@ class TrainingTask:
 
 def _detached(pending: PendingBackward, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
     """A value to send without its graph, and for each tensor whether it needs a gradient."""
-    flags = [tensor.requires_grad for tensor in tensors_in(value)]
-    pending.expected.append(sum(flags))
+    if type(value) is Tensor:
+        flags, there = [value.requires_grad], value.detach()
+    else:
+        flags = [tensor.requires_grad for tensor in tensors_in(value)]
+        there = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
     if pending.recomputation is None:
         pending.ends.append(ends_of(value))
-    return map_tensors(lambda tensors: [t.detach() for t in tensors], value), flags
+    else:
+        pending.expected.append(sum(flags))
+    return there, flags
 
 
 # Not bound to an object, which would then hold itself.
-_METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Message]]] = {
+_METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Parcel]]] = {
     "forward": TrainingTask._forward,
     "recompute": TrainingTask._recompute,
     "backward": TrainingTask._backward,

@@ -7,6 +7,7 @@ forward. What the workers do is in ``task``; here is what comes before and after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import setitem
 from typing import Any
@@ -18,8 +19,9 @@ from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
+from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
-from syncpipe.schedules.schedule import forward_program, training_program
+from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.pipeline import Call, Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
@@ -73,7 +75,10 @@ def train(
             leaves = Leaves(call, gradients)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs)
             task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
-            call.run(training_program(plan, call.rematerialized), task, source.entering())
+            steps = training_steps(
+                pipeline.edges, plan, call.rematerialized, targets=task.targets_travel
+            )
+            call.run(steps, task, source.entering())
             results = _results(call, head, objective)
             _complete(task, head, objective, gradients)
         except BaseException:
@@ -109,7 +114,8 @@ def _complete(
             grads = [grad * moved(factor, grad.device) for grad in grads]
         elif factor is not None:
             grads = [grad * factor for grad in grads]
-        torch.autograd.backward(tensors, grads)
+        # Here, for it runs under a lock that a recomputation may want.
+        backward_here(partial(torch.autograd.backward, tensors, grads))
 
 
 def evaluate(
@@ -133,8 +139,11 @@ def evaluate(
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
         head = LossHead(call, objective, keep_outputs=objective is None)
-        program = forward_program(source.m, pipeline.worker_of)
-        call.run(program, TrainingTask(call, source, head), source.entering())
+        task = TrainingTask(call, source, head)
+        steps = forward_steps(
+            pipeline.edges, source.m, pipeline.worker_of, targets=task.targets_travel
+        )
+        call.run(steps, task, source.entering())
         return _results(call, head, objective)
 
     # The modes of a module are everybody's: training waits, and another evaluation. If it is the

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from benchmarks.common import check
+from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.libraries import LIBRARIES, OURS, missing
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
@@ -29,6 +30,7 @@ RATIOS = {
     "overhead": ["over the loop", "us/cell"],
     "interpreter_lock": ["us/cell with the lock", "over the loop with the lock"],
     "distributed": ["over the loop", "ours over theirs"],
+    "auto": ["named over auto", "1f1b over auto", "auto over bound", "search s"],
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
@@ -38,6 +40,7 @@ QUICK = [
     pytest.param(SCHEDULES, "distributed", marks=needs_gloo),
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
+    (OVERHEAD, "overhead"),
 ]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from syncpipe import Pipe
 from tests.fuzz.models import Model, drawn_model
 from tests.support.models import CHECKPOINT_MODES
+from tests.support.training import fitting
 
 __all__ = ["Case", "drawn_case"]
 
 DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "no_grad", "eval"]
-SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,11 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
     stages = chance.randint(1, min(4, count))
     edges = [0, *sorted(chance.sample(range(1, count), stages - 1)), count]
     workers = chance.randint(1, stages)
-    if chance.random() < 0.7:  # in turn, as interleaved schedules have it
+    layout = chance.random()
+    if layout < 0.5:  # in turn, as interleaved schedules have it
         devices = [j % workers for j in range(stages)]
+    elif layout < 0.75:  # there and back, as schedules in a V have it
+        devices = [min(j, stages - 1 - j) for j in range(stages)]
     else:
         devices = [chance.randrange(workers) for _ in range(stages)]
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
@@ -83,11 +86,7 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         driver = chance.choice(DRIVERS)
         if driver == "forward" and "noisy_hook" in model.layers:
             driver = "train"  # hooks in the backward of `pipe(x)` draw in autograd's order
-        schedule = chance.choice(SCHEDULES)
-        if schedule == "interleaved_1f1b" and (
-            stages % workers or devices != [j % workers for j in range(stages)]
-        ):
-            schedule = "1f1b"
+        schedule = chance.choice(fitting(devices))
         sizes = [chunks if chance.random() < 0.3 else chance.randint(1, 9)]
         if driver == "iterator":
             sizes *= chunks

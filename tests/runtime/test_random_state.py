@@ -181,6 +181,34 @@ def test_looking_at_a_layer_leaves_no_profile_function_behind():
     assert sys.getprofile() is None
 
 
+class Slope(nn.Module):
+    """Draws, and then runs a backward inside of its forward, for which it is recomputed."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = F.dropout(x).tanh().square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a thread"])
+def test_a_backward_inside_of_a_layer_recomputes_what_it_drew(mode, others):
+    release, results = threading.Event(), []
+    if others:  # which may draw, so layers do so from generators of their own
+        threading.Thread(target=release.wait).start()
+    try:
+        for checkpoint in ("never", mode):
+            torch.manual_seed(1)
+            layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), Slope(), nn.Linear(6, 6))
+            pipe = pipe_of(layers, [2, 2], checkpoint=checkpoint)
+            results.append([trained(pipe, pipe, torch.ones(8, 6)) for _ in range(3)])
+    finally:
+        release.set()
+    for never, again in zip(*results, strict=True):
+        assert_same(again, never)
+
+
 # --- a thread of the user's that draws ----------------------------------------------------------
 
 

@@ -65,7 +65,8 @@ def test_a_function_is_asked_once_for_the_same() -> None:
     ("schedule", "message"),
     [
         ("1F1B", "no schedule '1F1B'; did you mean '1f1b'"),
-        ("dualpipe", "the names are naive, gpipe, 1f1b, interleaved_1f1b, zb_h1"),
+        ("dualpipe", "did you mean 'dualpipev'"),
+        ("chimera", "the names are naive, gpipe, 1f1b, looped_bfs, interleaved_1f1b, inter"),
         (gpipe(5, 2), "'gpipe' is made for m=5, but here m=4"),
         (gpipe(4, 3), r"made for device_of=\(0, 1, 2\), but here device_of=\(0, 1\)"),
         (Schedule(4, (0, 1), ((), ())), "'custom' is not valid: 0F0 is missing"),

@@ -22,6 +22,7 @@ from syncpipe.schedules import (
     one_f_one_b,
     to_csv,
     zb_h1,
+    zb_h2,
 )
 from syncpipe.schedules.schedule import (
     Action,
@@ -31,13 +32,9 @@ from syncpipe.schedules.schedule import (
     forward_program,
     validate,
 )
+from tests.schedules.layouts import LOOPED, V_SHAPED, in_a_v, rounds
 
-BY_STAGE = ["naive", "gpipe", "1f1b", "zb_h1"]  # these work wherever the stages are
-
-
-def rounds(devices: int, each: int) -> tuple[int, ...]:
-    """Stages that go round the devices."""
-    return tuple(range(devices)) * each
+BY_STAGE = ["naive", "gpipe", "1f1b", "zb_h1", "zb_h2"]  # these work wherever the stages are
 
 
 @st.composite
@@ -53,8 +50,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Any built-in schedule."""
     m = draw(st.integers(1, 10))
     name = draw(st.sampled_from(list(SCHEDULES)))
-    if name == "interleaved_1f1b":
+    if name in LOOPED:
         return build(name, m, rounds(draw(st.integers(1, 5)), draw(st.integers(1, 3))))
+    if name in V_SHAPED:
+        return build(name, m, in_a_v(draw(st.integers(1, 6))))
     device_of = draw(placements())
     if name != "1f1b":
         return build(name, m, device_of)
@@ -80,6 +79,10 @@ def test_orders_as_in_the_literature() -> None:
     )
     assert to_csv(zb_h1(3, 2)) == (
         "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
+    )
+    assert to_csv(zb_h2(4, 2)) == (
+        "0F0,0F1,0F2,0I0,0W0,0F3,0I1,0W1,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1I1,1F2,1I2,1W0,1F3,1I3,1W1,1W2,1W3\n"
     )
     # Narayanan et al. 2021, figure 4 (bottom): the first of four devices with two stages each.
     first = "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0"
@@ -120,15 +123,23 @@ def test_neighbours_on_one_device_are_one_stage() -> None:
 def test_every_built_in_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     assert all(1 <= alive <= schedule.m for alive in schedule.in_flight)
-    halves = 3 if schedule.name == "zb_h1" else 2
-    assert sum(map(len, schedule.actions)) == halves * schedule.m * schedule.n
+    cells = schedule.m * schedule.n
+    assert sum(map(len, schedule.actions)) == 2 * cells + len(schedule.splits)
 
 
 @pytest.mark.parametrize("devices", range(1, 7))
 @pytest.mark.parametrize("each", [1, 2, 3])
-def test_interleaving_takes_any_number_of_micro_batches(devices: int, each: int) -> None:
+@pytest.mark.parametrize("name", LOOPED)
+def test_going_round_takes_any_number_of_micro_batches(name: str, devices: int, each: int) -> None:
     for m in range(1, 2 * devices + 3):
-        validate(interleaved_1f1b(m, rounds(devices, each)))
+        build(name, m, rounds(devices, each))
+
+
+@pytest.mark.parametrize("devices", range(1, 9))
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_a_v_takes_any_number_of_micro_batches(name: str, devices: int) -> None:
+    for m in range(1, 2 * devices + 3):
+        build(name, m, in_a_v(devices))
 
 
 @given(st.integers(1, 10), placements(), st.sampled_from(BY_STAGE))
@@ -322,9 +333,19 @@ def test_slots_that_cannot_be(slots: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("device_of", [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)])
-def test_interleaving_needs_rounds(device_of: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"go round the devices evenly, such as \[0, 1, 0, 1\]"):
-        interleaved_1f1b(4, device_of)
+@pytest.mark.parametrize("name", LOOPED)
+def test_going_round_needs_rounds(name: str, device_of: tuple[int, ...]) -> None:
+    message = rf"{name} needs stages that go round .*, such as devices=\[0, 1, 0, 1\], but"
+    with pytest.raises(ValueError, match=message):
+        build(name, 4, device_of)
+
+
+@pytest.mark.parametrize("device_of", [(0, 1), (0, 1, 0, 1), (0, 1, 1), (1, 0, 0, 1)])
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_a_v_needs_a_v(name: str, device_of: tuple[int, ...]) -> None:
+    message = rf"{name} needs two stages .* on 2 devices that is devices=\[0, 1, 1, 0\], but"
+    with pytest.raises(ValueError, match=message):
+        build(name, 4, device_of)
 
 
 @pytest.mark.parametrize("device_of", [(), (1,), (0, 2), 0])

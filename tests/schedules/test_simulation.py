@@ -15,7 +15,8 @@ from syncpipe.schedules import build, gpipe, interleaved_1f1b, naive, one_f_one_
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, Simulation, TimedAction, Transfer, simulate
-from tests.schedules.test_schedule import rounds, schedules
+from tests.schedules.layouts import rounds
+from tests.schedules.test_schedule import schedules
 
 SIZES = [(1, 1), (4, 1), (1, 4), (2, 2), (3, 4), (8, 4), (16, 4), (8, 8), (32, 8)]
 

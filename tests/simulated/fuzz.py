@@ -104,15 +104,13 @@ def drawn(chance: random.Random) -> Placed:
     if chance.random() < 0.2:
         devices[chance.randrange(count)] = "cpu"
     late = chance.randrange(simulated.DEVICES) if chance.random() < 0.5 else None
-    # Two threads share the threads of autograd, and may wait for each other: see docs/limits.md.
-    mixed = {call.driver == "forward" for call in case.calls} == {True, False}
     return Placed(
         case,
         tuple(devices),
         by_hand,
         chance.random() < 0.5,
         chance.choice(["pageable", "pinned", "device"]),
-        2 if chance.random() < 0.2 and not mixed else 1,
+        2 if chance.random() < 0.2 else 1,
         late,
         chance.choice([0.1, 0.3]) if late is not None else 0.2,
         chance.randrange(1000),

@@ -309,7 +309,7 @@ class FakeStreams:
             path, name = frame.f_code.co_filename, frame.f_code.co_name
             if any(part in path for part in OURS) or name in TRAINING:
                 names.append(name)
-            if name == "perform" and "backward" in frame.f_locals.get("kind", ""):
+            if name == "on_streams" and "backward" in frame.f_locals["kind"]:
                 names.append("backward")
             training |= path.endswith(("syncpipe/training/task.py", "syncpipe/training/train.py"))
             frame = frame.f_back

@@ -250,7 +250,7 @@ def world(monkeypatch) -> AutogradWorld:
     """A world that the library works in: devices are told apart, and graph nodes are tagged."""
     world = AutogradWorld()
     scatter, gather = syncpipe.forward.scatter, syncpipe.forward.gather
-    perform, apply = syncpipe.forward._Forward.perform, Send.apply
+    bind, apply = syncpipe.forward._Forward.bind, Send.apply
 
     def watched_scatter(input, chunks):
         with world.watch():
@@ -264,12 +264,16 @@ def world(monkeypatch) -> AutogradWorld:
         world.tag(tensors_in(gathered))
         return gathered
 
-    def tagged_perform(self, action, received):
-        messages = perform(self, action, received)
-        stream = self._call.lane_of(action.j).compute
-        made = (messages, self.outputs[action.i], self._tokens[action.j])
-        world.tag(tensors_in(made), stream)
-        return messages
+    def tagged_bind(self, kind, j):
+        run, stream = bind(self, kind, j), self._call.lane_of(j).compute
+
+        def tagged(i, received):
+            sent = run(i, received)
+            made = (sent, self.outputs[i], self._tokens[j])
+            world.tag(tensors_in(made), stream)
+            return sent
+
+        return tagged
 
     def tagged_apply(source, target, events, note, *tensors):
         # The nodes before this one belong to the stage, this one to where its outputs are.
@@ -280,7 +284,7 @@ def world(monkeypatch) -> AutogradWorld:
 
     monkeypatch.setattr(syncpipe.forward, "scatter", watched_scatter)
     monkeypatch.setattr(syncpipe.forward, "gather", watched_gather)
-    monkeypatch.setattr(syncpipe.forward._Forward, "perform", tagged_perform)
+    monkeypatch.setattr(syncpipe.forward._Forward, "bind", tagged_bind)
     monkeypatch.setattr(Send, "apply", tagged_apply)
     monkeypatch.setattr(syncpipe.runtime.streams, "same_memory", lambda a, b: a == b)
     return world

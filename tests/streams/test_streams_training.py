@@ -62,7 +62,8 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
-    ends_of, backward = syncpipe.training.task.ends_of, torch.autograd.backward
+    ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.task.go_back
+    backward = torch.autograd.backward
     loss = syncpipe.training.loss_head.LossHead._loss
     real = torch.Tensor.device
 
@@ -82,6 +83,11 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         with world.going_back():
             return backward(tensors, *args, **kwargs)
 
+    def acted_go_back(roots, grads, inputs=()):
+        world.tag(tensors_in(roots))
+        with world.going_back():
+            go_back(roots, grads, inputs)
+
     def device(tensor):
         block = world.block_of(tensor)
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
@@ -89,6 +95,8 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     monkeypatch.setattr(syncpipe.training.task, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss_head, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss_head.LossHead, "_loss", tagged_loss)
+    for module in (syncpipe.training.task, syncpipe.training.loss_head):
+        monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(syncpipe.stages.pipeline, "same_memory", lambda a, b: a == b)

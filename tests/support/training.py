@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
-from syncpipe.schedules import build, one_f_one_b
+from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.models import Result, assert_same_tree
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+V = ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]
 
 #: For pipes of four stages: what to pass to ``train_batch``, and the devices of the pipe.
 RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -30,10 +32,19 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "1f1b-slots": ({"schedule": partial(one_f_one_b, slots=[3, 3, 2, 1])}, FOUR),
     "1f1b-twice": ({"schedule": "1f1b"}, ["cpu:0", "cpu:0", "cpu:1", "cpu:0"]),
     "interleaved": ({"schedule": "interleaved_1f1b"}, ROUND),
+    "looped_bfs": ({"schedule": "looped_bfs"}, ROUND),
+    "interleaved_zero_bubble": ({"schedule": "interleaved_zero_bubble"}, ROUND),
     "zb_h1": ({"schedule": "zb_h1"}, FOUR),
+    "zb_h2": ({"schedule": "zb_h2"}, FOUR),
+    "zbv": ({"schedule": "zbv"}, V),
+    "v_half": ({"schedule": "v_half"}, V),
+    "v_min": ({"schedule": "v_min"}, V),
+    "dualpipev": ({"schedule": "dualpipev"}, V),
 }
 #: The same without those that split backward, whose gradients are equal to rounding only.
-WHOLE = [name for name in RUNS if name != "zb_h1"]
+WHOLE = list(RUNS)[: list(RUNS).index("interleaved_zero_bubble")]
+#: Those that take the last micro-batch back first, as ``loss.backward()`` does.
+LAST_FIRST = ["gpipe", "looped_bfs"]
 #: One of each kind, for tests where the number of slots makes no difference.
 KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zb_h1"]
 
@@ -46,6 +57,15 @@ def device_of(pipe: Pipe) -> tuple[int, ...]:
     names = [str(device) for device in pipe.devices]
     order = list(dict.fromkeys(names))
     return tuple(order.index(name) for name in names)
+
+
+def fitting(devices: Sequence[int]) -> list[str]:
+    """The names of the schedules that can be had for stages on these devices."""
+    names = []
+    for name in SCHEDULES:
+        with suppress(ValueError):
+            names.append(build(name, 1, devices).name)
+    return names
 
 
 def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from syncpipe.schedules import build, gpipe, zb_h1
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.timeline.timeline import Span, Timeline, compare
-from tests.schedules.test_schedule import rounds
+from tests.schedules.layouts import rounds
 from tests.schedules.test_simulation import simulations
 
 # One row works for 3 of 4 ms, the other for 2; then a second step, in which both work throughout.

@@ -16,7 +16,7 @@ from hypothesis import given
 from syncpipe.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.timeline.timeline import KINDS, Span, Timeline, compare, save_comparison
-from tests.schedules.test_schedule import rounds
+from tests.schedules.layouts import rounds
 from tests.schedules.test_simulation import simulations
 from tests.timeline.test_timeline import TWO_STEPS, simulated, two_steps
 

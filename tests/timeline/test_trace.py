@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 import syncpipe
 from syncpipe import Pipe
-from syncpipe.schedules import SCHEDULES, build
+from syncpipe.schedules import build
 from tests.support.skips import Receive, Send
+from tests.support.training import fitting
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 
@@ -38,7 +39,7 @@ def actions(trace, row):
     return [(s.kind, s.i, s.j) for s in trace.spans if s.row == row and s.kind != "transfer"]
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "interleaved_1f1b"])
+@pytest.mark.parametrize("name", fitting([0, 1, 2]))
 @pytest.mark.parametrize("inline", [False, True])
 def test_each_row_of_train_batch_is_what_the_schedule_says(name, inline):
     pipe = make()

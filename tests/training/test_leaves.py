@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from syncpipe.training.border import ANCHOR, Border
-from syncpipe.training.pending_backward import leaves_of
+from syncpipe.training.leaves import leaves_of
 from tests.support.training import (
     FOUR,
     KINDS,

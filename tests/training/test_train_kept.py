@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.training import RUNS
+from tests.support.training import LAST_FIRST, RUNS
 from tests.support.watched import Memory, alive
 
 CHUNKS = 6
-every_run = pytest.mark.parametrize("run", [run for run in RUNS if run not in ("naive", "gpipe")])
+every_run = pytest.mark.parametrize(
+    "run", [run for run in RUNS if run not in ("naive", *LAST_FIRST)]
+)
 
 
 def pipe_of(*layers: nn.Module, run: str = "1f1b", **options) -> Pipe:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
-from syncpipe.runtime.randomness.private_generator import PrivateGenerator
+from syncpipe.runtime.randomness.private_generator import PrivateGenerator, nobody_looks
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.randomness.turns import in_turn, quiet
 
@@ -76,7 +76,7 @@ def run_seeded(
     picked = generators.pick(which)
     mine = [generator for _, generator in picked]
     seed, seen = _mix(*cell), Seen()
-    if private and which == 1 and not torch._C._len_torch_dispatch_stack():
+    if private and which == 1 and nobody_looks():
         seen.private = own = PrivateGenerator(torch.Generator().manual_seed(seed))
         if not look:
             output, seen.draws = own.run(layer, value), int(own.drew)

@@ -34,7 +34,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors, version_of
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST
-from syncpipe.runtime.thread_state import Autocast, CallerState
+from syncpipe.runtime.thread_state import Autocast, CallerState, backward_here
 from syncpipe.tree import clones, described, map_tensors, tensors_in
 
 __all__ = [
@@ -97,7 +97,7 @@ class CheckpointFrame:
         lock: to be held meanwhile, if there are buffers.
         caller: the state of the thread that called the pipe.
         threads: intra-op threads of the forward (0: those of the thread at hand).
-        where: the cell in words, for error messages.
+        where: the cell, which as a string is its name in messages.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CheckpointFrame:
         lock: Any,
         caller: CallerState,
         threads: int,
-        where: str,
+        where: object,
     ) -> None:
         self._cell = cell
         self._restored = restored
@@ -209,7 +209,7 @@ class CheckpointFrame:
             with _As(self._caller, self._threads):
                 try:  # by hand, as in the forward
                     torch._C._autograd._push_saved_tensors_default_hooks(pack, _identity)
-                    self._cell(inputs)
+                    backward_here(lambda: self._cell(inputs))
                 finally:
                     torch._C._autograd._pop_saved_tensors_default_hooks()
 

@@ -22,7 +22,7 @@ def versions(tree: Any) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
 
 
-def modified(what: str, where: str, then: int, now: int) -> RuntimeError:
+def modified(what: str, where: object, then: int, now: int) -> RuntimeError:
     """The error for a tensor that has another version now than in the forward."""
     return RuntimeError(
         f"{what} of {where} was modified in place between forward and backward (version {then} "
@@ -36,12 +36,12 @@ class UnmodifiedTensors:
 
     Args:
         inputs: a tree.
-        where: the cell in words.
+        where: the cell, which as a string is its name in messages.
     """
 
     __slots__ = ("_tensors", "_versions", "_where")
 
-    def __init__(self, inputs: Any, where: str) -> None:
+    def __init__(self, inputs: Any, where: object) -> None:
         self._tensors = tensors_in(inputs)
         self._versions = versions(self._tensors)
         self._where = where
@@ -67,7 +67,7 @@ class UnchangedObjects:
     def __init__(self, inputs: Any) -> None:
         self._objects = [(thing, _attributes(thing)) for thing in objects_in(inputs)]
 
-    def check(self, where: str) -> None:
+    def check(self, where: object) -> None:
         """Raises a ``RuntimeError`` if the forward set an attribute, or modified one's tensor."""
         for thing, then in self._objects:
             now = _attributes(thing)

@@ -148,11 +148,11 @@ class ModuleState:
         """Whether the modules, their modes and parameters are the same ones."""
         return self._marks == other._marks
 
-    def _swaps(self, where: str, *, once: bool) -> list[_Swap]:
+    def _swaps(self, where: object, *, once: bool) -> list[_Swap]:
         """What to put back for a recomputation, nearly always nothing.
 
         Args:
-            where: the cell in words.
+            where: the cell, which as a string is its name in messages.
             once: nothing of the user's has run since the forward, so look once and for all.
 
         Raises:
@@ -170,7 +170,7 @@ class ModuleState:
             self._checked = (task, self._differences(where))
         return self._checked[1]
 
-    def _differences(self, where: str) -> list[_Swap]:
+    def _differences(self, where: object) -> list[_Swap]:
         modules, marks = _walk(self._root)
         if marks == self._marks:
             return []
@@ -200,7 +200,7 @@ class CellState:
 
     Args:
         modules: the modules, as they are in this call.
-        where: the cell in words.
+        where: the cell, which as a string is its name in messages.
 
     Attributes:
         modules: to be replaced if it is lazy.
@@ -208,7 +208,7 @@ class CellState:
 
     __slots__ = ("_changes", "_constant", "_copies", "_lazy", "_unknown", "_where", "modules")
 
-    def __init__(self, modules: ModuleState, where: str) -> None:
+    def __init__(self, modules: ModuleState, where: object) -> None:
         self.modules = modules
         self._changes = changes = modules.changes
         self._where = where
@@ -376,7 +376,7 @@ def _named(module: nn.Module, name: str) -> str:
     return f"buffer {name!r} of a {type(module).__name__}"
 
 
-def _other_modules(then: list[nn.Module], now: list[nn.Module], where: str) -> str:
+def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -> str:
     came = [m for m in now if all(m is not other for other in then)][:1]
     gone = [m for m in then if all(m is not other for other in now)][:1]
     words = [f"a {type(m).__name__} came in" for m in came]

@@ -33,7 +33,7 @@ class Recomputation:
         inputs: that tree, detached; kept here until the cell was computed again.
         mutates_inputs: whether the cell may write into its inputs.
         state: what else the result depends on, as it was before the forward.
-        where: the cell in words.
+        where: the cell, which as a string is its name in messages.
     """
 
     __slots__ = ("_cell", "_mutates_inputs", "_state", "_unmodified", "_where", "inputs")
@@ -45,7 +45,7 @@ class Recomputation:
         *,
         mutates_inputs: bool,
         state: CellState,
-        where: str,
+        where: object,
     ) -> None:
         self._cell = cell
         self.inputs = inputs

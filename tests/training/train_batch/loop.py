@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from syncpipe import Pipe
 from tests.support.models import assert_same_tree
 from tests.support.running import assert_same
-from tests.support.training import RUNS, weigh
+from tests.support.training import LAST_FIRST, RUNS, weigh
 
 
 def noisy(output: Any, target: Any = None) -> Tensor:
@@ -43,7 +43,7 @@ def by_hand(
     for c, t in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
         outputs.append(plain(c))
         losses.append(F.mse_loss(outputs[-1], t) * (len(c) / len(x)))
-    for loss in losses[::-1] if run == "gpipe" else losses:
+    for loss in losses[::-1] if run in LAST_FIRST else losses:
         loss.backward()
     return sum(losses[1:], losses[0]).detach(), torch.cat(outputs).detach()
 

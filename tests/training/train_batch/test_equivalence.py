@@ -18,6 +18,7 @@ from tests.support.training import (
     any_schedule,
     assert_same_step,
     device_of,
+    fitting,
     orders_of,
     pipe_step,
     plain_step,
@@ -31,16 +32,10 @@ COUNTS = {"norm", "momentum_none", "counter"}  # layers that see the order of fo
 
 
 @st.composite
-def runs(
-    draw: st.DrawFn, pipe: Pipe, m: int, *, halves: bool = True, in_order: bool = False
-) -> dict[str, Any]:
+def runs(draw: st.DrawFn, pipe: Pipe, m: int, *, in_order: bool = False) -> dict[str, Any]:
     """A schedule for a pipe."""
     devices = device_of(pipe)
-    p = max(devices) + 1
-    kinds = ["naive", "gpipe", "1f1b", "slots", "any", *(["zb_h1"] if halves else [])]
-    if len(devices) % p == 0 and all(device == j % p for j, device in enumerate(devices)):
-        kinds.append("interleaved_1f1b")
-    kind = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from([*fitting(devices), "slots", "any"]))
     if kind == "slots":
         how = draw(st.sampled_from(["textbook", "overlap", None]))
         if how is None:
@@ -49,7 +44,7 @@ def runs(
         return {"schedule": partial(one_f_one_b, slots=how)}
     if kind == "any":
         seed = draw(st.integers(0, 2**32))
-        kind = any_schedule(m, devices, seed=seed, halves=halves, in_order=in_order)
+        kind = any_schedule(m, devices, seed=seed, halves=True, in_order=in_order)
     return {"schedule": kind}
 
 

@@ -1,4 +1,7 @@
-"""The schedules that one can ask for by name.
+"""Schedules that are an order for each stage, wherever the stages are.
+
+Where a device has several stages, their orders are merged into one
+(:mod:`syncpipe.schedules.merge`).
 
 Two devices, three micro-batches (1F1B with the textbook's slots); ``F`` is a forward, ``B`` a
 backward, ``I`` and ``W`` its input and weight halves:
@@ -9,25 +12,21 @@ backward, ``I`` and ``W`` its input and weight halves:
     gpipe   F0F1F2      B2--B1--B0--                zb_h1   F0F1  I0W0F2I1W1I2W2
               F0F1F2B2--B1--B0--                              F0I0F1I1W0F2I2W1W2
 
-Each is written down as the order on one device per stage. Where a device has several stages, their
-orders are merged into one (:mod:`syncpipe.schedules.merge`), except for interleaved 1F1B, which is
-about just that.
+                                                    zb_h2   F0F1F2I0W0I1W1I2W2
+                                                              F0I0F1I1F2I2W0W1W2
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, Literal
 
+from syncpipe.schedules.builtin.placement import Placement, depths_of, placed
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.merge import onto_devices
-from syncpipe.schedules.schedule import Action, Schedule
+from syncpipe.schedules.schedule import Schedule
 
-__all__ = ["gpipe", "interleaved_1f1b", "naive", "one_f_one_b", "zb_h1"]
-
-#: A number of stages, each on a device of its own, or for each stage the index of its device.
-Placement = int | Sequence[int]
+__all__ = ["gpipe", "naive", "one_f_one_b", "zb_h1", "zb_h2"]
 
 
 def naive(m: int, device_of: Placement) -> Schedule:
@@ -37,7 +36,7 @@ def naive(m: int, device_of: Placement) -> Schedule:
         m: number of micro-batches.
         device_of: number of stages, or for each stage the index of its device.
     """
-    devices = _placed(m, device_of)
+    devices = placed(m, device_of)
     row: list[tuple[Kind, int]] = []
     for i in range(m):
         row += [("forward", i), ("backward", i)]
@@ -57,7 +56,7 @@ def gpipe(m: int, device_of: Placement) -> Schedule:
         m: number of micro-batches.
         device_of: number of stages, or for each stage the index of its device.
     """
-    devices = _placed(m, device_of)
+    devices = placed(m, device_of)
     row: list[tuple[Kind, int]] = [("forward", i) for i in range(m)]
     row += [("backward", i) for i in reversed(range(m))]
     return onto_devices("gpipe", m, devices, [row] * len(devices))
@@ -92,66 +91,16 @@ def one_f_one_b(
     Raises:
         ValueError: if the slots cannot work.
     """
-    devices = _placed(m, device_of)
-    depths = _depths(devices)
+    devices = placed(m, device_of)
+    depths = depths_of(devices)
     if slots == "textbook":
         counts = depths
     elif slots == "overlap":
         counts = [2 * depth - 1 for depth in depths]
     else:
         counts = _checked_slots(slots, len(devices))
-    rows = []
-    for count in counts:
-        row: list[tuple[Kind, int]] = [("forward", i) for i in range(min(m, count))]
-        for i in range(m):
-            row.append(("backward", i))
-            if i + count < m:
-                row.append(("forward", i + count))
-        rows.append(row)
+    rows = [_row(m, count, "backward") for count in counts]
     return onto_devices("1f1b", m, devices, rows)
-
-
-def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
-    """1F1B where each device has several stages: stage ``j`` is on device ``j % devices``.
-
-    A device takes ``p`` micro-batches through its first stage, then the same through its second
-    and so on, ``p`` the number of devices. Filling and draining thus take only a stage's time per
-    device, not all of them: with ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if
-    ``m`` is a multiple of ``p``. Other ``m`` work, and idle a little more.
-
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
-    Using Megatron-LM, section 2.2.2.
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
-    """
-    devices = _placed(m, device_of)
-    p = max(devices) + 1
-    if len(devices) % p or any(device != j % p for j, device in enumerate(devices)):
-        raise ValueError(
-            f"interleaved_1f1b needs stages that go round the devices evenly, such as "
-            f"{[*range(p), *range(p)]}, but device_of={list(devices)}"
-        )
-    v = len(devices) // p
-    padded = -(-m // p) * p  # micro-batches that are not there are left out in the end
-    rows = []
-    for d in range(p):
-        forwards, backwards = [], []
-        for start in range(0, padded, p):
-            group = range(start, start + p)
-            for chunk in range(v):
-                forwards += [Action("forward", i, chunk * p + d) for i in group]
-                backwards += [Action("backward", i, (v - 1 - chunk) * p + d) for i in group]
-        warm_up = min(padded * v, 2 * (p - d - 1) + (v - 1) * p)
-        row = forwards[:warm_up]
-        for k, backward in enumerate(backwards):
-            row += [*forwards[warm_up + k : warm_up + k + 1], backward]
-        rows.append(tuple(action for action in row if action.i < m))
-    return Schedule(m, devices, tuple(rows), "interleaved_1f1b")
 
 
 def zb_h1(m: int, device_of: Placement) -> Schedule:
@@ -169,40 +118,57 @@ def zb_h1(m: int, device_of: Placement) -> Schedule:
         device_of: number of stages, or for each stage the index of its device. Neighbours on one
             device count as one stage above.
     """
-    devices = _placed(m, device_of)
-    depths = _depths(devices)
-    rows = []
-    for depth in depths:
-        delay = depths[0] - depth
-        row: list[tuple[Kind, int]] = [("forward", i) for i in range(min(m, depth))]
-        for i in range(m):
-            row.append(("backward_input", i))
-            if i >= delay:
-                row.append(("backward_weight", i - delay))
-            if i + depth < m:
-                row.append(("forward", i + depth))
-        row += [("backward_weight", i) for i in range(max(0, m - delay), m)]
-        rows.append(row)
+    devices = placed(m, device_of)
+    rows = _with_halves(m, depths_of(devices))
     return onto_devices("zb_h1", m, devices, rows)
 
 
-def _placed(m: int, device_of: Placement) -> tuple[int, ...]:
-    """The device of each stage, checked."""
-    devices = tuple(range(device_of)) if isinstance(device_of, int) else tuple(device_of)
-    if m < 1:
-        raise ValueError(f"a schedule needs at least one micro-batch, but m={m}")
-    if not devices or set(devices) != set(range(max(devices) + 1)):
-        raise ValueError(
-            f"device_of={device_of} must name, for each stage, one of the devices 0, 1, ..., and "
-            "each of these at least once"
-        )
-    return devices
+def zb_h2(m: int, device_of: Placement) -> Schedule:
+    """ZB-H1 with more micro-batches in flight: a stage that has begun does not idle until it ends.
+
+    So many forwards come first that the first gradient is there when they are done. From the first
+    to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all if the three
+    are equal; the memory is twice that of 1F1B, ``2n - 1`` micro-batches in flight on any stage.
+
+    In a step that begins and ends for all devices at once, as a synchronous one does, those behind
+    the first also wait for the first micro-batch, ``(n-1) F``. With even halves that is as much as
+    in :func:`zb_h1`; what remains is more work at hand while transfers are under way.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device. Neighbours on one
+            device count as one stage above.
+    """
+    devices = placed(m, device_of)
+    rows = _with_halves(m, [2 * depth - 1 for depth in depths_of(devices)])
+    return onto_devices("zb_h2", m, devices, rows)
 
 
-def _depths(device_of: tuple[int, ...]) -> list[int]:
-    """For each stage its place from the right, from 1; neighbours on a device share it."""
-    runs = [len(list(run)) for _, run in groupby(device_of)]
-    return [len(runs) - r for r, length in enumerate(runs) for _ in range(length)]
+def _with_halves(m: int, counts: Sequence[int]) -> list[list[tuple[Kind, int]]]:
+    """For each stage an order with so many forwards first, and the same in flight as on stage 0."""
+    return [_row(m, count, "backward_input", counts[0] - count) for count in counts]
+
+
+def _row(m: int, count: int, back: Kind, delay: int = 0) -> list[tuple[Kind, int]]:
+    """So many forwards, then back and forth in turn.
+
+    Args:
+        m: number of micro-batches.
+        count: of forwards at first.
+        back: the kind of the backwards. After an input half comes a weight half, if there is one:
+        delay: that of so many micro-batches before; the rest follow at the end.
+    """
+    row: list[tuple[Kind, int]] = [("forward", i) for i in range(min(m, count))]
+    weights: list[tuple[Kind, int]] = [("backward_weight", i) for i in range(m)]
+    for i in range(m):
+        row.append((back, i))
+        if back == "backward_input" and i >= delay:
+            row.append(weights[i - delay])
+        if i + count < m:
+            row.append(("forward", i + count))
+    return row + (weights[max(0, m - delay) :] if back == "backward_input" else [])
 
 
 def _checked_slots(slots: Any, n: int) -> list[int]:

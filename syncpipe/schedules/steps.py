@@ -1,0 +1,182 @@
+"""Compile, then run: what depends on the pipeline and the schedule alone is decided here, once.
+
+    compile  edges x program     ->  steps for each worker       kept; sees no tensor
+    bind     steps x a call      ->  one function for each kind of action and stage
+    run      for each step:          put(sends, run(i, take(needs)))
+
+A step is an action, the messages without which it cannot start, and those that it sends. Messages
+have numbers, so that nobody has to work out on the way what anything is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from syncpipe.schedules.kinds import KINDS, Kind
+from syncpipe.schedules.schedule import (
+    Action,
+    Program,
+    Schedule,
+    forward_program,
+    training_program,
+)
+
+__all__ = ["Edge", "Step", "Steps", "compiled", "forward_steps", "training_steps"]
+
+
+class Edge(NamedTuple):
+    """A way from one stage to another: of the activation, or of one of the source's skips."""
+
+    number: int
+    source: int
+    target: int
+    skip: int | None
+
+
+class Step(NamedTuple):
+    """An action, ready to be bound and run.
+
+    Attributes:
+        what: what is bound once for a call: the kind of the action, and its stage.
+        i: the micro-batch.
+        needs: the numbers of the messages that it takes, in this order.
+        sends: the numbers of the messages that it returns, in this order.
+        to: for each of them the worker that it is for.
+    """
+
+    what: tuple[Kind, int]
+    i: int
+    needs: tuple[int, ...]
+    sends: tuple[int, ...]
+    to: tuple[int, ...]
+
+    @property
+    def action(self) -> Action:
+        """The action."""
+        kind, j = self.what
+        return Action(kind, self.i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """A program, compiled.
+
+    Attributes:
+        of: for each worker its steps, in order.
+    """
+
+    of: tuple[tuple[Step, ...], ...]
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+        """All that has to be bound."""
+        return tuple({step.what: None for steps in self.of for step in steps})
+
+    @cached_property
+    def serial(self) -> tuple[Step, ...]:
+        """An order in which one thread can run all of them: each worker's next one in turn.
+
+        Raises:
+            RuntimeError: there is none, which no valid schedule meets.
+        """
+        if len(self.of) == 1:
+            return self.of[0]
+        order: list[Step] = []
+        there: set[int] = set()
+        position = [0] * len(self.of)
+        ran = True
+        while ran:
+            ran = False
+            for w, steps in enumerate(self.of):
+                if position[w] < len(steps) and there.issuperset(steps[position[w]].needs):
+                    order.append(steps[position[w]])
+                    there.update(order[-1].sends)
+                    position[w] += 1
+                    ran = True
+        stuck = [s[p] for s, p in zip(self.of, position, strict=True) if p < len(s)]
+        if stuck:
+            raise RuntimeError(
+                f"this schedule can never finish: nothing lets {stuck[0].action} start"
+            )
+        return tuple(order)
+
+
+@lru_cache(maxsize=128)
+def forward_steps(
+    edges: tuple[Edge, ...], m: int, worker_of: tuple[int, ...], *, targets: bool = False
+) -> Steps:
+    """The steps of :func:`forward_program`.
+
+    Args:
+        edges: those of the pipeline.
+        m: number of micro-batches.
+        worker_of: for each stage the index of the worker that serves it.
+        targets: the first stage sends targets to the last one.
+    """
+    return compiled(edges, forward_program(m, worker_of), targets=targets)
+
+
+@lru_cache(maxsize=128)
+def training_steps(
+    edges: tuple[Edge, ...],
+    schedule: Schedule,
+    rematerialized: tuple[int, ...],
+    *,
+    targets: bool = False,
+) -> Steps:
+    """The steps of :func:`training_program`.
+
+    Args:
+        edges: those of the pipeline.
+        schedule: a valid one.
+        rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
+        targets: the first stage sends targets to the last one.
+    """
+    return compiled(edges, training_program(schedule, rematerialized), targets=targets)
+
+
+def compiled(edges: Iterable[Edge], program: Program, *, targets: bool = False) -> Steps:
+    """Works out who needs and sends which messages.
+
+    Args:
+        edges: numbered from 0 on; the order of those that come to a stage, or leave it, is that of
+            the messages.
+        program: for each worker its actions in order. A cell belongs to the worker that has its
+            forward.
+        targets: the first stage sends targets, last, to the last stage, which takes them last.
+    """
+    edges = list(edges)
+    worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
+    last = max(j for _, j in worker_of)
+
+    def there(edge: Edge, i: int) -> int:
+        return 2 * (i * len(edges) + edge.number)
+
+    stages = range(last + 1)
+    incomings = [[edge for edge in edges if edge.target == j] for j in stages]
+    outgoings = [[edge for edge in edges if edge.source == j] for j in stages]
+
+    def step(action: Action) -> Step:
+        kind, i, j = action
+        incoming, outgoing = incomings[j], outgoings[j]
+        needs: list[int] = []
+        sends: list[int] = []
+        to: list[int] = []
+        if kind == "forward":
+            needs = [there(edge, i) for edge in incoming]
+            sends, to = [there(edge, i) for edge in outgoing], [edge.target for edge in outgoing]
+            if targets and j == last:
+                needs.append(~i)
+            if targets and j == 0:
+                sends.append(~i)
+                to.append(last)
+        elif KINDS[kind].sends == "gradient":
+            needs = [there(edge, i) + 1 for edge in outgoing]
+            sends = [there(edge, i) + 1 for edge in incoming]
+            to = [edge.source for edge in incoming]
+        return Step((kind, j), i, tuple(needs), tuple(sends), tuple(worker_of[i, k] for k in to))
+
+    return Steps(tuple(tuple(map(step, row)) for row in program))

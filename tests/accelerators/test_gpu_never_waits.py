@@ -1,0 +1,294 @@
+"""Autograd has a single thread for each accelerator, and whoever holds a lock never waits for it.
+
+Of two threads of the user's one holds locks of the pipe while something of its own goes back. The
+other one keeps autograd's thread: it recomputes there, and needs these very locks. Each result is
+what it is without the other thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe import Pipe, is_recomputing
+from tests.support import accelerator as acc
+from tests.support.running import Do
+
+# Where they wait for each other, the process ends with the stacks of all threads.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+WIDTH = 3
+
+
+class Meeting:
+    """Lets one thread go on with its locks only when the other one is about to ask for them.
+
+    Args:
+        needed: without it nobody waits.
+    """
+
+    def __init__(self, needed: bool) -> None:
+        self._holds, self._comes = threading.Event(), threading.Event()
+        self._needed = needed
+
+    def hold(self) -> None:
+        """For whoever holds locks; only the first time counts."""
+        self._holds.set()
+        if self._needed:
+            self._comes.wait()
+
+    def wait_for_holder(self) -> None:
+        self._holds.wait()
+
+    def come(self) -> None:
+        """For whoever needs locks next, and does nothing else before it has them."""
+        self._comes.set()
+
+
+class _Come(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, meeting):
+        ctx.save_for_backward(x)
+        ctx.meeting = meeting
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meeting.come()
+        (x,) = ctx.saved_tensors  # which recomputes the cell
+        return grad * x, None
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, meeting):
+        ctx.meeting = meeting
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meeting.hold()
+        return grad, None
+
+
+class Comes(nn.Module):
+    """Draws from each generator, and asks in backward for what is not stored."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.meeting = meeting
+
+    def forward(self, x):
+        x = x * (torch.rand_like(x) + float(torch.rand(())))
+        return _Come.apply(x, self.meeting)
+
+
+def slope(device):
+    """Something that goes back on a device, here and now; it stores nothing."""
+    x = torch.ones(WIDTH, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad((x * 3).sum(), x)
+    return grad
+
+
+class Holds(nn.Module):
+    """Runs a backward in its forward, as layers do that make forces of an energy."""
+
+    def __init__(self, meeting, device, when=lambda x: True):
+        super().__init__()
+        self.meeting, self.device, self.when = meeting, device, when
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            torch.get_rng_state()  # so that no generator of its own can stand in
+        x = x * (torch.rand_like(x) + float(torch.rand(())))
+        if self.when(x):
+            self.meeting.hold()
+        return x * slope(self.device).to(x.device)
+
+
+def gone_back(module, *results):
+    return [*results, *(parameter.grad for parameter in module.parameters())]
+
+
+def a_backward_that_draws(meeting):
+    """It is seeded: it has the generators to itself."""
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
+    pipe[0].weight.register_hook(lambda grad: grad + torch.rand_like(grad))
+    x = torch.ones(2, WIDTH, device=acc.device())
+
+    def run():
+        # The loss goes back on the calling thread first.
+        loss = pipe.train_batch(x, loss_fn=lambda y: _Hold.apply(y.cpu(), meeting).square().sum())
+        return gone_back(pipe, loss)
+
+    return run
+
+
+def a_layer(meeting):
+    pipe = Pipe(nn.Sequential(Holds(meeting, acc.device())), [1], devices=[acc.device()])
+    return lambda: [pipe(torch.ones(2, WIDTH, device=acc.device()))]
+
+
+def a_layer_on_a_worker(meeting):
+    """The pipe has threads of its own."""
+    pipe = Pipe(
+        nn.Sequential(Holds(meeting, acc.device()), nn.Linear(WIDTH, WIDTH)),
+        [1, 1],
+        devices=["cpu", acc.device()],
+    )
+    return lambda: [pipe(torch.ones(2, WIDTH))]
+
+
+def a_loss_function(meeting):
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
+    criterion = Holds(meeting, acc.device())
+    x = torch.ones(2, WIDTH, device=acc.device())
+    return lambda: gone_back(pipe, pipe.train_batch(x, loss_fn=lambda y: criterion(y).sum()))
+
+
+def an_iterator(meeting):
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
+    source = Holds(meeting, acc.device())
+
+    def run():
+        pairs = ((source(torch.ones(2, WIDTH, device=acc.device())), None) for _ in range(1))
+        loss = pipe.train_batch(data_iter=pairs, loss_fn=lambda y: y.square().sum())
+        return gone_back(pipe, loss)
+
+    return run
+
+
+def a_recomputation_on_the_host(meeting):
+    """The calling thread recomputes."""
+    layer = Holds(meeting, acc.device(), when=lambda x: is_recomputing())
+    pipe = Pipe(nn.Sequential(layer, nn.Tanh()), [2], devices=["cpu"], checkpoint="always")
+    x = torch.ones(2, WIDTH, requires_grad=True)
+
+    def run():
+        pipe(x).sum().backward()
+        return [x.grad]
+
+    return run
+
+
+HOLDERS = [
+    a_backward_that_draws,
+    a_layer,
+    a_layer_on_a_worker,
+    a_loss_function,
+    an_iterator,
+    a_recomputation_on_the_host,
+]
+
+
+def beside(holder, y, x, meeting):
+    """What ``holder`` gives, and the gradient of ``x``, which goes back from ``y`` meanwhile."""
+    found = []
+
+    def hold():
+        found.extend(holder())
+
+    def come():
+        meeting.wait_for_holder()
+        y.sum().backward()
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (hold, come)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [t.detach().cpu() for t in (*found, x.grad)]
+
+
+def alone_and_together(scene):
+    """Runs a scene in which nobody waits, and once more with everybody in each other's way."""
+    results = []
+    for needed in (False, True):
+        torch.manual_seed(0)
+        meeting = Meeting(needed)
+        results.append(beside(*scene(meeting), meeting))
+    alone, together = results
+    assert len(alone) > 1
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_recomputation_needs_the_generators_that_another_thread_has(holder):
+    def scene(meeting):
+        pipe = Pipe(nn.Sequential(Comes(meeting)), [1], devices=[acc.device()], checkpoint="always")
+        x = torch.ones(2, WIDTH, device=acc.device(), requires_grad=True)
+        y = pipe(x)
+        return holder(meeting), y, x
+
+    alone_and_together(scene)
+
+
+def test_a_recomputation_needs_the_stage_that_another_thread_has():
+    def scene(meeting):
+        count = itertools.count()
+
+        def stop(x):
+            if next(count) == 3:  # micro-batch 1 of the second call: it is known not to draw
+                meeting.hold()
+            return x * slope(x.device)
+
+        layers = nn.Sequential(nn.BatchNorm1d(WIDTH), Do(stop), Comes(meeting))
+        pipe = Pipe(layers, [3], devices=[acc.device()], chunks=2, checkpoint="always")
+        x = torch.ones(4, WIDTH, device=acc.device(), requires_grad=True)
+        y = pipe(x)
+        return lambda: [pipe(torch.ones(4, WIDTH, device=acc.device()))], y, x
+
+    alone_and_together(scene)
+
+
+def test_two_recomputations_on_two_devices():
+    """Each device's thread needs what the other one has: the generator of the CPU, and time."""
+    if acc.count() < 2:
+        pytest.skip("needs two accelerators")
+
+    def scene(meeting):
+        layer = Holds(meeting, acc.device(1), when=lambda x: is_recomputing())
+        pipe, other = (
+            Pipe(layers, [2], devices=[acc.device(k)], checkpoint="always")
+            for k, layers in enumerate([
+                nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.Tanh(), Comes(meeting))
+            ])
+        )  # fmt: skip
+        given, x = (torch.ones(2, WIDTH, device=acc.device(k), requires_grad=True) for k in (0, 1))
+        y = other(x)
+
+        def run():
+            pipe(given).sum().backward()
+            return [given.grad]
+
+        return run, y, x
+
+    alone_and_together(scene)
+
+
+class Slope(nn.Module):
+    """Needs in its forward what is not stored, and so has its own cell recomputed there."""
+
+    def forward(self, x):
+        (grad,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        return grad
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Dropout, nn.Tanh])
+def test_a_recomputation_inside_of_a_forward(kind):
+    """One thread is enough: it has the stage and its generators itself."""
+    results = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        first = kind(WIDTH) if kind is nn.BatchNorm1d else kind()
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), first, Slope())
+        pipe = Pipe(layers, [3], devices=[acc.device()], chunks=2, checkpoint=checkpoint)
+        x = torch.randn(4, WIDTH).to(acc.device()).requires_grad_()
+        y = pipe(x)
+        y.square().sum().backward()
+        results.append([t.detach().cpu() for t in gone_back(pipe, y, x.grad)])
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,41 @@
+"""What a cell costs, in calls of Python functions: a number that no machine changes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.overhead import CHUNKS, calls_per_cell, peers, tiny
+from benchmarks.peers.libraries import OURS
+
+#: By what is called and how: at most so many for each micro-batch and stage.
+MOST = {
+    ("pipe(x)", "never"): 18,
+    ("pipe(x)", "always"): 147,
+    ("train_batch 1f1b", "never"): 60,
+    ("train_batch gpipe", "never"): 60,
+    ("train_batch 1f1b", "always"): 159,
+    ("train_batch zb_h1", "never"): 119,
+}
+
+
+@pytest.mark.parametrize(("how", "checkpoint"), MOST)
+def test_calls_per_cell_do_not_grow(how, checkpoint):
+    task = tiny(4)
+    (peer,) = (
+        peer
+        for peer in peers(task, 1)
+        if (peer.library, peer.how, peer.checkpoint) == (OURS, how, checkpoint)
+    )
+    step = partial(task.step, peer)
+    for _ in range(3):
+        step()
+    assert calls_per_cell(step, CHUNKS * 4) <= MOST[how, checkpoint]
+
+
+def test_calls_per_cell_counts_functions_of_syncpipe_only():
+    layer, x = nn.Linear(2, 2), torch.randn(1, 2)
+    assert calls_per_cell(lambda: layer(x), 1) == 0

@@ -1,0 +1,307 @@
+"""``auto``: never longer than a named schedule, never over memory, never under the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncpipe.schedules import (
+    SCHEDULES,
+    AutoSchedule,
+    Costs,
+    Schedule,
+    auto,
+    build,
+    from_csv,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    to_csv,
+    validate,
+)
+from syncpipe.schedules.search import auto as module
+from syncpipe.schedules.search.bound import lower_bound
+from syncpipe.schedules.search.problem import Memory, Problem
+from tests.schedules.test_schedule import placements, schedules
+from tests.schedules.test_simulation import costs_for
+
+#: Of the best order in which no micro-batch overtakes another. With the whole search all of 298
+#: problems with two or three stages and up to six micro-batches had a schedule as short as that.
+FACTOR = 1.05
+
+UNEVEN = Costs((1, 2, 1, 3), (1, 2, 1.5, 3), (1, 2, 0.5, 2), (0.1, 0.2, 0.1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """A hundredth of the search: what is promised holds however little is searched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BUDGET", 3_000)
+        yield
+
+
+@st.composite
+def arguments(
+    draw: st.DrawFn, places: st.SearchStrategy[tuple[int, ...]] | None = None, most: int = 6
+) -> dict[str, Any]:
+    """For ``auto``, with memory for one micro-batch at least."""
+    m = draw(st.integers(1, most))
+    device_of = draw(placements() if places is None else places)
+    n = len(device_of)
+    sizes = st.lists(st.integers(0, 4).map(float), min_size=n, max_size=n)
+    activations = draw(sizes)
+    inputs = [min(pair) for pair in zip(activations, draw(sizes), strict=True)]
+    counts = [draw(st.sampled_from([0, m - 1, m])) for _ in range(n)]
+    one = [
+        sum(a for a, d in zip(activations, device_of, strict=True) if d == device)
+        for device in range(max(device_of) + 1)
+    ]
+    more = draw(st.sampled_from([0.0, 1.0, 4.0, math.inf]))
+    return {
+        "m": m,
+        "device_of": device_of,
+        "costs": draw(costs_for(n)),
+        "rematerialized": counts,
+        "activations": activations,
+        "inputs": inputs,
+        "memory": [size + more for size in one],
+        "split": draw(st.booleans()),
+    }
+
+
+def problem_of(given: dict[str, Any]) -> Problem:
+    memory = Memory(*(tuple(given[name]) for name in ("activations", "inputs", "memory")))
+    split = given["split"] and any(given["costs"].backward_weight)
+    counts = tuple(given["rematerialized"])
+    return Problem(given["m"], given["device_of"], given["costs"], counts, memory, split=split)
+
+
+def held(schedule: Schedule, given: dict[str, Any]) -> list[float]:
+    """For each device the most that it holds; once more, by the book."""
+    peaks = []
+    for row in schedule.actions:
+        alive: dict[tuple[int, int], float] = {}
+        peaks.append(0.0)
+        for kind, i, j in row:
+            again = i < given["rematerialized"][j]
+            if kind != "forward" or not again:
+                alive[i, j] = given["activations"][j]
+            else:
+                alive[i, j] = given["inputs"][j]
+            peaks[-1] = max(peaks[-1], math.fsum(alive.values()))
+            if kind in ("backward", "backward_weight"):
+                del alive[i, j]
+    return peaks
+
+
+# --- promises -----------------------------------------------------------------------------------
+
+
+@given(arguments())
+@settings(deadline=None, max_examples=60)
+def test_valid_within_memory_and_as_its_report_says(given: dict[str, Any]) -> None:
+    schedule = auto(**given)
+    validate(schedule)
+    report = schedule.report
+    assert simulate(schedule, given["costs"], given["rematerialized"]).makespan == report.step
+    assert report.memory == pytest.approx(held(schedule, given))
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(report.memory, given["memory"], strict=True))
+    assert given["split"] or not schedule.splits
+    assert report.bound <= report.step * (1 + 1e-9)
+    assert report.step <= report.named[report.best]
+    assert report.gain >= 1
+    assert report.over_bound >= 1
+
+
+@given(arguments(), st.sampled_from(sorted(SCHEDULES)))
+@settings(deadline=None, max_examples=60)
+def test_no_named_schedule_that_fits_is_shorter(given: dict[str, Any], name: str) -> None:
+    try:
+        other = build(name, given["m"], given["device_of"])
+    except ValueError:
+        return  # it is for other stages
+    fits = all(a <= b for a, b in zip(held(other, given), given["memory"], strict=True))
+    if not fits or (other.splits and not given["split"]):
+        return
+    schedule = auto(**given)
+    step = simulate(other, given["costs"], given["rematerialized"]).makespan
+    assert schedule.report.step <= step * (1 + 1e-9)
+    if not other.splits or any(given["costs"].backward_weight):
+        assert schedule.report.named[schedule.report.best] <= step
+
+
+@given(arguments(), st.data())
+@settings(deadline=None)
+def test_no_schedule_is_under_the_bound(given: dict[str, Any], data: st.DataObject) -> None:
+    """Any schedule, if it is given as much memory as it takes."""
+    schedule = data.draw(schedules())
+    n, m = schedule.n, schedule.m
+    costs = data.draw(costs_for(n))
+    counts = [data.draw(st.sampled_from([0, m - 1, m])) for _ in range(n)]
+    sizes = {"activations": [2.0] * n, "inputs": [1.0] * n, "rematerialized": counts}
+    memory = held(schedule, sizes)
+    rest = {"m": m, "device_of": schedule.device_of, "costs": costs, "memory": memory}
+    problem = problem_of({**sizes, **rest, "split": True})
+    makespan = simulate(schedule, costs, counts).makespan
+    assert lower_bound(problem) <= makespan * (1 + 1e-9)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_playing_is_simulating(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    n, m = schedule.n, schedule.m
+    costs = data.draw(costs_for(n))
+    counts = tuple(data.draw(st.integers(0, m)) for _ in range(n))
+    memory = Memory((1.0,) * n, (1.0,) * n, (math.inf,) * len(schedule.actions))
+    problem = Problem(m, schedule.device_of, costs, counts, memory, split=data.draw(st.booleans()))
+    rows = problem.rows(schedule)
+    same = Schedule(m, schedule.device_of, tuple(tuple(problem.actions(row)) for row in rows))
+    assert problem.play(rows).makespan == simulate(same, costs, counts).makespan
+
+
+def orders(problem: Problem, d: int) -> Iterator[list[int]]:
+    """All orders of the codes of a device that one stage alone allows."""
+
+    def following(done: dict[int, int]) -> Iterator[list[int]]:
+        if all(count == problem.m for count in done.values()):
+            yield []
+        for c in done:
+            if done[c] < problem.m and done.get(c - problem.n, problem.m) > done[c]:
+                for rest in following({**done, c: done[c] + 1}):
+                    yield [c, *rest]
+
+    yield from following(dict.fromkeys(problem.codes_of[d], 0))
+
+
+def optimum(problem: Problem) -> float:
+    rows: Sequence[list[list[int]]] = [
+        [row for row in orders(problem, d) if problem.fits_on(d, problem.actions(row))]
+        for d in range(problem.devices)
+    ]
+    return min(problem.play(list(each)).makespan for each in product(*rows))
+
+
+@given(arguments(st.sampled_from([(0, 1), (0, 1, 2), (0, 0)]), most=2))
+@settings(deadline=None, max_examples=60)
+def test_small_ones_are_nearly_the_best_there_is(given: dict[str, Any]) -> None:
+    problem, report = problem_of(given), auto(**given).report
+    best = optimum(problem)
+    assert report.bound <= best * (1 + 1e-9)
+    assert report.step <= FACTOR * best
+
+
+# --- examples -----------------------------------------------------------------------------------
+
+
+def test_uneven_stages_gain() -> None:
+    """By default in the memory of 1F1B or ZB-H1, and without halves in that of 1F1B."""
+    report = auto(8, 4, costs=UNEVEN).report
+    assert report.limits == (7, 5, 4, 4)
+    assert {"1f1b", "zb_h1"} <= set(report.named)
+    assert report.over_bound < 1.01
+    assert auto(8, 4, costs=UNEVEN, split=False).report.limits == one_f_one_b(8, 4).in_flight
+    assert auto(8, 4, costs=UNEVEN, memory=[7, 5, 3, 1]).report.gain > 1.05
+
+
+def test_even_stages_reach_the_zero_bubble() -> None:
+    """Qi et al. 2023, section 2.3 (ZB-H2): with 2n - 1 micro-batches in flight nothing idles."""
+    report = auto(16, 4, costs=Costs.even(4), memory=7).report
+    assert report.step == report.bound == 3 * 16 + 3
+
+
+def test_little_memory_for_several_stages_on_a_device() -> None:
+    """Where one must be careful not to get stuck, and where that is too careful."""
+    assert auto(8, (0, 1, 2, 0, 1, 2), costs=Costs.even(6), memory=3).report.step < 90
+    report = auto(8, (0, 1, 0, 1), costs=Costs.even(4), memory=3).report
+    assert report.step == pytest.approx(report.bound)
+
+
+def test_a_link_may_be_what_takes_longest() -> None:
+    """All eight go over it, and the last one then forward, back over the other one, and back."""
+    costs = Costs((1, 1), (1, 1), (1, 1), (5,))
+    report = auto(8, 2, costs=costs, memory=math.inf).report
+    assert report.step == report.bound == 1 + 8 * 5 + (1 + 1 + 5 + 1 + 1)
+
+
+def test_the_same_arguments_give_the_same_schedule() -> None:
+    schedule = auto(8, 4, costs=UNEVEN, memory=3)
+    assert schedule == auto(8, 4, costs=UNEVEN, memory=3)
+    assert all(
+        [action.i for action in row if action[::2] == kind_of] == list(range(8))
+        for row in schedule.actions
+        for kind_of in {action[::2] for action in row}
+    )
+
+
+def test_without_limit_and_without_halves() -> None:
+    schedule = auto(8, 4, costs=UNEVEN, memory=math.inf, split=False)
+    assert not schedule.splits
+    assert not auto(8, 4, costs=Costs.even(4, backward_weight=0.0)).splits
+    assert schedule.report.step <= auto(8, 4, costs=UNEVEN, split=False).report.step
+
+
+def test_recomputed_micro_batches_take_less_until_they_go_back() -> None:
+    given = {"costs": UNEVEN, "rematerialized": [8] * 4, "memory": 2.0}
+    assert max(auto(8, 4, inputs=[0.25] * 4, **given).in_flight) > 2
+    assert max(auto(8, 4, **given).in_flight) <= 2
+
+
+def test_it_is_a_schedule_like_any_other() -> None:
+    schedule = auto(3, 2, costs=Costs.even(2))
+    assert isinstance(schedule, AutoSchedule)
+    again = from_csv(to_csv(schedule))
+    assert schedule == again
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    assert schedule != gpipe(3, 2)
+    assert schedule != "auto"
+    assert build(schedule, 3, (0, 1)) is schedule
+    assert "times the bound" in str(schedule.report)
+
+
+def test_a_named_schedule_in_another_order_stays_where_none_in_order_is_as_short() -> None:
+    """The last micro-batch, which alone is not recomputed, goes back first under GPipe."""
+    costs = Costs((1, 1), (10, 1), (0, 0), recompute=(0, 9))
+    schedule = auto(2, 2, costs=costs, rematerialized=[1, 1], memory=math.inf)
+    assert schedule == gpipe(2, 2)
+    assert schedule.report.step == schedule.report.named["gpipe"] == 24
+
+
+def test_fewer_slots_in_proportion() -> None:
+    """A named schedule for less memory than 1F1B has usually, to be compared with."""
+    named = auto(16, 8, costs=Costs.even(8), memory=4).report.named
+    slots = [4, 4, 3, 3, 2, 2, 1, 1]
+    scaled = simulate(one_f_one_b(16, 8, slots=slots), Costs.even(8)).makespan
+    assert scaled in named.values()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"memory": [1, 0.5]}, "device 1 has 0.5, but one micro-batch at a time takes 1 there"),
+        ({"memory": [1]}, "memory has 1 numbers, but there are 2 devices"),
+        ({"memory": math.nan}, "memory=.* not negative"),
+        ({"costs": Costs.even(3)}, "costs has 3 numbers, but there are 2 stages"),
+        ({"activations": [1]}, "activations has 1 numbers, but there are 2 stages"),
+        ({"activations": [1, -1]}, "activations=.* not negative"),
+        ({"inputs": [1, 2]}, "inputs=.* larger on stage 1"),
+        ({"rematerialized": [5, 0]}, "rematerialized="),
+        ({"rematerialized": [0]}, "rematerialized has 1 numbers"),
+        ({"m": 0}, "at least one micro-batch"),
+    ],
+)
+def test_errors(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        auto(**{"m": 2, "device_of": 2, "costs": Costs.even(2), **changed})
+
+
+def test_the_name_alone_has_no_costs() -> None:
+    with pytest.raises(ValueError, match=r"schedules\.auto\(m, device_of, costs="):
+        build("auto", 2, (0, 1))
