@@ -2,9 +2,10 @@
 
     python -m benchmarks.schedules [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Six parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
+Seven parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
 beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated makespan),
-``overhead`` (microseconds per micro-batch and stage of tiny layers), ``distributed``
+``overhead`` (microseconds per micro-batch and stage of tiny layers), ``interpreter_lock`` (layers
+that work in Python, with CPython's lock and without it), ``distributed``
 (torch.distributed.pipelining beside ours) and ``auto`` (schedules made to measure beside those with
 names, simulated). In all but the last everything is measured in every round,
 in an order that changes from round to round, after it was seen to give the plain loop's gradients.
@@ -13,7 +14,15 @@ in an order that changes from round to round, after it was seen to give the plai
 from __future__ import annotations
 
 from benchmarks.group import Group
-from benchmarks.schedules import auto, distributed, emulated, ideal, overhead, zero_bubble
+from benchmarks.schedules import (
+    auto,
+    distributed,
+    emulated,
+    ideal,
+    interpreter_lock,
+    overhead,
+    zero_bubble,
+)
 
 GROUP = Group(
     "schedules",
@@ -24,6 +33,7 @@ GROUP = Group(
         "zero_bubble": zero_bubble.run,
         "emulated": emulated.run,
         "overhead": overhead.run,
+        "interpreter_lock": interpreter_lock.run,
         "distributed": distributed.run,
         "auto": auto.run,
     },

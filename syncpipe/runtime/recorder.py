@@ -1,7 +1,9 @@
 """Writes down what a call does when, for ``pipe.trace()``.
 
 On a CPU worker a moment is the host's time. On an accelerator it is an event on the stream where
-the work is done, which nobody waits for: the times are read when somebody asks for them.
+the work is done, which nobody waits for: the times are read when somebody asks for them. Beside it
+stands for how long the thread was running, which does not count where it waited for the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Record:
     end: Moment | None = None
     target: int | None = None
     backward: bool = False
+    host: float | None = None
 
 
 class Recorder:
@@ -90,8 +93,9 @@ class Recorder:
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
         """The context in which stage ``j`` computes something."""
         record, lane = self._record(kind, i, j), self._lane(j)
-        record.start = self._now(lane, lane.compute)
+        record.start, running = self._now(lane, lane.compute), time.thread_time()
         yield
+        record.host = time.thread_time() - running
         record.end = self._now(lane, lane.compute)
         self._records.append(record)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
+from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
 
 __all__ = ["Worker", "WorkerThread"]
@@ -70,6 +71,9 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
+#: After a job, and later: so often an idle thread lets go of what dies only when it runs.
+_LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
+
 _Item = tuple[Callable[[], None], Callable[[], None]] | None
 
 
@@ -104,11 +108,17 @@ class WorkerThread:
 
 def _serve(jobs: SimpleQueue[_Item]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
+    seconds = _LOOK_SECONDS[0]
     while True:
-        item = jobs.get()
+        try:
+            item = jobs.get(timeout=seconds)
+        except Empty:
+            seconds = seconds and min(2 * seconds, _LOOK_SECONDS[1])
+            continue
         if item is None:
             return
         job, report = item
         job()
         del item, job
         report()
+        seconds = _LOOK_SECONDS[0]

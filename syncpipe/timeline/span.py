@@ -9,7 +9,9 @@ from statistics import median
 
 from syncpipe.schedules.kinds import KINDS as ACTIONS
 
-__all__ = ["KINDS", "Span", "check", "handy", "idle", "lanes", "merged", "number", "total"]
+__all__ = [
+    "KINDS", "Span", "check", "handy", "hosted", "idle", "lanes", "merged", "number", "total",
+]  # fmt: skip
 
 #: What a span can be.
 KINDS = (*ACTIONS, "transfer")
@@ -32,6 +34,8 @@ class Span:
         target: for a transfer the stage that it goes to.
         step: which call of the pipe (mini-batch) it belongs to.
         backward: for a transfer, whether it carries a gradient.
+        host: for how long the thread that did it was running, in Python or in what that called, in
+            the unit of the others; None where nobody knows.
     """
 
     kind: str
@@ -43,6 +47,7 @@ class Span:
     target: int | None = None
     step: int = 0
     backward: bool = False
+    host: float | None = None
 
     @property
     def duration(self) -> float:
@@ -114,8 +119,14 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
 
 
+def hosted(spans: Iterable[Span]) -> float | None:
+    """For how long threads were running in these spans; None where nobody knows."""
+    known = [span.host for span in spans if span.host is not None]
+    return math.fsum(known) if known else None
+
+
 def table(spans: Sequence[Span], rows: Sequence[tuple[str, float]], time: float, unit: str) -> str:
-    """A line for each row and one for all: busy and idle time, and what each kind took.
+    """A line for each row and one for all: busy, idle and host time, and what each kind took.
 
     Args:
         spans: what is counted.
@@ -126,10 +137,14 @@ def table(spans: Sequence[Span], rows: Sequence[tuple[str, float]], time: float,
     whole, whole_unit = handy(unit, time)
     factor, short_unit = handy(unit, median([span.duration for span in spans] or [0.0]))
     kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
-    lines = [["", "busy", "idle", *kinds]]
+    host = ["host"] if hosted(spans) is not None else []
+    lines = [["", "busy", "idle", *host, *kinds]]
 
     def add(name: str, busy: float, time: float, counted: Sequence[Span]) -> None:
         line = [name, f"{number(busy * whole)} {whole_unit}", f"{idle(busy, time):.1%}"]
+        if host:
+            running = hosted(counted)
+            line.append("-" if running is None else f"{number(running * whole)} {whole_unit}")
         for kind in kinds:
             times = [span.duration * factor for span in counted if span.kind == kind]
             line.append(_times(times) if times else "-")

@@ -25,6 +25,7 @@ from syncpipe.timeline.span import (
     Span,
     check,
     handy,
+    hosted,
     idle,
     lanes,
     merged,
@@ -130,6 +131,17 @@ class Timeline:
             if span.kind != "transfer":
                 actions[span.row].append((span.start, span.end))
         return tuple(total(merged(row)) for row in actions)
+
+    @property
+    def host(self) -> tuple[float | None, ...]:
+        """For each row the time for which its thread was running in actions, where it is known.
+
+        Under an interpreter lock no two of them run Python at a time, so that the sum over all
+        rows bounds a step from below where the work is Python's, or the driver's of a device.
+        """
+        return tuple(
+            hosted(span for span in self.spans if span.row == row) for row in range(len(self.rows))
+        )
 
     @property
     def bubble(self) -> float:
@@ -324,6 +336,8 @@ def _event(span: Span, tid: int, microseconds: float) -> dict[str, Any]:
     args: dict[str, Any] = {"i": span.i, "j": span.j, "step": span.step}
     if span.kind == "transfer":
         args |= {"target": span.target, "backward": span.backward}
+    if span.host is not None:
+        args["host us"] = span.host * microseconds
     return {
         "ph": "X",
         "name": f"{span.kind} {span.i}",

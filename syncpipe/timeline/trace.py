@@ -75,6 +75,7 @@ class Trace(Timeline):
                     record.target,
                     record.step,
                     record.backward,
+                    record.host,
                 )
             )
         return tuple(sorted(spans, key=lambda span: span.start))

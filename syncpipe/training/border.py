@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.tree import map_tensors, tensors_in
 
@@ -90,3 +91,6 @@ _cross: Any = super(torch.autograd.Function, _Cross).apply
 
 #: Never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
+# All graphs end in its node, and all workers see it. PyTorch makes the Python object of a node when
+# somebody asks for it; without the interpreter's lock two threads must not make one, so this lives.
+_NODE = get_gradient_edge(ANCHOR).node

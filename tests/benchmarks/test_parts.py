@@ -28,6 +28,7 @@ RATIOS = {
     "zero_bubble": ["over the loop", "over 1f1b", "over ideal of 1f1b"],
     "emulated": ["over simulated", "bare threads over simulated", "over bare threads"],
     "overhead": ["over the loop", "us/cell"],
+    "interpreter_lock": ["us/cell with the lock", "over the loop with the lock"],
     "distributed": ["over the loop", "ours over theirs"],
     "auto": ["named over auto", "1f1b over auto", "auto over bound", "search s"],
     "tiny": ["over the loop", "ms"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections import Counter
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import inline, is_checkpointing, is_recomputing
 from tests.support.running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
+from tests.support.watched import Memory, alive, gone
 
 RECOMPUTED = {
     "never": [],
@@ -210,11 +210,14 @@ class Watch(nn.Module):
 
     def forward(self, x):
         y = x * 2
-        self.made.append(weakref.ref(y.untyped_storage()))
+        self.made.append(Memory(y))
         return y.sin()
 
     def alive(self):
-        return sum(ref() is not None for ref in self.made)
+        return alive(self.made)
+
+    def gone(self):
+        return gone(self.made)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -226,7 +229,7 @@ def test_activations_of_rematerialized_cells_are_dropped_until_backward(mode):
         assert layer.alive() == 4 - len(RECOMPUTED[mode])
     y.sum().backward()
     for layer in pipe:
-        assert layer.alive() == 0
+        assert layer.gone()
 
 
 def test_a_retained_graph_keeps_no_recomputed_activations():
@@ -234,7 +237,8 @@ def test_a_retained_graph_keeps_no_recomputed_activations():
     y = pipe(torch.randn(8, 3, requires_grad=True))
     for _ in range(2):
         y.sum().backward(retain_graph=True)
-        assert pipe[0].alive() == pipe[1].alive() == 0
+        assert pipe[0].gone()
+        assert pipe[1].gone()
 
 
 def test_recomputed_activations_are_freed_as_backward_goes_on():
@@ -251,11 +255,12 @@ def test_recomputed_activations_are_freed_as_backward_goes_on():
 def test_a_graph_that_is_dropped_without_backward_frees_everything(mode):
     pipe = pipe_of(nn.Sequential(Watch(), Watch()), checkpoint=mode)
     x = torch.randn(8, 3, requires_grad=True)
-    reference = weakref.ref(x)
+    reference = Memory(x)
     y = pipe(x)
     del x, y
-    assert reference() is None
-    assert pipe[0].alive() == pipe[1].alive() == 0
+    assert gone([reference])
+    assert pipe[0].gone()
+    assert pipe[1].gone()
 
 
 @pytest.mark.parametrize("mode", MODES)

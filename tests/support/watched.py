@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe import is_recomputing
+from syncpipe.runtime.free_threading import FREE_THREADED
 
 
 class Watched(nn.Module):
@@ -31,18 +35,18 @@ class Watched(nn.Module):
 
     def forget(self) -> None:
         """Begins to count anew."""
-        self.made: list[weakref.ref[Any]] = []
-        self.given: list[weakref.ref[Any]] = []
+        self.made: list[Memory] = []
+        self.given: list[Memory] = []
         self.counts: list[int] = []
         self.inputs: list[int] = []
-        self.sent: list[weakref.ref[Any]] = []
+        self.sent: list[Memory] = []
         self.grads: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         activation = Double.apply(x, self)
-        self.made.append(weakref.ref(activation.untyped_storage()))
+        self.made.append(Memory(activation))
         if not is_recomputing():
-            self.given.append(weakref.ref(x.untyped_storage()))
+            self.given.append(Memory(x))
             self.inputs.append(alive(self.given))
         self.counts.append(alive(self.made))
         result: Tensor = self.linear(activation)
@@ -64,14 +68,40 @@ class Double(torch.autograd.Function):
         assert x.shape == grad.shape
         result = grad * 2
         layer = ctx.layer()
-        layer.sent.append(weakref.ref(result.untyped_storage()))
+        layer.sent.append(Memory(result))
         layer.grads.append(alive(layer.sent))
         return result, None
 
 
-def alive(references: list[weakref.ref[Any]]) -> int:
+class Memory:
+    """A weak reference to the memory of a tensor; called, it returns None when that is gone.
+
+    It does not ask a Python object, which in free-threaded builds may die after the memory that it
+    stood for.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+
+    def __call__(self) -> Memory | None:
+        return None if self._reference.expired() else self
+
+
+def alive(references: Sequence[Callable[[], object]]) -> int:
     """How many of them still refer to something."""
     return sum(reference() is not None for reference in references)
+
+
+def gone(references: Sequence[Callable[[], object]]) -> bool:
+    """Whether nothing is alive of what they refer to.
+
+    At once, and without any garbage collection; in free-threaded builds after the idle threads that
+    made it have looked, some of them more than once.
+    """
+    deadline = time.monotonic() + (10 if FREE_THREADED else 0)
+    while alive(references) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(references)
 
 
 class Fails(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -80,6 +82,29 @@ def test_what_comes_from_elsewhere_was_done_before():
             assert ended["forward", span.i, span.j - 1] <= span.start
         if span.kind == "backward" and span.j < 2:
             assert ended["backward", span.i, span.j + 1] <= span.start
+
+
+def test_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
+    here = threading.local()
+
+    def thread_time():  # one more than at this thread's last look
+        here.looks = getattr(here, "looks", 0) + 1
+        return float(here.looks)
+
+    monkeypatch.setattr(time, "thread_time", thread_time)
+    pipe = make(checkpoint="always")
+    with pipe.trace() as trace:
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
+    assert all(s.host == (None if s.kind == "transfer" else 1.0) for s in trace.spans)
+    assert trace.host == (12.0, 12.0, 12.0)  # forward, recompute, backward of four micro-batches
+    assert trace.table().split()[:3] == ["busy", "idle", "host"]
+
+
+def test_autograd_does_not_say_how_long_its_threads_were_running():
+    pipe = make()
+    with pipe.trace() as trace:
+        pipe(batch()[0]).sum().backward()
+    assert all((s.host is None) == (s.kind != "forward") for s in trace.spans)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
+from syncpipe.training.border import ANCHOR, Border
+from syncpipe.training.leaves import leaves_of
 from tests.support.training import (
     FOUR,
     KINDS,
@@ -243,3 +246,15 @@ def test_parameters_that_the_loss_borrows_from_another_worker_train(schedule):
     loss_fn(plain)(plain(x), target).backward()
     for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_workers_walk_graphs_that_end_in_one_node_at_the_same_time():
+    """On free-threaded CPython two threads must not make the Python object of a node."""
+
+    def walk(_):
+        for _ in range(5000):
+            y = Border([True]).cross(torch.ones(1))
+            assert leaves_of([y.grad_fn]) == [ANCHOR]
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(walk, range(4)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.training import LAST_FIRST, RUNS
+from tests.support.watched import Memory, alive
 
 CHUNKS = 6
 every_run = pytest.mark.parametrize(
@@ -29,12 +29,12 @@ class Storages:
     """Counts how many of some storages are alive."""
 
     def __init__(self) -> None:
-        self._made: list[weakref.ref] = []
+        self._made: list[Memory] = []
         self.most = 0
 
     def add(self, tensor: Tensor) -> Tensor:
-        self._made.append(weakref.ref(tensor.untyped_storage()))
-        self.most = max(self.most, sum(ref() is not None for ref in self._made))
+        self._made.append(Memory(tensor))
+        self.most = max(self.most, alive(self._made))
         return tensor
 
 

@@ -31,6 +31,7 @@ from torch.overrides import (
 )
 
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors, version_of
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST
 from syncpipe.runtime.thread_state import Autocast, CallerState, backward_here
@@ -252,7 +253,33 @@ def _unpack(packed: _Slot | _Stored) -> Tensor:
     # A node may ask again, and lets go of the slot when it is done; but not in a graph that stays.
     if _graph_stays():
         packed.value = None
+    elif FREE_THREADED:
+        _lent.to_node(packed)
     return value
+
+
+class _Lent(threading.local):
+    """The slots whose values the node at hand has asked for; the next node no longer needs them.
+
+    When a node lets go of a slot, the slot dies on the worker that made it, which may sleep.
+    """
+
+    def __init__(self) -> None:
+        self.node = 0
+        self.slots: list[weakref.ref[_Slot]] = []
+
+    def to_node(self, slot: _Slot) -> None:
+        node = id(torch._C._current_autograd_node())
+        if node != self.node:
+            for reference in self.slots:
+                other = reference()
+                if other is not None:
+                    other.value = None
+            self.node, self.slots = node, []
+        self.slots.append(weakref.ref(slot))
+
+
+_lent = _Lent()
 
 
 def _identity(tensor: Tensor) -> Tensor:

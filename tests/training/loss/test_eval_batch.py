@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from syncpipe import Pipe
 from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Dawdle, Do, pipe_of
-from tests.support.watched import alive
+from tests.support.watched import Memory, alive
 from tests.training.loss.whole import four, grads_of, whole
 
 
@@ -124,7 +123,7 @@ def test_eval_batch_never_re_materializes_and_stores_nothing():
     def look(x):
         y = x * 2
         counts.append(alive(references))
-        references.append(weakref.ref(y.untyped_storage()))
+        references.append(Memory(y))
         assert not torch.is_grad_enabled()
         return y.sin()
 
