@@ -6,7 +6,8 @@ The layers compute next to nothing, so nearly all of the time is bookkeeping. Ea
 ``Linear``. A training step is forward, loss and backward of a mini-batch, of the same micro-batches
 and into gradients of None:
 
-    plain loop    the plain model, micro-batch by micro-batch: the floor
+    plain loop    the plain model, micro-batch by micro-batch: the floor. With a backward for each
+                  micro-batch, and with one for all, as after ``pipe(x)``
     syncpipe      ``pipe(x)`` with ``backward()``, and ``train_batch`` under 1F1B and others, on one
                   worker and on several CPU workers
     torchgpipe, fairscale    where they are installed (extra ``bench``); on one worker, they know no
@@ -36,9 +37,11 @@ from benchmarks.group import Group, Options
 from benchmarks.peers.libraries import (
     CALL,
     LIBRARIES,
+    LOOP,
     OURS,
     Peer,
     Task,
+    called,
     missing,
     ours,
     plain,
@@ -64,9 +67,11 @@ def tiny(stages: int) -> Task:
 
 
 def peers(task: Task, workers: int) -> Iterator[Peer]:
-    """All who train it on so many workers; the plain loop first."""
+    """All who train it on so many workers; the two plain loops first."""
     stages = len(task.balance)
     yield plain(task)[0]
+    joined = called(lambda x: torch.cat([task.model(c) for c in x.chunk(task.chunks)]), task.loss)
+    yield Peer(LOOP, CALL, "", "", joined)
     devices = [f"cpu:{j * workers // stages}" for j in range(stages)]
     place = "1 worker" if workers == 1 else f"{workers} workers"
     yield from ours(task, {place: devices if workers > 1 else ["cpu"] * stages}, MODES, MODES)
@@ -108,7 +113,8 @@ def run(options: Options) -> Part:
         f"samples; {repeats} rounds of {least} s.",
         {
             "us/cell": "microseconds of a training step for each micro-batch and stage.",
-            "over the loop": "time over the plain loop's in the same round.",
+            "over the loop": "time over that of the plain loop in the same round, with one "
+            "backward for all micro-batches where it is so here.",
             "calls/cell": "Python functions of syncpipe that are called for each micro-batch and "
             "stage, on one worker.",
         },
@@ -131,9 +137,9 @@ def _measure(part: Part, workers: int, stages: int, repeats: int, least: float) 
     jobs = {label: calibrated(step, least) for label, step in steps.items()}
     samples = rounds(jobs, repeats, f"overhead, {workers} workers")
     cells = task.chunks * stages
-    loop = samples[found[0].label]
+    loops = [samples[peer.label] for peer in found[:2]]
     for peer in found:
-        times = samples[peer.label]
+        times, loop = samples[peer.label], loops[peer.how == CALL]
         counted = workers == 1 and peer.library == OURS
         part.rows.append(
             {

@@ -39,7 +39,7 @@ def test_a_report_has_tables_pictures_and_numbers(tmp_path: Path) -> None:
     arguments = ["overhead", "--quick", "--folder", str(folder), "--json", str(numbers)]
     assert door.main(arguments) == 0
     text = (folder / "report.md").read_text()
-    assert "| Pipe, 1 worker, never" in text
+    assert "| train_batch 1f1b" in text
     assert "![Overhead](overhead.svg)" in text
     assert "These numbers say nothing" in text
     assert (folder / "overhead.svg").read_text().startswith("<?xml")

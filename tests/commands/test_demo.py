@@ -131,7 +131,7 @@ def test_a_run_without_matplotlib_on_one_device(
     assert "schedule   " in shown
     assert "4 micro-batches of 32 images" in shown
     assert 'a picture needs matplotlib: pip install "syncpipe[plot]"' in shown
-    assert re.search(r"^ +busy +idle +forward +backward$", shown, re.M)
+    assert re.search(r"^ +busy +idle +host +forward +backward$", shown, re.M)
     assert not list(Path().iterdir())
     assert "bit for bit" in shown
 

@@ -309,8 +309,9 @@ class FakeStreams:
             path, name = frame.f_code.co_filename, frame.f_code.co_name
             if any(part in path for part in OURS) or name in TRAINING:
                 names.append(name)
-            if name == "on_streams" and "backward" in frame.f_locals["kind"]:
-                names.append("backward")
+            if name == "on_streams":
+                names += ["backward"] * ("backward" in frame.f_locals["kind"])
+                training |= frame.f_locals["run"].func.__module__.startswith("syncpipe.training")
             training |= path.endswith(("syncpipe/training/task.py", "syncpipe/training/train.py"))
             frame = frame.f_back
         where = "backward" if {"backward", "_backward"} & set(names) else "forward"

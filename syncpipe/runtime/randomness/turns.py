@@ -13,8 +13,10 @@ import itertools
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -85,8 +87,12 @@ class _Turn:
 
     def end(self) -> None:
         """The states are what they were."""
-        _here.turn = self._outer
-        _turns.inside.discard(self._number)
+        deque(self.ending(), maxlen=0)
+
+    def ending(self) -> Iterator[None]:
+        """The same as steps that are C functions (see ``interrupts``)."""
+        leave = map(setattr, [_here], ["turn"], [self._outer])
+        return chain(leave, map(_turns.inside.discard, [self._number]))
 
     def outside(self, run: Callable[[], _T]) -> _T:
         """Runs something meanwhile, for others as if the turn had not begun yet."""
@@ -159,10 +165,10 @@ def in_turn(
         turn.seen = seen
         try:
             turn.begin()
-            undo = map(torch.Generator.set_state, generators, turn.before)
+            undo = chain(map(torch.Generator.set_state, generators, turn.before), turn.ending())
             return undone(run, undo, LOCKS.states)
         finally:
-            turn.end()
+            turn.end()  # once more, if Ctrl-C came before that
 
 
 def quiet() -> int | None:
