@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from textwrap import indent
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from syncpipe.forward import forward
@@ -24,7 +22,7 @@ from syncpipe.options import (
     shown_schedule,
 )
 from syncpipe.partitioned import Partitioned
-from syncpipe.runtime.inline import INLINE
+from syncpipe.runtime.inline import INLINE, untraced
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.build import AUTO, ScheduleLike
@@ -32,7 +30,7 @@ from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.measured import Measured
-from syncpipe.training.sources import FromIterator, FromMiniBatch, Source, check_iterator
+from syncpipe.training.sources import Source, source_of
 from syncpipe.training.train import evaluate, train
 
 __all__ = ["Pipe"]
@@ -172,7 +170,7 @@ class Pipe(Partitioned):
             return input
         pipeline = self._ready()
         check_input(input, self._workers[0].device)
-        return _untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
+        return untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
@@ -260,7 +258,7 @@ class Pipe(Partitioned):
             schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
         pipeline, how = self._ready(), self._running()
         step = partial(
-            _untraced(train),
+            untraced(train),
             pipeline,
             source,
             loss_fn=loss_fn,
@@ -273,7 +271,7 @@ class Pipe(Partitioned):
             return step(schedule=schedule)
         key = how["checkpoint"], how["inline"]
         trace = self._trace or self.trace()
-        return _untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
+        return untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
 
     def eval_batch(
         self,
@@ -306,7 +304,7 @@ class Pipe(Partitioned):
         source = self._source(input, target, data_iter)
         if loss_fn is None and target is not None:
             raise ValueError("eval_batch has a target, but no loss_fn that could use it: give both")
-        return _untraced(evaluate)(
+        return untraced(evaluate)(
             self._ready(),
             source,
             module=self,
@@ -366,17 +364,9 @@ class Pipe(Partitioned):
                 f"{type(self).__name__} has a {method} of its own, which train_batch and "
                 "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
             )
-        if data_iter is not None:
-            if input is not None or target is not None:
-                raise ValueError(
-                    "data_iter gives the micro-batches, so there can be no input and no target "
-                    "beside it: give either"
-                )
-            return FromIterator(check_iterator(data_iter), self._chunks)
-        if input is None:
-            raise ValueError("there is neither an input nor a data_iter to take it from")
-        check_input(input, self._workers[0].device)
-        return FromMiniBatch(input, target, self._chunks)
+        if data_iter is None and input is not None:
+            check_input(input, self._workers[0].device)
+        return source_of(input, target, data_iter, self._chunks)
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
@@ -407,11 +397,3 @@ class Pipe(Partitioned):
             for name, layer in islice(layers, size):
                 lines.append(indent(f"({name}): {layer!r}", "    "))
         return "\n".join([*lines, ")"])
-
-
-def _untraced(driver: Callable[..., Any]) -> Callable[..., Any]:
-    """A driver, out of sight of torch.compile: that is for layers, not for what is between."""
-    if "torch._dynamo" not in sys.modules:
-        return driver
-    disable: Any = torch.compiler.disable
-    return cast("Callable[..., Any]", disable(driver))

@@ -1,11 +1,16 @@
-"""Pipes that run on the calling thread because the caller asks for it."""
+"""Pipes on the calling thread, for a caller who asks for it; drivers out of compilers' sight."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any, cast
 
-__all__ = ["INLINE", "inline"]
+import torch
+
+__all__ = ["INLINE", "inline", "untraced"]
 
 INLINE: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
@@ -24,3 +29,11 @@ class inline(AbstractContextManager[None]):
 
     def __exit__(self, *exc_info: object) -> None:
         INLINE.reset(self._token)
+
+
+def untraced(driver: Callable[..., Any]) -> Callable[..., Any]:
+    """A driver, out of sight of torch.compile: that is for layers, not for what is between."""
+    if "torch._dynamo" not in sys.modules:
+        return driver
+    disable: Any = torch.compiler.disable
+    return cast("Callable[..., Any]", disable(driver))

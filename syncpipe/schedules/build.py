@@ -11,20 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from syncpipe.schedules.builtin import (
-    dualpipev,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
+import syncpipe.schedules.builtin as builtin
 from syncpipe.schedules.schedule import Schedule, validate
 from syncpipe.schedules.text import from_csv
 
@@ -36,18 +23,18 @@ ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, tuple[int, ...
 
 #: The schedules by name; more can be added.
 SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "looped_bfs": looped_bfs,
-    "interleaved_1f1b": interleaved_1f1b,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "zbv": zbv,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dualpipev": dualpipev,
+    "naive": builtin.naive,
+    "gpipe": builtin.gpipe,
+    "1f1b": builtin.one_f_one_b,
+    "looped_bfs": builtin.looped_bfs,
+    "interleaved_1f1b": builtin.interleaved_1f1b,
+    "interleaved_zero_bubble": builtin.interleaved_zero_bubble,
+    "zb_h1": builtin.zb_h1,
+    "zb_h2": builtin.zb_h2,
+    "zbv": builtin.zbv,
+    "v_half": builtin.v_half,
+    "v_min": builtin.v_min,
+    "dualpipev": builtin.dualpipev,
 }
 
 

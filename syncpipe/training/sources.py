@@ -11,7 +11,7 @@ from syncpipe.microbatch import scatter_pair, unwrapped
 from syncpipe.runtime.errors import annotate
 from syncpipe.tree import tensors_in
 
-__all__ = ["FromIterator", "FromMiniBatch", "Source", "check_iterator"]
+__all__ = ["Source", "source_of"]
 
 
 class Source:
@@ -124,15 +124,25 @@ def _length(item: Any) -> str:
     return f" of {len(item)}" if isinstance(item, tuple | list) else ""
 
 
-def check_iterator(data_iter: Any) -> Iterator[Any]:
-    """Refuses what is no iterator.
+def source_of(input: Any, target: Any, data_iter: Iterator[Any] | None, chunks: int) -> Source:
+    """Where micro-batches come from, by what ``train_batch`` is given.
 
     Raises:
-        TypeError: with the way to make one.
+        TypeError: ``data_iter`` is no iterator.
+        ValueError: there is a mini-batch beside it, or neither.
     """
-    if isinstance(data_iter, Iterator):
-        return data_iter
-    raise TypeError(
-        f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by iter(...), "
-        "once for all steps, or every step would begin with the same micro-batches"
-    )
+    if data_iter is None:
+        if input is None:
+            raise ValueError("there is neither an input nor a data_iter to take it from")
+        return FromMiniBatch(input, target, chunks)
+    if input is not None or target is not None:
+        raise ValueError(
+            "data_iter gives the micro-batches, so there can be no input and no target "
+            "beside it: give either"
+        )
+    if not isinstance(data_iter, Iterator):
+        raise TypeError(
+            f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by "
+            "iter(...), once for all steps, or every step would begin with the same micro-batches"
+        )
+    return FromIterator(data_iter, chunks)

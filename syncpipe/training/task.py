@@ -158,7 +158,7 @@ class TrainingTask:
                 i, given, context, detached=inputs, marks=marks, target=target
             )
             return outputs
-        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
+        with self._recording(i, j, pending):
             outputs, _ = stage.forward(
                 i, given, context, rematerialize=False, marks=marks, target=target
             )
@@ -166,7 +166,7 @@ class TrainingTask:
 
     def _recording(self, i: int, j: int, pending: PendingBackward) -> AbstractContextManager[Any]:
         """The context of the forward (the last one) of a cell that may go back in halves."""
-        if (i, j) not in self._splits:
+        if not self._can_split[j] or (i, j) not in self._splits:
             return _NOTHING
         pending.halves = WeightGradients(self._casts[j], self._hooked[j])
         return pending.halves.recording()
@@ -178,7 +178,7 @@ class TrainingTask:
         recomputation, pending.recomputation = pending.recomputation, None
         assert recomputation is not None
         given = pending.border.cross(recomputation.inputs)
-        with self._recording(i, j, pending) if self._can_split[j] else _NOTHING:
+        with self._recording(i, j, pending):
             output, skips = stage.recompute(recomputation, given)
         if j == self._last:
             pending.ends.append(ends_of(distinct(output)))
