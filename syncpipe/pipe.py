@@ -182,10 +182,12 @@ class Pipe(Partitioned):
         loss_fn: Callable[..., Any],
         schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
         data_iter: Iterator[Any] | None = None,
         grad_scaler: Any = None,
         return_outputs: bool = False,
+        verify: bool | None = None,
     ) -> Any:
         """Forward and backward of one mini-batch, with the loss inside the pipeline.
 
@@ -207,9 +209,9 @@ class Pipe(Partitioned):
                 None: the loss function takes the output alone.
             loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
                 micro-batch, on the last device. It returns the loss, one number, or
-                ``(loss, weight)``. A mean over samples is the default: micro-batches count by
-                their number of samples, so that the result is the mini-batch's. With weights
-                (tokens that are not masked, for example) it is ``sum(loss * weight) /
+                ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
+                by the targets that are not ignored, any other mean by samples, so that the
+                result is the mini-batch's. With weights it is ``sum(loss * weight) /
                 sum(weight)``.
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
                 stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
@@ -223,18 +225,23 @@ class Pipe(Partitioned):
                 ``"overlap"``, or a list with a number for each stage. It is short for
                 ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
             loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
-                ``"sum"``.
+                ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
+            weight: how much a micro-batch counts, where that is not by its samples: a function of
+                its target, or a number for each.
             data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
                 micro-batches, on any device. Exactly ``chunks`` of them are taken, each when the
                 first stage is ready for it, on the thread of that stage.
             grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
                 (the loss that is returned is not scaled).
             return_outputs: return the outputs as well.
+            verify: compare the loss with that of several micro-batches at once, and warn if it is
+                another one. None: in the first call with a loss function that is not PyTorch's.
 
         Returns:
             The loss of the mini-batch, detached, without dimensions, on the last device. With
-            ``return_outputs`` a pair: the loss, and the outputs gathered as by ``pipe(input)``,
-            detached.
+            ``return_outputs`` a tuple: the loss, and the outputs gathered as by ``pipe(input)``,
+            detached. Metrics come last, as a dict: numbers combined as the losses are, anything
+            else as a list with a value for each micro-batch.
 
         Raises:
             TypeError, ValueError: an argument does not fit, or what the iterator or the loss
@@ -263,6 +270,8 @@ class Pipe(Partitioned):
             source,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            weight=weight,
+            verify=verify,
             grad_scaler=grad_scaler,
             return_outputs=return_outputs,
             **how,
@@ -279,7 +288,8 @@ class Pipe(Partitioned):
         target: Any = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
         data_iter: Iterator[Any] | None = None,
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
@@ -292,11 +302,12 @@ class Pipe(Partitioned):
             target: as for :meth:`train_batch`.
             loss_fn: as for :meth:`train_batch`; None to get the outputs.
             loss_reduction: as for :meth:`train_batch`.
+            weight: as for :meth:`train_batch`.
             data_iter: as for :meth:`train_batch`.
 
         Returns:
-            The loss of the mini-batch, without dimensions; or without ``loss_fn`` the outputs,
-            gathered as by ``pipe(input)``. On the last device.
+            The loss of the mini-batch, without dimensions, and metrics if there are any; or
+            without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
 
         Raises:
             TypeError, ValueError: as :meth:`train_batch`.
@@ -311,6 +322,7 @@ class Pipe(Partitioned):
             modules=[*self.modules(), *self._partitions],
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            weight=weight,
             **self._running(),
         )
 

@@ -53,6 +53,11 @@ class Source:
         """What came with the input of a micro-batch: the target, as long as it is here."""
         return self._targets[i]
 
+    @property
+    def targets(self) -> list[Any] | None:
+        """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
+        return None if self.lazy else self._targets
+
     def inputs(self, i: int) -> list[Tensor]:
         """The tensors in the input of a micro-batch that need a gradient, once it was pulled."""
         return self._inputs[i] or []
