@@ -185,6 +185,7 @@ class Pipe(Partitioned):
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
         data_iter: Iterator[Any] | None = None,
+        accumulate: float = 1,
         grad_scaler: Any = None,
         return_outputs: bool = False,
         verify: bool | None = None,
@@ -231,6 +232,7 @@ class Pipe(Partitioned):
             data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
                 micro-batches, on any device. Exactly ``chunks`` of them are taken, each when the
                 first stage is ready for it, on the thread of that stage.
+            accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
             grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
                 (the loss that is returned is not scaled).
             return_outputs: return the outputs as well.
@@ -272,6 +274,7 @@ class Pipe(Partitioned):
             loss_reduction=loss_reduction,
             weight=weight,
             verify=verify,
+            accumulate=accumulate,
             grad_scaler=grad_scaler,
             return_outputs=return_outputs,
             **how,

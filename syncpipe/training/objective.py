@@ -34,6 +34,7 @@ class Objective:
         total: the number of samples in the mini-batch, where it is known.
         weights: for each micro-batch how much it counts, where that is known before it runs.
         scaler: a ``GradScaler``.
+        accumulate: what gradients are divided by.
 
     Attributes:
         known: these weights and their sum, which may be on another device than the last stage.
@@ -47,10 +48,12 @@ class Objective:
         total: int | None,
         weights: list[Weight] | None = None,
         scaler: Any = None,
+        accumulate: float = 1,
     ) -> None:
         self._loss = loss
         self._m = m
         self._scaler = scaler
+        self._accumulate = accumulate
         self._losses: list[Any] = [None] * m
         self._weights: list[Weight] = [1] * m
         self._metrics: list[dict[str, Any]] = [{} for _ in range(m)]
@@ -99,6 +102,8 @@ class Objective:
         if not (self._by_size or (self._loss.exact and isinstance(weight, Tensor))):
             loss = _with_a_part(loss, weight, output)
         part: Tensor = self._part(loss, weight, self._assumed_total)
+        if self._accumulate != 1:
+            part = part / self._accumulate
         return part if self._scaler is None else self._scaler.scale(part)
 
     @property

@@ -6,9 +6,11 @@ forward. What the workers do is in ``task``; here is what comes before and after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
+from numbers import Real
 from operator import setitem
 from typing import Any
 
@@ -44,6 +46,7 @@ def train(
     loss_reduction: str | None,
     weight: Any,
     verify: bool | None,
+    accumulate: float,
     grad_scaler: Any,
     return_outputs: bool,
     checkpoint: Sequence[str],
@@ -68,7 +71,12 @@ def train(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
     plan = build(schedule, source.m, pipeline.worker_of)
-    objective = _objective(loss, source, grad_scaler)
+    if not (isinstance(accumulate, Real) and 0 < float(accumulate) < math.inf):
+        raise ValueError(
+            f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
+            "by which gradients are divided"
+        )
+    objective = _objective(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
         gradients = Gradients()
@@ -161,7 +169,7 @@ def evaluate(
         return _in_eval_mode(module, list(modules), run)
 
 
-def _objective(loss: Loss, source: Source, scaler: Any = None) -> Objective:
+def _objective(loss: Loss, source: Source, **options: Any) -> Objective:
     """The losses of a mini-batch, with the weights of its micro-batches if they can be known."""
     weights: list[Weight] | None = None
     if loss.numbers is not None and len(loss.numbers) != source.m:
@@ -173,7 +181,7 @@ def _objective(loss: Loss, source: Source, scaler: Any = None) -> Objective:
         found = [loss.weight(i, target) for i, target in enumerate(source.targets)]
         sizes = [source.size(i) for i in range(source.m)]
         weights = [size if w is None else w for w, size in zip(found, sizes, strict=True)]
-    return Objective(loss, m=source.m, total=source.total, weights=weights, scaler=scaler)
+    return Objective(loss, m=source.m, total=source.total, weights=weights, **options)
 
 
 def _check(
