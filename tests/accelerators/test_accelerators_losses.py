@@ -1,4 +1,4 @@
-"""Weights of losses that are on a device: nobody waits for them, and they are where they are used."""
+"""Weights of losses that are on a device: nobody waits for them, and they get to where they go."""
 
 from __future__ import annotations
 
