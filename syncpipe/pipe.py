@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from textwrap import indent
@@ -29,6 +29,7 @@ from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.losses import check_arguments
 from syncpipe.training.measured import Measured
 from syncpipe.training.sources import Source, source_of
 from syncpipe.training.train import evaluate, train
@@ -178,13 +179,13 @@ class Pipe(Partitioned):
         self,
         input: Any = None,
         target: Any = None,
-        *,
-        loss_fn: Callable[..., Any],
+        *unexpected: Any,
+        loss_fn: Callable[..., Any] | None = None,
         schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
-        data_iter: Iterator[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
         accumulate: float = 1,
         grad_scaler: Any = None,
         return_outputs: bool = False,
@@ -207,7 +208,8 @@ class Pipe(Partitioned):
             input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
                 first device.
             target: the same, on any device; it goes to the last one micro-batch by micro-batch.
-                None: the loss function takes the output alone.
+                None: the loss function takes the output alone. The key of a dict, or a function
+                of the input, takes it from there.
             loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
                 micro-batch, on the last device. It returns the loss, one number, or
                 ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
@@ -229,9 +231,11 @@ class Pipe(Partitioned):
                 ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
             weight: how much a micro-batch counts, where that is not by its samples: a function of
                 its target, or a number for each.
-            data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
-                micro-batches, on any device. Exactly ``chunks`` of them are taken, each when the
-                first stage is ready for it, on the thread of that stage.
+            data_iter: instead of ``input`` an iterator that yields pairs with the target, longer
+                tuples that end in it, or dicts in which ``target`` is its key: micro-batches, on
+                any device. Exactly ``chunks`` of them are taken, each when the first stage is
+                ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
+                mini-batch in each call, epoch after epoch.
             accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
             grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
                 (the loss that is returned is not scaled).
@@ -260,6 +264,7 @@ class Pipe(Partitioned):
         with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
         of micro-batches, before that.
         """
+        loss_fn = check_arguments(unexpected, loss_fn)
         source = self._source(input, target, data_iter)
         if schedule is None and slots is None:
             schedule = self._schedule
@@ -293,7 +298,7 @@ class Pipe(Partitioned):
         loss_fn: Callable[..., Any] | None = None,
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
-        data_iter: Iterator[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
 
@@ -365,7 +370,7 @@ class Pipe(Partitioned):
         modes = self._checkpoint
         return (modes,) * len(self._balance) if isinstance(modes, str) else modes
 
-    def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
+    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
         own = [kind for kind in _HOOKS if getattr(self, kind)]
@@ -379,9 +384,7 @@ class Pipe(Partitioned):
                 f"{type(self).__name__} has a {method} of its own, which train_batch and "
                 "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
             )
-        if data_iter is None and input is not None:
-            check_input(input, self._workers[0].device)
-        return source_of(input, target, data_iter, self._chunks)
+        return source_of(input, target, data_iter, self._chunks, self._workers[0].device)
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
