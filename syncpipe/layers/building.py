@@ -132,14 +132,16 @@ def build_specs(
     return True
 
 
-def build_alone(spec: LayerSpec, index: int, device: torch.device) -> nn.Module:
-    """One layer by itself, on ``meta`` also what needs values to be built."""
-    if device.type != "meta":
-        return _built(spec, index, device, Initialization())
+def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
+    """One layer by itself; on ``meta`` also one whose constructor needs values."""
     try:
-        return _built(spec, index, device, Initialization())
-    except Exception:  # its constructor computes with values
-        return _built(spec, index, torch.device("cpu"), Initialization()).to("meta")
+        with torch.device(memory_of(device)):
+            return spec.build()
+    except Exception:
+        if device.type != "meta":
+            raise
+        with torch.device("cpu"):
+            return spec.build().to(device)
 
 
 def on_meta(layers: Any) -> nn.Sequential:
@@ -163,7 +165,7 @@ def on_meta(layers: Any) -> nn.Sequential:
         assert layer is not None
         if isinstance(layer, LayerSpec):
             with _noted(f"while building layer {index} ({name!r}: {layer!r}) on meta"):
-                make = partial(build_alone, layer, index, torch.device("meta"))
+                make = partial(build_alone, layer, torch.device("meta"))
                 layer = _seeded(0, index, torch.device("cpu"), make)
                 _tie(layer, owners)
         made._modules[name] = layer

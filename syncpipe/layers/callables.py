@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Function", "function_name"]
+__all__ = ["Function", "function_name", "shown_arguments"]
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 40
 
 
 class Function(nn.Module):
@@ -38,8 +42,8 @@ class Function(nn.Module):
             )
         for where, owner in _owners_behind(function):
             raise ValueError(
-                f"{_shown(function)} uses a {type(owner).__name__} ({where}) whose parameters "
-                "would be none of the pipe's: they would stay on their device, out of parameters() "
+                f"{_shown(function)} uses a {type(owner).__name__} ({where}), whose values would "
+                "be none of the pipe's: they would stay on their device, out of its parameters() "
                 "and state_dict(). Make it part of an nn.Module, and that the layer; for one "
                 "weight in two layers there is TiedLayerSpec"
             )
@@ -59,6 +63,17 @@ def function_name(function: Any) -> str:
     return str(getattr(plain, "__name__", type(plain).__name__))
 
 
+def shown_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call in words, each on one line."""
+    return [*map(_brief, args), *(f"{name}={_brief(value)}" for name, value in kwargs.items())]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (Tensor, nn.Module)):
+        return type(value).__name__
+    return str(getattr(value, "__name__", "")) or _SHORT.repr(value)
+
+
 def _innermost(function: Any) -> Any:
     """What a ``functools.partial`` calls."""
     while isinstance(function, functools.partial):
@@ -73,8 +88,7 @@ def _shown(function: Any) -> str:
     if isinstance(plain, FunctionType | MethodType):
         shown = plain.__qualname__.rpartition("<locals>.")[2]
     if isinstance(function, functools.partial):
-        named = [f"{name}={value!r}" for name, value in function.keywords.items()]
-        shown = f"partial({', '.join([shown, *map(repr, function.args), *named])})"
+        shown = f"partial({', '.join([shown, *shown_arguments(function.args, function.keywords)])})"
     code = getattr(inspect.unwrap(plain), "__code__", None)
     if code is None and not isinstance(plain, BuiltinFunctionType):
         code = getattr(type(plain).__call__, "__code__", None)

@@ -63,9 +63,13 @@ class Materializer:
 
     The first of several layers that share a tensor owns it: it is where that layer is, with the
     values that it has there.
+
+    Args:
+        zeros: what nobody gives a value is zero, instead of an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, zeros: bool = False) -> None:
+        self._zeros = zeros
         self._owned: dict[int, tuple[Tensor, Any]] = {}  # by id; the old one is kept alive
         self._before: list[tuple[_Place, Tensor]] = []
 
@@ -85,6 +89,8 @@ class Materializer:
             self._before.append(((kind, name), tensor))
             if id(tensor) not in made:
                 made[id(tensor)] = _empty(tensor, device), path, module, name
+                if self._zeros:
+                    made[id(tensor)][0].detach().zero_()
             kind[name] = made[id(tensor)][0]
         with _Writes() as writes, torch.device(memory_of(device)), torch.no_grad():
             for module in new:
@@ -97,7 +103,7 @@ class Materializer:
         replaced = {id(kind[name]) for _, _, kind, name in places}
         for tensor, path, module, name in made.values():
             untouched = tensor.untyped_storage()._cdata not in writes.storages
-            if tensor.numel() and untouched and id(tensor) in replaced:
+            if tensor.numel() and untouched and id(tensor) in replaced and not self._zeros:
                 tried = [f"its {_RESETS[0]}()"] * (_reset_of(module) is not None)
                 tried += ["init_fn"] * (init_fn is not None)
                 why = f"{' and '.join(tried)} did not set it"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from syncpipe.layers.callables import function_name
+from syncpipe.layers.callables import function_name, shown_arguments
 
 __all__ = ["LayerSpec", "Tie", "TiedLayerSpec"]
 
@@ -68,8 +68,8 @@ class LayerSpec(nn.Module):
         raise TypeError(f"{self!r} is not built yet: give it to a Pipe, or call its build()")
 
     def __repr__(self) -> str:
-        named = [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
-        shown = [*self._first(), self.type_name, *map(repr, self.module_args), *named]
+        given = shown_arguments(self.module_args, self.module_kwargs)
+        shown = [*self._first(), self.type_name, *given]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _first(self) -> list[str]:
