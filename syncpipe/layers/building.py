@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -58,10 +58,9 @@ class Initialization:
         if init_fn is not None and not callable(init_fn):
             raise TypeError(f"init_fn={init_fn!r}: must be a function that initialises a module")
         if seed is not None:
-            try:
-                seed = operator.index(seed)
-            except TypeError as error:
-                raise TypeError(f"seed={seed!r}: must be an integer") from error
+            if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+                raise TypeError(f"seed={seed!r}: must be an integer")
+            seed = operator.index(seed)
             if not 0 <= seed < 2**64:
                 raise ValueError(f"seed={seed}: must be at least 0 and less than 2**64")
         given = {"init_fn": init_fn, "seed": seed}
@@ -133,15 +132,14 @@ def build_specs(
 
 
 def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
-    """One layer by itself; on ``meta`` also one whose constructor needs values."""
-    try:
-        with torch.device(memory_of(device)):
+    """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
+    if device.type == "meta":
+        with suppress(Exception), torch.device(device):
             return spec.build()
-    except Exception:
-        if device.type != "meta":
-            raise
         with torch.device("cpu"):
             return spec.build().to(device)
+    with torch.device(memory_of(device)):
+        return spec.build()
 
 
 def on_meta(layers: Any) -> nn.Sequential:
@@ -204,11 +202,10 @@ def materialize(
 
 def _built(spec: LayerSpec, index: int, device: torch.device, how: Initialization) -> nn.Module:
     def make() -> nn.Module:
-        with torch.device(memory_of(device)):
-            layer = spec.build()
-            if how.init_fn is not None:
-                with torch.no_grad():
-                    layer.apply(how.init_fn)
+        layer = build_alone(spec, device)
+        if how.init_fn is not None:
+            with torch.no_grad(), torch.device(memory_of(device)):
+                layer.apply(how.init_fn)
         return layer
 
     return how.run(index, device, make)
