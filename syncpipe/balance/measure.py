@@ -33,7 +33,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.walk import layer_skips
-from syncpipe.tree import described, flatten, unflatten
+from syncpipe.tree import described, flatten, tensors_in, unflatten
 
 __all__ = ["profile", "samples_in"]
 
@@ -204,6 +204,8 @@ class _Profiler:
         self._given = list(module)  # the same, but for specs
         self._lanes = lanes
         self._place = place
+        tensors = tensors_in(lanes[0].value)
+        self._home = place.device or (tensors[0].device if tensors else torch.device("cpu"))
         self._deadline = None if place.fake else deadline
         self._timeout = timeout
         self._bar = bar
@@ -232,8 +234,7 @@ class _Profiler:
     def _measure(self, index: int, name: str, layer: nn.Module) -> dict[str, Any]:
         exchanged = layer_skips(layer)
         self._stashed_by.update(dict.fromkeys(exchanged.stashed, index))
-        target = self._place.device or self._lanes[0].device
-        made = layer_to_run(name, self._given[index], self._place, target)
+        made = layer_to_run(name, self._given[index], self._place, self._home)
         home = next((t.device for t in chain(made.parameters(), made.buffers())), None)
         home = self._place.device or home
         size = 0
