@@ -171,8 +171,7 @@ def layer_to_run(name: str, layer: nn.Module, place: Place, home: torch.device) 
         TypeError: as :func:`copy_of_layer`.
     """
     if isinstance(layer, LayerSpec):
-        made = build_alone(layer, home)
-        return made.to(home).train()
+        return build_alone(layer, home).train()
     if home.type != "meta" and waiting(layer):
         made = copy_of_layer(name, layer, None)
         Materializer(zeros=True).run(made, home, None)

@@ -122,7 +122,6 @@ def build_specs(
                 note = f"while building layer {index} ({name!r}: {layer!r})"
                 with _noted(f"{note} of stage {j} on {worker.device}"):
                     layer = _built(layer, index, worker.device, how)
-                    move_layers([layer], [worker])  # what the constructor put elsewhere
                     _tie(layer, owners)
             partition._modules[name] = whole._modules[name] = layer
             index += 1
@@ -133,13 +132,15 @@ def build_specs(
 
 def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
     """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
+    layer = None
     if device.type == "meta":
         with suppress(Exception), torch.device(device):
-            return spec.build()
-        with torch.device("cpu"):
-            return spec.build().to(device)
-    with torch.device(memory_of(device)):
-        return spec.build()
+            layer = spec.build()
+    if layer is None:
+        with torch.device("cpu" if device.type == "meta" else memory_of(device)):
+            layer = spec.build()
+    move_layers([layer], [Worker.shared(device)])  # what the constructor put elsewhere
+    return layer
 
 
 def on_meta(layers: Any) -> nn.Sequential:

@@ -144,6 +144,16 @@ def test_layers_with_values_are_left_alone() -> None:
     assert (pipe[1].weight == 0).all()
 
 
+def test_modules_with_values_beside_others_on_meta_are_left_alone() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    norm.running_mean.fill_(5.0)
+    layer = nn.Sequential(norm, meta(lambda: nn.Linear(WIDTH, WIDTH)))
+    pipe = Pipe(nn.Sequential(layer), [1], init_fn=lambda module: nn.init.zeros_(module.weight))
+    assert (pipe[0][0].running_mean == 5).all()
+    assert (pipe[0][0].weight == 1).all()
+    assert (pipe[0][1].weight == 0).all()
+
+
 def test_a_weight_in_two_layers_stays_one_with_the_values_of_the_first() -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))

@@ -64,6 +64,23 @@ def test_layers_are_measured_on_the_device_one_after_another() -> None:
     assert simulated.live_bytes(A) == before
 
 
+@pytest.mark.parametrize("layers", [specs, on_meta])
+def test_what_initialises_works_on_the_device(layers: Any) -> None:
+    def init(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 2.0))
+
+    with HostBytes() as host:
+        pipe = Pipe(layers(), [3, 3], devices=[A, B], init_fn=init)
+        assert host.most < LAYER / 4
+    assert [p.device for p in pipe.parameters()] == [A] * 6 + [B] * 6
+
+
+def test_a_layer_with_values_in_part_is_measured() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), *on_meta()[:1])
+    found = profile([layer], torch.randn(4, WIDTH, device=A), timeout=0.0, device=A)
+    assert found.layers[0].parameter_bytes == 2 * LAYER
+
+
 def test_a_tied_weight_is_there_once() -> None:
     before = simulated.live_bytes(A)
     layers = [TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
