@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.building import build_alone
+from syncpipe.layers.callables import Function
 from syncpipe.layers.materialize import Materializer, waiting
 from syncpipe.layers.spec import LayerSpec
 from syncpipe.microbatch import NoChunk
@@ -256,6 +257,7 @@ def compiled(layer: nn.Module) -> bool:
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        or hasattr(vars(module).get("function"), "_torchdynamo_orig_callable")
         for module in layer.modules()
     )
 
@@ -270,6 +272,8 @@ def _bind_forwards(layer: nn.Module, made: nn.Module, eager: bool) -> None:
     for old, new in zip(layer.modules(), made.modules(), strict=False):
         if old._compiled_call_impl is not None and not eager:
             new.compile()
+        if eager and isinstance(new, Function):
+            new.function = getattr(new.function, "_torchdynamo_orig_callable", new.function)
         if eager and "_orig_mod" in new._modules and "dynamo_ctx" in vars(new):
             vars(new)["forward"] = new._orig_mod  # made by torch.compile(module)
         forward = vars(new).get("forward")

@@ -178,6 +178,8 @@ def test_callables_are_compiled_traced_measured_and_planned() -> None:
     assert trace.table()
     found = profile(layers, x, timeout=0.0)
     assert [layer.parameter_bytes for layer in found.layers] == [48, 0, 48, 0]
+    sizes = profile(layers, x, device="meta")
+    assert [layer.output_bytes[4] for layer in sizes.layers] == [48] * 4
     made = plan(layers, x, devices=["cpu:0", "cpu:1"], batch_size=4, memory="1GB", timeout=0.0)
     assert sum(made.balance) == 4
 
