@@ -21,8 +21,8 @@ from syncpipe.layers.materialize import (
     memory_of,
     waiting,
 )
-from syncpipe.layers.placement import check_module, move_layers
-from syncpipe.layers.spec import LayerSpec, Tie
+from syncpipe.layers.placement import move_layers
+from syncpipe.layers.spec import LayerSpec, TieKey
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.random import run_seeded
@@ -125,7 +125,6 @@ def build_specs(
                     _tie(layer, owners)
             partition._modules[name] = whole._modules[name] = layer
             index += 1
-    check_module(whole)
     verify_skippables(whole)
     return True
 
@@ -172,9 +171,12 @@ def on_meta(layers: Any) -> nn.Sequential:
 
 
 def materialize(
-    partitions: Sequence[nn.Module], workers: Sequence[Worker], how: Initialization
-) -> None:
+    partitions: Sequence[nn.Sequential], workers: Sequence[Worker], how: Initialization
+) -> bool:
     """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
+
+    Returns:
+        Whether there were any.
 
     Raises:
         ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
@@ -184,7 +186,7 @@ def materialize(
         for index, (worker, layer) in enumerate(
             (worker, layer)
             for partition, worker in zip(partitions, workers, strict=True)
-            for layer in partition.children()
+            for layer in partition
         )
         if worker.device.type != "meta" and waiting(layer)
     ]
@@ -199,6 +201,7 @@ def materialize(
     except BaseException:
         materializer.undo()
         raise
+    return bool(layers)
 
 
 def _built(spec: LayerSpec, index: int, device: torch.device, how: Initialization) -> nn.Module:
@@ -225,7 +228,7 @@ def _owners(layers: Iterable[nn.Module]) -> dict[Any, nn.Module]:
     """Of the layers that are there already the first one for each key of a ``TiedLayerSpec``."""
     owners: dict[Any, nn.Module] = {}
     for layer in layers:
-        tie: Tie | None = vars(layer).get("_syncpipe_tie")
+        tie: TieKey | None = vars(layer).get("_syncpipe_tie")
         if tie is not None:
             owners.setdefault(tie.key, layer)
     return owners
@@ -233,7 +236,7 @@ def _owners(layers: Iterable[nn.Module]) -> dict[Any, nn.Module]:
 
 def _tie(layer: nn.Module, owners: dict[Any, nn.Module]) -> None:
     """Lets a layer share what its ``TiedLayerSpec`` says with the first one of its key."""
-    tie: Tie | None = vars(layer).get("_syncpipe_tie")
+    tie: TieKey | None = vars(layer).get("_syncpipe_tie")
     if tie is None:
         return
     owner = owners.setdefault(tie.key, layer)

@@ -84,6 +84,8 @@ class Materializer:
         """
         new = [module for module in post_order(layer) if _all_waits(module)]
         places, made = list(_waiting_in(layer)), {}
+        if not places:
+            return  # it was at another place before
         for path, module, kind, name in places:
             tensor = kind[name]
             self._before.append(((kind, name), tensor))

@@ -11,7 +11,7 @@ from torch import nn
 
 from syncpipe.layers.callables import function_name, shown_arguments
 
-__all__ = ["LayerSpec", "Tie", "TiedLayerSpec"]
+__all__ = ["LayerSpec", "TieKey", "TiedLayerSpec"]
 
 
 class LayerSpec(nn.Module):
@@ -76,7 +76,7 @@ class LayerSpec(nn.Module):
         return []
 
 
-class Tie:
+class TieKey:
     """What a layer that a ``TiedLayerSpec`` built shares with others of the same key."""
 
     def __init__(self, key: Any, attributes: tuple[str, ...]) -> None:
@@ -131,7 +131,7 @@ class TiedLayerSpec(LayerSpec):
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = tied_weight_attr
-        self._tie = Tie(key, tuple(names))
+        self._tie = TieKey(key, tuple(names))
 
     def build(self) -> nn.Module:
         """Makes the layer, whose weights are its own still."""

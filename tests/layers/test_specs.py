@@ -307,12 +307,6 @@ def test_what_cannot_be_is_refused(what: str) -> None:
         make()
 
 
-def test_two_specs_that_build_one_module_are_refused() -> None:
-    one = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"one layer.*in two places"):
-        Pipe([LayerSpec(lambda: one), LayerSpec(lambda: one)], [1, 1])
-
-
 # --- init_fn -------------------------------------------------------------------------------------
 
 

@@ -181,7 +181,6 @@ REFUSED: dict[str, tuple[Callable[[Pipe], Any], type[Exception], str]] = {
     "far insert": (lambda p: p.insert(6, nn.ReLU()), IndexError, r"insert\(6, .*5 layers"),
     "slice": (lambda p: p.__setitem__(slice(2), nn.ReLU()), TypeError, "slice"),
     "far pop": (lambda p: p.pop(-6), IndexError, "layer -6 does not exist"),
-    "twice": (lambda p: p.append(p[0]), ValueError, "one layer.*in two places"),
     "balance": (lambda p: p.append(nn.ReLU(), balance=[5]), ValueError, "adds up to 5.*has 6"),
     "constructor": (lambda p: p.insert(0, LayerSpec(Failing)), KeyError, "mine"),
     "modes": (lambda p: p.pop(2, balance=[2, 2]), ValueError, "checkpoint=.* has 3 modes"),
