@@ -181,15 +181,19 @@ def materialize(
     Raises:
         ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
     """
-    layers = [
-        (index, worker.device, layer)
-        for index, (worker, layer) in enumerate(
-            (worker, layer)
-            for partition, worker in zip(partitions, workers, strict=True)
-            for layer in partition
-        )
-        if worker.device.type != "meta" and waiting(layer)
+    placed = [
+        (worker.device, layer)
+        for partition, worker in zip(partitions, workers, strict=True)
+        for layer in partition
     ]
+    stay: set[int] = set()  # what a stage on meta has, and others share with it
+    layers = []
+    for index, (device, layer) in enumerate(placed):
+        found = set(map(id, waiting(layer)))
+        if device.type == "meta":
+            stay |= found
+        elif found - stay:
+            layers.append((index, device, layer))
     for index, _, layer in layers:
         with _noted(f"in layer {index} ({type(layer).__name__})"):
             check_materializable(layer, how.init_fn)

@@ -26,9 +26,9 @@ def memory_of(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def waiting(module: nn.Module) -> bool:
-    """Whether any tensor of a module is on ``meta``."""
-    return any(map(_waits, chain(module.parameters(), module.buffers())))
+def waiting(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module that are on ``meta``."""
+    return list(filter(_waits, chain(module.parameters(), module.buffers())))
 
 
 def _waits(tensor: Tensor) -> bool:
