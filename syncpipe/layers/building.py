@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -77,10 +78,7 @@ class Initialization:
         if self.seed is None:
             return make()
         # Seeds that are neighbours must not give neighbouring layers the same numbers.
-        generator = torch.Generator().manual_seed(self.seed)
-        empty = torch.empty((), dtype=torch.int64, device="cpu")
-        start = int(empty.random_(generator=generator).item())
-        return _seeded(start, layer, device, make)
+        return _seeded(random.Random(self.seed).getrandbits(63), layer, device, make)
 
 
 def _seeded(seed: int, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
@@ -255,8 +253,9 @@ def _tie(layer: nn.Module, owners: dict[Any, nn.Module]) -> None:
                 f"{_described(shared)}: they must be alike"
             )
         for module in layer.modules():
-            for kind in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
-                kind.update({name: shared for name, value in kind.items() if value is own})
+            for name, value in [*module._parameters.items(), *module._buffers.items()]:
+                if value is own:
+                    setattr(module, name, shared)
 
 
 def _tensor(module: nn.Module, attribute: str) -> Tensor:

@@ -36,16 +36,14 @@ def as_sequential(layers: Any) -> nn.Sequential:
             check_module(layers)
             return layers
         made = copy.copy(layers)
-        made._modules = dict(layers._modules)
+        made._modules = {
+            name: copy.copy(layer) if isinstance(layer, LayerSpec) else layer
+            for name, layer in layers._modules.items()
+        }
     else:
         made = nn.Sequential()
         for index, (name, layer) in enumerate(_named(layers)):
             made.add_module(name, as_layer(layer, f"layer {index}"))
-    seen: set[int] = set()
-    for name, layer in made._modules.items():
-        if isinstance(layer, LayerSpec) and id(layer) in seen:
-            made._modules[name] = copy.copy(layer)
-        seen.add(id(layer))
     check_module(made)
     return made
 
@@ -67,7 +65,7 @@ def has_specs(module: nn.Sequential) -> bool:
 
 
 def as_layer(layer: Any, where: str) -> nn.Module:
-    """One layer as a module.
+    """One layer as a module; of a spec a copy, for the same one may stand for several layers.
 
     Args:
         layer: a module, a callable or a spec.
@@ -78,7 +76,7 @@ def as_layer(layer: Any, where: str) -> nn.Module:
         ValueError: a callable with parameters that the pipe would not see.
     """
     if isinstance(layer, nn.Module):
-        return layer
+        return copy.copy(layer) if isinstance(layer, LayerSpec) else layer
     if isinstance(layer, type):
         if issubclass(layer, nn.Module):
             raise TypeError(

@@ -15,9 +15,6 @@ __all__ = ["InitFn", "Materializer", "check_materializable", "memory_of", "post_
 
 #: Initialises one module: what ``nn.Module.apply`` takes.
 InitFn = Callable[[nn.Module], Any]
-#: A tensor of a module: the dict that it is in, and its name there.
-_Place = tuple[dict[str, Any], str]
-
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter is nn.MultiheadAttention's
 
 
@@ -71,7 +68,7 @@ class Materializer:
     def __init__(self, *, zeros: bool = False) -> None:
         self._zeros = zeros
         self._owned: dict[int, tuple[Tensor, Any]] = {}  # by id; the old one is kept alive
-        self._before: list[tuple[_Place, Tensor]] = []
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
 
     def run(self, layer: nn.Module, device: torch.device, init_fn: InitFn | None) -> None:
         """Materialises one layer in place.
@@ -86,14 +83,13 @@ class Materializer:
         places, made = list(_waiting_in(layer)), {}
         if not places:
             return  # it was at another place before
-        for path, module, kind, name in places:
-            tensor = kind[name]
-            self._before.append(((kind, name), tensor))
+        for path, module, name, tensor in places:
+            self._before.append((module, name, tensor))
             if id(tensor) not in made:
                 made[id(tensor)] = _empty(tensor, device), path, module, name
                 if self._zeros:
                     made[id(tensor)][0].detach().zero_()
-            kind[name] = made[id(tensor)][0]
+            setattr(module, name, made[id(tensor)][0])  # not into its dict: an RNN has lists, too
         with _Writes() as writes, torch.device(memory_of(device)), torch.no_grad():
             for module in new:
                 reset = _reset_of(module)
@@ -102,21 +98,25 @@ class Materializer:
             if init_fn is not None:
                 for module in new:
                     init_fn(module)
-        replaced = {id(kind[name]) for _, _, kind, name in places}
+        still = {id(getattr(module, name)) for _, module, name, _ in places}
         for tensor, path, module, name in made.values():
             untouched = tensor.untyped_storage()._cdata not in writes.storages
-            if tensor.numel() and untouched and id(tensor) in replaced and not self._zeros:
+            if tensor.numel() and untouched and id(tensor) in still and not self._zeros:
                 tried = [f"its {_RESETS[0]}()"] * (_reset_of(module) is not None)
                 tried += ["init_fn"] * (init_fn is not None)
                 why = f"{' and '.join(tried)} did not set it"
                 raise ValueError(_refusal(path, module, name, why))
-        for ((kind, name), old), _ in zip(self._before[-len(places) :], places, strict=True):
-            kind[name] = self._owned.setdefault(id(old), (old, kind[name]))[1]
+        for _, module, name, old in places:
+            owned = self._owned.setdefault(id(old), (old, getattr(module, name)))[1]
+            setattr(module, name, owned)
+        for module in new:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
     def undo(self) -> None:
         """Everything is on ``meta`` again."""
-        for (kind, name), tensor in reversed(self._before):
-            kind[name] = tensor
+        for module, name, tensor in reversed(self._before):
+            setattr(module, name, tensor)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -125,12 +125,11 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _waiting_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any], str]]:
+def _waiting_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for path, module in layer.named_modules():
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and _waits(tensor):
-                    yield path, module, kind, name
+        for name, tensor in _own(module):
+            if _waits(tensor):
+                yield path, module, name, tensor
 
 
 def _all_waits(module: nn.Module) -> bool:

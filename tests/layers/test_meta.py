@@ -144,6 +144,27 @@ def test_layers_with_values_are_left_alone() -> None:
     assert (pipe[1].weight == 0).all()
 
 
+class Recurrent(nn.Module):
+    """Keeps its parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def test_recurrent_layers_compute_with_their_new_parameters() -> None:
+    torch.manual_seed(1)
+    plain, x = Recurrent(), torch.randn(4, WIDTH)
+    torch.manual_seed(1)
+    pipe = Pipe(meta(lambda: nn.Sequential(nn.ReLU(), Recurrent())), [1, 1])
+    assert torch.equal(pipe(x), plain(x.relu()))
+    pipe(x).sum().backward()
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
 def test_modules_with_values_beside_others_on_meta_are_left_alone() -> None:
     norm = nn.BatchNorm1d(WIDTH)
     norm.running_mean.fill_(5.0)

@@ -111,6 +111,8 @@ def test_callables_and_specs_may_be_added() -> None:
     assert [type(layer).__name__ for layer in pipe] == [
         "Linear", "ReLU", "Function", "Linear", "Linear", "Linear", "Function",
     ]  # fmt: skip
+    pipe.extend([LayerSpec(nn.Linear, 3, 3)] * 2)
+    assert pipe[-1].weight is not pipe[-2].weight
     assert pipe(torch.randn(4, 3)).shape == (4, 3)
 
 
