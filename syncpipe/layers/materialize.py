@@ -25,11 +25,7 @@ def memory_of(device: torch.device) -> torch.device:
 
 def waiting(module: nn.Module) -> list[Tensor]:
     """The tensors of a module that are on ``meta``."""
-    return list(filter(_waits, chain(module.parameters(), module.buffers())))
-
-
-def _waits(tensor: Tensor) -> bool:
-    return tensor.is_meta and not is_lazy(tensor)
+    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta]
 
 
 def post_order(module: nn.Module) -> list[nn.Module]:
@@ -47,7 +43,7 @@ def check_materializable(layer: nn.Module, init_fn: InitFn | None) -> None:
     """
     for path, module in layer.named_modules():
         for name, tensor in _own(module):
-            if not _waits(tensor):
+            if not tensor.is_meta:
                 continue
             if not _all_waits(module):
                 raise ValueError(_refusal(path, module, name, "others of its tensors are not"))
@@ -87,7 +83,7 @@ class Materializer:
             self._before.append((module, name, tensor))
             if id(tensor) not in made:
                 made[id(tensor)] = _empty(tensor, device), path, module, name
-                if self._zeros:
+                if self._zeros and not is_lazy(tensor):
                     made[id(tensor)][0].detach().zero_()
             setattr(module, name, made[id(tensor)][0])  # not into its dict: an RNN has lists, too
         with _Writes() as writes, torch.device(memory_of(device)), torch.no_grad():
@@ -100,6 +96,8 @@ class Materializer:
                     init_fn(module)
         still = {id(getattr(module, name)) for _, module, name, _ in places}
         for tensor, path, module, name in made.values():
+            if any(is_lazy(own) for _, own in _own(module)):
+                continue  # its first forward gives it shapes, and resets it
             untouched = tensor.untyped_storage()._cdata not in writes.storages
             if tensor.numel() and untouched and id(tensor) in still and not self._zeros:
                 tried = [f"its {_RESETS[0]}()"] * (_reset_of(module) is not None)
@@ -128,13 +126,13 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _waiting_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for path, module in layer.named_modules():
         for name, tensor in _own(module):
-            if _waits(tensor):
+            if tensor.is_meta:
                 yield path, module, name, tensor
 
 
 def _all_waits(module: nn.Module) -> bool:
     tensors = list(chain(module.parameters(), module.buffers()))
-    return bool(tensors) and all(map(_waits, tensors))
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
@@ -153,6 +151,11 @@ def _refusal(path: str, module: nn.Module, name: str, why: str) -> str:
 
 def _empty(tensor: Tensor, device: torch.device) -> Any:
     """Memory for a tensor; what else is known of it stays."""
+    if is_lazy(tensor):
+        kind: Any = type(tensor)
+        return kind(
+            requires_grad=tensor.requires_grad, device=memory_of(device), dtype=tensor.dtype
+        )
     made: Any = torch.empty_like(tensor.detach(), device=memory_of(device))
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)

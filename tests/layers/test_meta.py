@@ -165,6 +165,12 @@ def test_recurrent_layers_compute_with_their_new_parameters() -> None:
     assert all(p.grad is not None for p in pipe.parameters())
 
 
+def test_lazy_layers_get_their_shape_on_their_device() -> None:
+    pipe = Pipe(meta(lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())), [1, 1])
+    assert pipe(torch.randn(4, WIDTH)).isfinite().all()
+    assert [type(layer) for layer in pipe] == [nn.Linear, nn.BatchNorm1d]
+
+
 def test_modules_with_values_beside_others_on_meta_are_left_alone() -> None:
     norm = nn.BatchNorm1d(WIDTH)
     norm.running_mean.fill_(5.0)
