@@ -10,6 +10,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from textwrap import indent
 from typing import Any, Self, cast, overload
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
+from syncpipe.layers.building import Initialization, build_specs, materialize
+from syncpipe.layers.editing import Editable
+from syncpipe.layers.listing import Layers, as_sequential, has_specs
 from syncpipe.layers.placement import (
     check_balance,
     check_devices,
@@ -39,21 +43,28 @@ from syncpipe.stages.run import Partition
 __all__ = ["Partitioned"]
 
 
-class Partitioned(nn.Module):
+_AS_IT_COMES = Initialization()
+
+
+class Partitioned(Editable):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
 
     def _cut(
         self,
-        module: nn.Sequential,
+        layers: Layers,
         balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
+        init_fn: Any = None,
+        seed: Any = None,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
-        check_module(module)
-        verify_skippables(module)
+        module = as_sequential(layers)
+        if not has_specs(module):
+            verify_skippables(module)
+        how = Initialization.checked(module, init_fn, seed)
         if balance is None:
             balance, devices = _placed(module, devices)
         self._asked_devices = None if devices is None else check_devices(devices)
@@ -61,7 +72,7 @@ class Partitioned(nn.Module):
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
-        self._place(sizes, self._resolve(len(sizes)))
+        self._place(sizes, self._resolve(len(sizes)), how)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
@@ -82,7 +93,9 @@ class Partitioned(nn.Module):
             default_devices(partitions) if devices is None else devices, partitions
         )
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+    def _place(
+        self, balance: list[int], workers: list[Worker], how: Initialization = _AS_IT_COMES
+    ) -> None:
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
         layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
@@ -97,7 +110,12 @@ class Partitioned(nn.Module):
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
+        built = build_specs(partitions, workers, how)
         check_shared(partitions, workers)
+        materialize(partitions, workers, how)
+        if built:
+            for partition in partitions:
+                self._modules.update(partition._modules)
         if self._defers:
             defer_batch_norm(self)
         move_layers(partitions, workers)
@@ -158,11 +176,27 @@ class Partitioned(nn.Module):
         """Notices layers that were replaced by name (``pipe.fc = ...``, quantization, LoRA)."""
         if tuple(self._modules.values()) == self._layers:
             return
+        self._check_layers()
+        self._place(check_balance(self._balance, len(self)), self._workers)
+
+    def _check_layers(self) -> nn.Sequential:
+        """The layers by themselves, as far as they can be checked before specs are built."""
         module = nn.Sequential()
         module._modules.update(cast("dict[str, nn.Module]", self._modules))
         check_module(module)
-        verify_skippables(module)
-        self._place(check_balance(self._balance, len(self)), self._workers)
+        if not has_specs(module):
+            verify_skippables(module)
+        return module
+
+    def _edit(self, layers: dict[str, nn.Module], balance: Iterable[int] | str) -> None:
+        before = dict(self._modules)
+        try:
+            self._modules = dict(layers)
+            sizes = self._sizes(balance, self._check_layers())
+            self._place(sizes, self._resolve(len(sizes)))
+        except BaseException:
+            self._modules = before
+            raise
 
     def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``."""
@@ -193,6 +227,14 @@ class Partitioned(nn.Module):
                 if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _shown_stages(self) -> Iterator[str]:
+        """The lines of the ``repr`` that show the layers."""
+        layers = iter(self._modules.items())
+        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
+            yield f"  stage {j} on {device}:"
+            for name, layer in islice(layers, size):
+                yield indent(f"({name}): {layer!r}", "    ")
 
     def _layer_devices(self) -> list[torch.device]:
         return [

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
-from textwrap import indent
 from typing import Any
 
 from torch import nn
 
 from syncpipe.forward import forward
+from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
     check_length,
@@ -54,7 +53,8 @@ class Pipe(Partitioned):
         loss.backward()
 
     Args:
-        module: the layers. They are moved to their devices in place.
+        module: an ``nn.Sequential`` or a list of layers: modules, which are moved to their devices
+            in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
         balance: for each partition the number of its layers; or how to find it, one partition for
             each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
             many layers), ``"type:regex"`` (as many layers whose class has a name that matches).
@@ -74,10 +74,14 @@ class Pipe(Partitioned):
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
             it had gone through whole. These layers get a class of their own that differs from
             BatchNorm within such a pipe only.
+        init_fn: called with each module, children first, of layers that are built here (specs) or
+            given values (``meta``), after their constructor or ``reset_parameters()``.
+        seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
+            alone, on devices of one kind; global generators stay as they are.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
-            (``verify_skippables``), or another argument is of the wrong type.
+        TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
+            (``verify_skippables``).
         ValueError: ``balance`` does not fit the module, ``chunks`` or ``checkpoint`` is not
             possible, or layers or parameters are shared where they cannot be.
         IndexError: fewer devices than partitions.
@@ -85,7 +89,7 @@ class Pipe(Partitioned):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: Layers,
         balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Any] | None = None,
@@ -94,13 +98,15 @@ class Pipe(Partitioned):
         schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm)
+        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed)
 
     @property
     def chunks(self) -> int:
@@ -145,10 +151,10 @@ class Pipe(Partitioned):
         """
         return self._measured.schedules
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+    def _place(self, balance: list[int], workers: list[Worker], *how: Any) -> None:
         check_length(self._checkpoint, len(balance))
         check_slots(self._schedule, len(balance))
-        super()._place(balance, workers)
+        super()._place(balance, workers, *how)
         self._measured = Measured()
 
     def forward(self, input: Any) -> Any:
@@ -405,13 +411,8 @@ class Pipe(Partitioned):
         return {**self.__dict__, "_pipeline": None, "_trace": None, "_measured": Measured()}
 
     def __repr__(self) -> str:
-        lines = [
+        shown = (
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
-        ]
-        layers = iter(self._modules.items())
-        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
-            lines.append(f"  stage {j} on {device}:")
-            for name, layer in islice(layers, size):
-                lines.append(indent(f"({name}): {layer!r}", "    "))
-        return "\n".join([*lines, ")"])
+        )
+        return "\n".join([shown, *self._shown_stages(), ")"])
