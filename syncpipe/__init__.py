@@ -8,6 +8,7 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NoChunk",
     "Pipe",
+    "PipeSequential",
     "Plan",
     "RepeatingLoader",
     "Worker",

@@ -31,6 +31,7 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.unpack import PipeSequential, unpacks
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -50,6 +51,7 @@ class Partitioned(nn.Module):
         balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
+        unpack: bool,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         check_module(module)
@@ -61,6 +63,7 @@ class Partitioned(nn.Module):
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
+        self._unpack = unpack or unpacks(module)
         self._place(sizes, self._resolve(len(sizes)))
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
@@ -94,6 +97,7 @@ class Partitioned(nn.Module):
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
             partition.training, partition.defers = self.training, self._defers
+            partition.unpack = self._unpack
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
@@ -148,7 +152,7 @@ class Partitioned(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         items = cast("list[tuple[str, nn.Module]]", list(self._modules.items()))
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(items[index]))
+            return (PipeSequential if self._unpack else nn.Sequential)(OrderedDict(items[index]))
         try:
             return items[operator.index(index)][1]
         except IndexError:

@@ -73,6 +73,8 @@ class Pipe(Partitioned):
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
             it had gone through whole. These layers get a class of their own that differs from
             BatchNorm within such a pipe only.
+        unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
+            arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
@@ -93,13 +95,14 @@ class Pipe(Partitioned):
         schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
+        unpack: bool = False,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm)
+        self._cut(module, balance, devices, deferred_batch_norm, unpack)
 
     @property
     def chunks(self) -> int:

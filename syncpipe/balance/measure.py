@@ -27,6 +27,7 @@ from syncpipe.balance.sandbox import (
 )
 from syncpipe.balance.stored import size_of
 from syncpipe.layers.placement import check_module
+from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import NoChunk, scatter
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
@@ -114,7 +115,10 @@ def profile(
     def run() -> Profile:
         with place.mode:
             lanes = [
-                Progress(size, _cut(sample, samples, size, place), len(module)) for size in chosen
+                Progress(
+                    size, _cut(sample, samples, size, place), len(module), unpack=unpacks(module)
+                )
+                for size in chosen
             ]
             profiler = _Profiler(module, lanes, place, deadline if time else None, timeout, bar)
             return profiler.run()

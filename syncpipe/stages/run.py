@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.layers.unpack import Unpacked, call_note, chained
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
@@ -42,10 +43,13 @@ class Partition(nn.Sequential):
     """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
 
     defers = False  #: whether running statistics of context normalisations move once per mini-batch
+    unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
         if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
+            if self.unpack:
+                return chained(self._modules.values(), input)
             return super().forward(input)  # type: ignore[no-untyped-call]
         return cell.layers(input)
 
@@ -250,15 +254,19 @@ class StageRun:
         stage = self.stage
         first = not self.recomputing and not self.context.forwards[stage.j]
         care = first or self.drawn is not None
+        unpack = stage.partition.unpack
         k = 0
         try:
             for k, layer in enumerate(stage.partition._modules.values()):
+                call: Any = Unpacked(layer) if unpack else layer
                 if stage.draws[k] or (care and not never_draws(layer)):
-                    value = self._drawing(k, layer, value, first)
+                    value = self._drawing(k, call, value, first)
                 else:
-                    value = layer(value)
+                    value = call(value)
         except BaseException as error:
             annotate(error, f"in {self._layer(k)} of {self}")
+            if note := call_note(error, layer, value, unpack=unpack):
+                annotate(error, note)
             raise
         return value
 
