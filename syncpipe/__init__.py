@@ -8,6 +8,7 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.checkpoint import Selective
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
@@ -25,6 +26,7 @@ __all__ = [
     "PipeSequential",
     "Plan",
     "RepeatingLoader",
+    "Selective",
     "Worker",
     "inline",
     "is_checkpointing",

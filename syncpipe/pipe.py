@@ -11,13 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from syncpipe.checkpoint import checked_modes, modes_of_stages
 from syncpipe.forward import forward
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
-    check_length,
     check_slots,
     checked_chunks,
-    checked_modes,
     checked_schedule,
     shown_schedule,
 )
@@ -64,10 +63,11 @@ class Pipe(Partitioned):
             ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
             accelerators; where there is none, one CPU worker for each partition.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
-        checkpoint: which micro-batches are re-materialized, storing nothing for backward and
-            being computed again there: ``"always"`` all of them, ``"except_last"`` all but the
-            last, ``"never"`` none; or one of these for each stage. It makes no difference in
-            ``eval()`` mode and without grad.
+        checkpoint: what stores nothing for backward and is computed again there: of the
+            micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;
+            the layers that a function picks, or a list; what a :class:`Selective` does not save.
+            ``"offload"`` sends activations to the host instead. Or one of these for each stage;
+            see :attr:`checkpoint`. It makes no difference in ``eval()`` mode and without grad.
         schedule: what :meth:`train_batch` uses if it is not told otherwise.
         slots: likewise, short for a schedule with slots.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
@@ -91,7 +91,7 @@ class Pipe(Partitioned):
         *,
         devices: Iterable[Any] | None = None,
         chunks: int = 1,
-        checkpoint: str | Sequence[str] = "except_last",
+        checkpoint: Any = "except_last",
         schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
@@ -114,15 +114,15 @@ class Pipe(Partitioned):
         self._chunks = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str | tuple[str, ...]:
-        """Which micro-batches are re-materialized: always, except_last or never; or by stage."""
+    def checkpoint(self) -> Any:
+        """What is re-materialized, or sent to the host, by stage; see docs/memory.md."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
-        modes = checked_modes(checkpoint)
-        check_length(modes, len(self._balance))
-        self._checkpoint = modes
+    def checkpoint(self, checkpoint: Any) -> None:
+        asked = checked_modes(checkpoint)
+        self._modes = modes_of_stages(asked, list(self), self._balance)
+        self._checkpoint = asked
 
     @property
     def schedule(self) -> ScheduleLike:
@@ -148,10 +148,10 @@ class Pipe(Partitioned):
         return self._measured.schedules
 
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
-        check_length(self._checkpoint, len(balance))
+        modes = modes_of_stages(self._checkpoint, list(self), balance)
         check_slots(self._schedule, len(balance))
         super()._place(balance, workers)
-        self._measured = Measured()
+        self._modes, self._measured = modes, Measured()
 
     def forward(self, input: Any) -> Any:
         """Runs a mini-batch through the pipeline.
@@ -343,15 +343,10 @@ class Pipe(Partitioned):
     def _running(self) -> dict[str, Any]:
         """How to run a mini-batch."""
         return {
-            "checkpoint": self._modes() if self.training else ("never",) * len(self._balance),
+            "checkpoint": self._modes if self.training else ("never",) * len(self._balance),
             "inline": INLINE.get(),
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
-
-    def _modes(self) -> tuple[str, ...]:
-        """For each stage which micro-batches are re-materialized."""
-        modes = self._checkpoint
-        return (modes,) * len(self._balance) if isinstance(modes, str) else modes
 
     def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
         if not self._modules:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
@@ -29,6 +30,7 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.stages.by_layer import divided
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
 from syncpipe.stages.transfer import Note, send
@@ -107,7 +109,7 @@ class Call:
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
-        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
 
@@ -122,7 +124,7 @@ class Call:
         pipeline: Pipeline,
         m: int,
         *,
-        checkpoint: Sequence[str],
+        checkpoint: Sequence[StageMode],
         inline: bool,
         recorder: Recorder | None,
     ) -> None:
@@ -133,9 +135,12 @@ class Call:
         )
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
-        counts = {"always": m, "except_last": m - 1, "never": 0}
+        counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
         recorded = state.grad and not nested
-        self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
+        modes = checkpoint if recorded else ["never"] * len(checkpoint)
+        self.rematerialized = tuple(
+            counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
+        )
         stages = pipeline.stages
         self.context = CallContext(
             m,
@@ -147,6 +152,16 @@ class Call:
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
             recorder=recorder,
             plain=[stage.plain for stage in stages],
+            divided={
+                stage: divided(stage, mode.spans)
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, ByLayer) and mode.spans
+            },
+            selective={
+                stage: mode
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, Selective)
+            },
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]

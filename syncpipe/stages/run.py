@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncpipe.checkpoint import Selective
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note, chained
 from syncpipe.runtime.errors import annotate
@@ -69,6 +70,8 @@ class CallContext:
         recorder: writes down what runs when, for a trace.
         plain: for each stage ``StageLayers.plain``.
         modules: for each stage that re-materializes its modules as they are.
+        divided: for each stage that re-materializes some of its layers how it runs them.
+        selective: for each stage that saves some operations which.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
 
@@ -81,7 +84,9 @@ class CallContext:
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
     plain: list[bool]
-    modules: dict[int, ModuleState] = field(default_factory=dict)
+    modules: dict[StageLayers, ModuleState] = field(default_factory=dict)
+    divided: dict[StageLayers, Any] = field(default_factory=dict)
+    selective: dict[StageLayers, Selective] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
 
@@ -119,6 +124,7 @@ class StageLayers:
         self.defers = partition.defers and any(
             isinstance(child, DeferredBatchNorm) for child in partition.modules()
         )
+        self.device = device
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self.own = [True] * len(self.names)  # for each layer: a private generator may stand in
@@ -127,6 +133,7 @@ class StageLayers:
         self.python_behind = False  # whether there is Python code in the graph
         self._nests = False
         self._new = True  # never re-materialized
+        self.divided: Any = None  # its units, if it was ever divided into some
 
     @property
     def layers_in_words(self) -> str:
@@ -252,6 +259,8 @@ class StageRun:
     def layers(self, value: Any) -> Any:
         """The layers of the partition, one after another."""
         stage = self.stage
+        if self.context.divided and (units := self.context.divided.get(stage)) is not None:
+            return units.run(self, value)
         first = not self.recomputing and not self.context.forwards[stage.j]
         care = first or self.drawn is not None
         unpack = stage.partition.unpack

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
@@ -42,7 +43,7 @@ def train(
     loss_reduction: str,
     grad_scaler: Any,
     return_outputs: bool,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -126,7 +127,7 @@ def evaluate(
     modules: Sequence[nn.Module],
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
