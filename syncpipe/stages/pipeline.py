@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from syncpipe.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
+from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
@@ -164,6 +166,11 @@ class Call:
             },
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._offloads = {
+            j: self._offload(j)
+            for j, mode in enumerate(modes)
+            if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
+        }
         self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
@@ -182,6 +189,8 @@ class Call:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
             lane.wait_for(caller)
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        for j, offload in self._offloads.items():
+            offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
         run = partial(
             self.pipeline.engine.run,
             steps,
@@ -192,6 +201,8 @@ class Call:
         try:
             outside_of_turn(run)  # the order of locks is: stage before random state
         finally:
+            for offload in self._offloads.values():
+                offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
 
@@ -204,6 +215,9 @@ class Call:
             j: the stage.
         """
         lane, recorder = self.lane_of(j), self.recorder
+        offload = self._offloads.get(j)
+        if offload is not None and kind == "forward":
+            run = offload.around(run)
         if lane.streams is None and recorder is None:
             return run
 
@@ -214,6 +228,15 @@ class Call:
                     return run(i, parcels)
 
         return on_streams
+
+    def _offload(self, j: int) -> Offload:
+        """What sends the activations of a stage to the host."""
+        lane = self.lane_of(j)
+        assert lane.streams is not None
+        worker = self.pipeline.workers[self.pipeline.worker_of[j]]
+        partition = self.pipeline.stages[j].partition
+        own = chain(partition.parameters(), partition.buffers())
+        return Offload(lane, *worker.host_streams(lane.streams), own)
 
     def lane_of(self, j: int) -> Lane:
         """The lane of stage ``j``."""

@@ -73,7 +73,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._states.append([generator.get_state() for generator in self._generators])
 
 
-class _PutBack(_Noted):
+class _PutBack(_Noted):  # type: ignore[no-untyped-call]
     """Sets the states of generators to those that were noted."""
 
     def _drawn(self) -> None:

@@ -177,5 +177,5 @@ def test_it_is_printed_copied_and_refused():
     again(torch.randn(4, 3)).sum().backward()
     with pytest.raises(TypeError, match="must be a list of operations"):
         Selective(3)
-    with pytest.raises(ValueError, match="torch.mm|mm"):
+    with pytest.raises(ValueError, match="OpOverload"):
         Selective([torch.mm])
