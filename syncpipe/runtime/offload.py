@@ -97,6 +97,8 @@ class Offload:
     def _pack(self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]) -> _Stays | _Away:
         if type(tensor) is not Tensor or not _is_plain(tensor) or tensor.device != self.device:
             return _Stays(tensor)
+        if self.streams.current() != self.compute:  # a layer has streams of its own
+            return _Stays(tensor)
         start, stop = extent(tensor)
         storage = storage_of(tensor)
         if stop - start < SMALL or storage in self._own:
@@ -154,7 +156,7 @@ class _Copy:
     """
 
     __slots__ = (
-        "__weakref__", "_copied", "_host", "_i", "_k", "_offload", "_source", "_there", "memory",
+        "__weakref__", "_host", "_i", "_k", "_offload", "_source", "_there", "memory",
         "start", "stop",
     )  # fmt: skip
 
@@ -169,16 +171,13 @@ class _Copy:
         storage = tensor.untyped_storage()
         # Weakly; and no other storage has its address meanwhile.
         self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        streams, out, stream = offload.streams, offload.out, offload.streams.current()
+        streams, out = offload.streams, offload.out
         memory = _view(storage, tensor.device, torch.uint8, start, (stop - start,), (1,))
         self._host = _on_host(stop - start)
-        streams.wait(out, streams.record(stream))
+        streams.wait(out, streams.record(offload.compute))
         with streams.use(out):
             self._host.copy_(memory, non_blocking=True)
-        self._copied = streams.record(out)
-        if stream != offload.compute:  # a layer has streams of its own
-            streams.keep(memory, out)
-        offload.leave(self._copied, memory)
+        offload.leave(streams.record(out), memory)
 
     def fetch(self) -> None:
         """Starts to bring it back, unless that was done."""
@@ -189,13 +188,13 @@ class _Copy:
         if storage is not None:  # it was never gone
             self.memory = _view(storage, offload.device, torch.uint8, self.start, (size,), (1,))
             return
-        streams, back, stream = offload.streams, offload.back, offload.streams.current()
+        streams, back = offload.streams, offload.back
         memory = torch.empty(size, dtype=torch.uint8, device=offload.device)
-        streams.wait(back, self._copied)
-        streams.wait(back, streams.record(stream))  # its memory may still be in use before that
+        # It has waited for the copy to the host, and for all who had this memory before.
+        streams.wait(back, streams.record(offload.compute))
         with streams.use(back):
             memory.copy_(self._host, non_blocking=True)
-        self._there = (stream, streams.record(back))
+        self._there = streams.record(back)
         self.memory = memory
 
     def here(self) -> Tensor:
@@ -205,13 +204,8 @@ class _Copy:
         assert memory is not None
         offload = self._offload
         if there is not None:
-            stream = offload.streams.current()
-            offload.streams.wait(stream, there[1])
-            if stream != there[0]:
-                offload.streams.keep(memory, stream)
-            else:
-                self._there = None
-        offload.let_go()
+            offload.streams.wait(offload.compute, there)
+            self._there = None
         offload.coming(self._i, self._k)
         if _graph_stays():
             self.memory = None
@@ -219,7 +213,7 @@ class _Copy:
 
     def __del__(self) -> None:
         if self._there is not None:  # nobody asked for it: its memory must not be used before
-            self._offload.streams.wait(*self._there)
+            self._offload.streams.wait(self._offload.compute, self._there)
 
 
 class _Stays:
