@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
+from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.placement import (
     check_balance,
@@ -44,6 +45,7 @@ class Partitioned(nn.Module):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
+    _checkpoint: Any
 
     def _cut(
         self,
@@ -101,11 +103,13 @@ class Partitioned(nn.Module):
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
+        modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
         check_shared(partitions, workers)
         if self._defers:
             defer_batch_norm(self)
         move_layers(partitions, workers)
         self._balance, self._workers, self._partitions = balance, workers, partitions
+        self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
 

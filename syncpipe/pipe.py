@@ -115,7 +115,11 @@ class Pipe(Partitioned):
 
     @property
     def checkpoint(self) -> Any:
-        """What is re-materialized, or sent to the host, by stage; see docs/memory.md."""
+        """What is computed again in backward, or sent to the host: for all stages, or for each.
+
+        By name; by layer, a function ``(layer) -> bool`` or a list of indices in the model (a
+        tuple or range in it is computed again together) or bools; or a :class:`Selective`.
+        """
         return self._checkpoint
 
     @checkpoint.setter
@@ -148,10 +152,9 @@ class Pipe(Partitioned):
         return self._measured.schedules
 
     def _place(self, balance: list[int], workers: list[Worker]) -> None:
-        modes = modes_of_stages(self._checkpoint, list(self), balance)
         check_slots(self._schedule, len(balance))
         super()._place(balance, workers)
-        self._modes, self._measured = modes, Measured()
+        self._measured = Measured()
 
     def forward(self, input: Any) -> Any:
         """Runs a mini-batch through the pipeline.
