@@ -8,7 +8,9 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.checkpoint import Selective
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
+from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -23,8 +25,10 @@ __all__ = [
     "LayerSpec",
     "NoChunk",
     "Pipe",
+    "PipeSequential",
     "Plan",
     "RepeatingLoader",
+    "Selective",
     "TiedLayerSpec",
     "Worker",
     "inline",

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather, scatter
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import Recorder
@@ -34,7 +35,7 @@ def forward(
     input: Any,
     *,
     chunks: int,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -44,7 +45,7 @@ def forward(
         pipeline: the pipeline.
         input: a tree of tensors and other values, on the first device.
         chunks: at most so many micro-batches.
-        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
     """

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
+from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.editing import Editable
@@ -35,6 +36,7 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.unpack import PipeSequential, unpacks
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -50,6 +52,7 @@ class Partitioned(Editable):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
+    _checkpoint: Any
 
     def _cut(
         self,
@@ -59,6 +62,7 @@ class Partitioned(Editable):
         deferred_batch_norm: bool,
         init_fn: Any = None,
         seed: Any = None,
+        unpack: bool = False,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         module = as_sequential(layers)
@@ -72,6 +76,7 @@ class Partitioned(Editable):
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
+        self._unpack = unpack or unpacks(module)
         self._place(sizes, self._resolve(len(sizes)), how)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
@@ -107,10 +112,12 @@ class Partitioned(Editable):
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
             partition.training, partition.defers = self.training, self._defers
+            partition.unpack = self._unpack
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
         built = build_specs(partitions, workers, how)
+        modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
         check_shared(partitions, workers)
         materialize(partitions, workers, how)
         if built:
@@ -120,6 +127,7 @@ class Partitioned(Editable):
             defer_batch_norm(self)
         move_layers(partitions, workers)
         self._balance, self._workers, self._partitions = balance, workers, partitions
+        self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
 
@@ -166,7 +174,7 @@ class Partitioned(Editable):
     def __getitem__(self, index: int | slice) -> nn.Module:
         items = cast("list[tuple[str, nn.Module]]", list(self._modules.items()))
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(items[index]))
+            return (PipeSequential if self._unpack else nn.Sequential)(OrderedDict(items[index]))
         try:
             return items[operator.index(index)][1]
         except IndexError:

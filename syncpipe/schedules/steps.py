@@ -75,6 +75,11 @@ class Steps:
         """All that has to be bound."""
         return tuple({step.what: None for steps in self.of for step in steps})
 
+    def backwards(self, j: int) -> list[int]:
+        """The micro-batches in the order in which they go back on a stage."""
+        steps = (step for row in self.of for step in row if step.what[1] == j)
+        return [step.i for step in steps if KINDS[step.what[0]].sends == "gradient"]
+
     @cached_property
     def serial(self) -> tuple[Step, ...]:
         """An order in which one thread can run all of them: each worker's next one in turn.

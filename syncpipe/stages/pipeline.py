@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
+from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
@@ -29,6 +32,7 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.stages.by_layer import divided
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
 from syncpipe.stages.transfer import Note, send
@@ -108,7 +112,7 @@ class Call:
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
-        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
 
@@ -123,7 +127,7 @@ class Call:
         pipeline: Pipeline,
         m: int,
         *,
-        checkpoint: Sequence[str],
+        checkpoint: Sequence[StageMode],
         inline: bool,
         recorder: Recorder | None,
     ) -> None:
@@ -134,9 +138,12 @@ class Call:
         )
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
-        counts = {"always": m, "except_last": m - 1, "never": 0}
+        counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
         recorded = state.grad and not nested
-        self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
+        modes = checkpoint if recorded else ["never"] * len(checkpoint)
+        self.rematerialized = tuple(
+            counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
+        )
         stages = pipeline.stages
         self.context = CallContext(
             m,
@@ -148,8 +155,23 @@ class Call:
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
             recorder=recorder,
             plain=[stage.plain for stage in stages],
+            divided={
+                stage: divided(stage, mode.spans)
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, ByLayer) and mode.spans
+            },
+            selective={
+                stage: mode
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, Selective)
+            },
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._offloads = {
+            j: self._offload(j)
+            for j, mode in enumerate(modes)
+            if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
+        }
         self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
@@ -168,6 +190,8 @@ class Call:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
             lane.wait_for(caller)
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        for j, offload in self._offloads.items():
+            offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
         run = partial(
             self.pipeline.engine.run,
             steps,
@@ -178,6 +202,8 @@ class Call:
         try:
             outside_of_turn(run)  # the order of locks is: stage before random state
         finally:
+            for offload in self._offloads.values():
+                offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
 
@@ -190,6 +216,9 @@ class Call:
             j: the stage.
         """
         lane, recorder = self.lane_of(j), self.recorder
+        offload = self._offloads.get(j)
+        if offload is not None and kind == "forward":
+            run = offload.around(run)
         if lane.streams is None and recorder is None:
             return run
 
@@ -200,6 +229,15 @@ class Call:
                     return run(i, parcels)
 
         return on_streams
+
+    def _offload(self, j: int) -> Offload:
+        """What sends the activations of a stage to the host."""
+        lane = self.lane_of(j)
+        assert lane.streams is not None
+        worker = self.pipeline.workers[self.pipeline.worker_of[j]]
+        partition = self.pipeline.stages[j].partition
+        own = chain(partition.parameters(), partition.buffers())
+        return Offload(lane, *worker.host_streams(lane.streams), own)
 
     def lane_of(self, j: int) -> Lane:
         """The lane of stage ``j``."""

@@ -20,6 +20,7 @@ from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
 from syncpipe.stages.inplace import Given, entering, handed_on
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
+from syncpipe.stages.selective import SelectiveRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
@@ -65,7 +66,7 @@ class Stage(StageLayers):
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        cell = StageRun(self, i, context)
+        cell = self._cell(i, context) if rematerialize else StageRun(self, i, context)
         if rematerialize:
             self._modules(context)  # so that `_locked` knows whether there is anything to lock
         outputs, frame = self._locked(self._run, cell, inputs, rematerialize, marks, target)
@@ -96,7 +97,7 @@ class Stage(StageLayers):
         Returns:
             The outputs, and how to compute them again.
         """
-        cell = StageRun(self, i, context)
+        cell = self._cell(i, context)
         self._modules(context)
         outputs, recomputation = self._locked(
             self._run_without_storing, cell, inputs, detached, marks, target
@@ -183,6 +184,13 @@ class Stage(StageLayers):
                 context.backward_draws[self.j] = self.backward_draws
 
         self._locked(seeded)  # the order of locks is: stage before random state
+
+    def _cell(self, i: int, context: CallContext) -> StageRun:
+        """A run that will be computed again."""
+        policy = context.selective.get(self)
+        if policy is None:
+            return StageRun(self, i, context)
+        return SelectiveRun(self, i, context, policy)
 
     def _locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs something that may touch the buffers of this stage."""
@@ -314,13 +322,13 @@ class Stage(StageLayers):
             self._new = False
             after = ModuleState(self.partition, self.changes)
             if state.modules.lazy or not after.like(state.modules):
-                state.modules = context.modules[self.j] = after
+                state.modules = context.modules[self] = after
 
     def _modules(self, context: CallContext) -> ModuleState:
         """The modules as they are in this call; looked at before its first cell."""
-        if self.j not in context.modules:
-            context.modules[self.j] = ModuleState(self.partition, self.changes)
-        return context.modules[self.j]
+        if self not in context.modules:
+            context.modules[self] = ModuleState(self.partition, self.changes)
+        return context.modules[self]
 
     def _recorded(self, cell: StageRun) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""

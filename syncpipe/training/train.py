@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
@@ -49,7 +50,7 @@ def train(
     accumulate: float,
     grad_scaler: Any,
     return_outputs: bool,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -140,7 +141,7 @@ def evaluate(
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str | None,
     weight: Any,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
