@@ -54,7 +54,8 @@ def forward(
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    call.run(forward_steps(pipeline.edges, call.context.m, pipeline.worker_of), run, first)
+    steps = forward_steps(pipeline.edges, call.context.m, pipeline.worker_of)
+    call.run(steps, run, first, graph=call.context.state.grad)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
@@ -88,6 +89,8 @@ class _Forward:
             marks: Sequence[int] = ()
         else:
             inputs, marks = unpacked(parcels)
+        if self._call.ties is not None:
+            inputs, marks = self._call.ties.joined(i, j, inputs, marks)
         stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
         outputs, frame = stage.forward(
             i, inputs, self._context, rematerialize=rematerialize, marks=marks

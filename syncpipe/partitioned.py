@@ -22,7 +22,6 @@ from syncpipe.layers.placement import (
     check_devices,
     check_module,
     check_no_hooks,
-    check_shared,
     default_devices,
     missing_balance,
     move_layers,
@@ -31,6 +30,8 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.ties import check_memory, find_ties
+from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -97,10 +98,12 @@ class Partitioned(nn.Module):
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
-        check_shared(partitions, workers)
+        ties = find_ties(partitions)
+        if not all(same_memory(worker.device, workers[0].device) for worker in workers):
+            check_memory(partitions)
         if self._defers:
             defer_batch_norm(self)
-        move_layers(partitions, workers)
+        move_layers(partitions, workers, ties)
         self._balance, self._workers, self._partitions = balance, workers, partitions
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
+from syncpipe.layers.ties import find_ties
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
@@ -31,6 +32,7 @@ from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
+from syncpipe.stages.ties import CallTies, Copies
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
@@ -85,6 +87,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
+        self.copies: Copies = {}  # of tied weights, on other devices
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j, stage in enumerate(self.stages):
@@ -115,6 +118,7 @@ class Call:
         context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
         rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
+        ties: the tensors that stages share; None if there are none.
     """
 
     def __init__(
@@ -149,24 +153,36 @@ class Call:
             plain=[stage.plain for stage in stages],
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
-        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
+        self.ties: CallTies | None = None
+        partitions = [stage.partition for stage in stages]
+        if len(stages) > 1 and (ties := find_ties(partitions)):
+            lanes = [self.lane_of(stage.j) for stage in stages]
+            self.ties = CallTies(ties, partitions, lanes, pipeline.edges, self.context)
+        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
 
-    def run(self, steps: Steps, task: Task, input: Any) -> None:
+    def run(self, steps: Steps, task: Task, input: Any, *, graph: bool = False) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
         Args:
             steps: the program.
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
+            graph: the caller gets an autograd graph.
         """
         for lane, caller in zip(self.lanes, self._callers, strict=True):
             lane.wait_for(caller)
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        ties, copies = self.ties, self.pipeline.copies
+        if ties is not None:
+            self.pipeline.copies = ties.prepare(copies, graph=graph, recorder=self.recorder)
+        elif copies:
+            self.pipeline.copies = {}
         run = partial(
             self.pipeline.engine.run,
             steps,
@@ -179,6 +195,8 @@ class Call:
         finally:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
+        if ties is not None:
+            ties.check()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.

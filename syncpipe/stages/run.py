@@ -30,6 +30,7 @@ from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
+from syncpipe.stages.stand_ins import StandIns
 
 __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
@@ -64,6 +65,7 @@ class CallContext:
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
         plain: for each stage ``StageLayers.plain``.
+        stand_ins: for each stage that computes with other tensors than its modules hold.
         modules: for each stage that re-materializes its modules as they are.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
@@ -77,6 +79,7 @@ class CallContext:
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
     plain: list[bool]
+    stand_ins: dict[int, StandIns] = field(default_factory=dict)
     modules: dict[int, ModuleState] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
@@ -174,10 +177,11 @@ class StageLayers:
 class StageRun:
     """One run of a stage for one micro-batch."""
 
-    __slots__ = ("context", "drawn", "i", "recomputing", "stage")
+    __slots__ = ("context", "drawn", "i", "partition", "recomputing", "stage")
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
+        self.partition: nn.Module = stage.partition
         self.i = i
         self.context = context
         self.recomputing = False
@@ -215,8 +219,16 @@ class StageRun:
             return self._with_skips(inputs)
 
     def _with_skips(self, inputs: Inputs) -> Inputs:
-        stage = self.stage
+        stand_ins = self.context.stand_ins.get(self.stage.j)
+        if stand_ins is None:
+            return self._stashing(*inputs)
         value, skips = inputs
+        count = len(self.stage.pops)
+        with stand_ins.holding(skips[count:]) as self.partition:
+            return self._stashing(value, skips[:count])
+
+    def _stashing(self, value: Any, skips: tuple[Any, ...]) -> Inputs:
+        stage = self.stage
         if not stage.has_skips:
             return self._partition(value), ()
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
@@ -252,7 +264,7 @@ class StageRun:
         care = first or self.drawn is not None
         k = 0
         try:
-            for k, layer in enumerate(stage.partition._modules.values()):
+            for k, layer in enumerate(self.partition._modules.values()):
                 if stage.draws[k] or (care and not never_draws(layer)):
                     value = self._drawing(k, layer, value, first)
                 else:

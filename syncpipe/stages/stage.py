@@ -238,7 +238,7 @@ class Stage(StageLayers):
             marks = self._marked(cell, inputs, marks, target)
             outputs, frame = self._rematerialized(cell, inputs, marks)
         else:
-            if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+            if self.j == 0 and (marks or self._mutates_inputs(cell.context) is not False):
                 marks = self._marked(cell, inputs, marks, target)
             if any(marks):
                 outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
@@ -269,12 +269,12 @@ class Stage(StageLayers):
     def _marked(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
     ) -> Sequence[int]:
-        """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
+        """The marks of the inputs; stage 0, which gets the caller's tensors, finds theirs here."""
         if self.j > 0:
             return marks
         if self._mutates_inputs(cell.context) is False:
-            return [0] * len(tensors_in(inputs))
-        return entering(inputs, target)
+            return [*[0] * (len(tensors_in(inputs)) - len(marks)), *marks]
+        return [*entering(inputs[0], target), *marks]
 
     def _mutates_inputs(self, context: CallContext) -> bool | None:
         """Whether the layers write into inputs as they are now; None: that is not known."""
@@ -353,7 +353,8 @@ class Stage(StageLayers):
             raise RuntimeError(
                 f"{cell} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it went over the partition border "
-                "more than once, stashed as a skip, say): they would not see it. Let the layer "
+                "more than once, stashed as a skip, say; or it is a parameter or buffer that is "
+                "tied to another stage's): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
         if mutated and given.lost(written):
