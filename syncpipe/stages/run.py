@@ -181,7 +181,7 @@ class StageRun:
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
-        self.partition: nn.Module = stage.partition
+        self.partition = stage.partition
         self.i = i
         self.context = context
         self.recomputing = False

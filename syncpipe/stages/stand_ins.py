@@ -53,12 +53,13 @@ class StandIns:
         if id(module) not in seen:
             seen.add(id(module))
             children = [c for c in module._modules.values() if c is not None]
-            if any([self._lead(c, holders, seen) for c in children]) or id(module) in holders:
+            led = [self._lead(child, holders, seen) for child in children]  # all of them
+            if any(led) or id(module) in holders:
                 self._on_the_way.add(id(module))
         return id(module) in self._on_the_way
 
     @contextmanager
-    def holding(self, tensors: Sequence[Tensor]) -> Iterator[nn.Module]:
+    def holding(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
         """The partition with these tensors, one for each tie.
 
         Args:
@@ -125,9 +126,9 @@ class _Made:
         return value
 
     def _rebound_partial(self, value: partial[Any], depth: int) -> partial[Any]:
-        args = [self._in_closure(item, depth) for item in (value.func, *value.args)]
+        args = [self._in_closure(item, depth) for item in value.args]
         keywords = {name: self._in_closure(item, depth) for name, item in value.keywords.items()}
-        return partial(*args, **keywords)
+        return partial(self._in_closure(value.func, depth), *args, **keywords)
 
     def _rebound_function(self, function: FunctionType, depth: int) -> Callable[..., Any]:
         cells = [self._rebound_cell(cell, depth) for cell in function.__closure__ or ()]
