@@ -50,12 +50,17 @@ def forward(
     """
     micro_batches = scatter(input, chunks)
     call = Call(
-        pipeline, len(micro_batches), checkpoint=checkpoint, inline=inline, recorder=recorder
+        pipeline,
+        len(micro_batches),
+        checkpoint=checkpoint,
+        inline=inline,
+        recorder=recorder,
+        graph=True,
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
     steps = forward_steps(pipeline.edges, call.context.m, pipeline.worker_of)
-    call.run(steps, run, first, graph=call.context.state.grad)
+    call.run(steps, run, first)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 

@@ -113,6 +113,7 @@ class Call:
         checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
+        graph: the caller gets an autograd graph.
 
     Attributes:
         context: what the stages need to know of the call.
@@ -129,6 +130,7 @@ class Call:
         checkpoint: Sequence[str],
         inline: bool,
         recorder: Recorder | None,
+        graph: bool = False,
     ) -> None:
         state = CallerState()
         self.pipeline = pipeline
@@ -153,36 +155,50 @@ class Call:
             plain=[stage.plain for stage in stages],
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
-        self.ties: CallTies | None = None
-        partitions = [stage.partition for stage in stages]
-        if len(stages) > 1 and (ties := find_ties(partitions)):
-            lanes = [self.lane_of(stage.j) for stage in stages]
-            self.ties = CallTies(ties, partitions, lanes, pipeline.edges, self.context)
-        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
-        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
+        self.ties = self._find_ties(graph)
+        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
 
-    def run(self, steps: Steps, task: Task, input: Any, *, graph: bool = False) -> None:
+    def _find_ties(self, graph: bool) -> CallTies | None:
+        """What the stages share now, brought to where it is needed."""
+        pipeline = self.pipeline
+        partitions = [stage.partition for stage in pipeline.stages]
+        found = find_ties(partitions) if len(partitions) > 1 else []
+        copies, pipeline.copies = pipeline.copies, {}
+        if not found:
+            return None
+        self._wait_for_caller()
+        ties = CallTies(
+            found,
+            partitions,
+            [self.lane_of(stage.j) for stage in pipeline.stages],
+            pipeline.edges,
+            self.context,
+            copies,
+            graph=graph and self.context.state.grad,
+            recorder=self.recorder,
+        )
+        return ties
+
+    def _wait_for_caller(self) -> None:
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.wait_for(caller)
+
+    def run(self, steps: Steps, task: Task, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
         Args:
             steps: the program.
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
-            graph: the caller gets an autograd graph.
         """
-        for lane, caller in zip(self.lanes, self._callers, strict=True):
-            lane.wait_for(caller)
+        self._wait_for_caller()
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
-        ties, copies = self.ties, self.pipeline.copies
-        if ties is not None:
-            self.pipeline.copies = ties.prepare(copies, graph=graph, recorder=self.recorder)
-        elif copies:
-            self.pipeline.copies = {}
         run = partial(
             self.pipeline.engine.run,
             steps,
@@ -195,8 +211,9 @@ class Call:
         finally:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
-        if ties is not None:
-            ties.check()
+        if self.ties is not None:
+            self.ties.check()
+            self.pipeline.copies = self.ties.copies
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.

@@ -38,13 +38,30 @@ class StandIns:
     Args:
         partition: the stage's.
         j: the stage.
-        ties: whose tensors are replaced.
+        ties: what stages share.
+        fixed: by the identity of a tied tensor what is in its place in all cells.
+        linked: those for which each cell gets a tensor of its own.
     """
 
-    def __init__(self, partition: nn.Module, j: int, ties: Sequence[Tie]) -> None:
+    def __init__(
+        self,
+        partition: nn.Module,
+        j: int,
+        ties: Sequence[Tie],
+        fixed: dict[int, Tensor],
+        linked: Sequence[Tie],
+    ) -> None:
         self._partition = partition
-        self._replaced = [id(tie.tensor) for tie in ties]
-        holders = {id(place.module) for tie in ties for place in tie.places if place.stage == j}
+        self._fixed = fixed
+        self._linked = [id(tie.tensor) for tie in linked]
+        replaced = {*fixed, *self._linked}
+        holders = {
+            id(place.module)
+            for tie in ties
+            if id(tie.tensor) in replaced
+            for place in tie.places
+            if place.stage == j
+        }
         self._on_the_way: set[int] = set()
         self._lead(partition, holders, set())
 
@@ -60,12 +77,13 @@ class StandIns:
 
     @contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
-        """The partition with these tensors, one for each tie.
+        """The partition with other tensors.
 
         Args:
-            tensors: what to put in the place of the ties' tensors.
+            tensors: for each linked tie what the cell uses.
         """
-        made = _Made(dict(zip(self._replaced, tensors, strict=True)), self._on_the_way)
+        others = {**self._fixed, **dict(zip(self._linked, tensors, strict=True))}
+        made = _Made(others, self._on_the_way)
         try:
             yield made.of(self._partition)
         finally:

@@ -4,10 +4,11 @@
                         ^                               |
                         +---- gradient of cell (i, 3) --+          in the backward of each cell
 
-In ``train_batch`` the gradient of cell ``(i, 3)`` begins the backward of the weight in cell
-``(i, 0)``, which adds its own: the plain model's order. (Over a third stage in between it goes from
-stage to stage.) In ``pipe(x)`` the uses of all cells are linked in the autograd graph, so that they
-are added in that order, too::
+In ``train_batch`` the copy is a leaf of its own. What a cell adds to its gradient goes to cell
+``(i, 0)``, begins the backward of the weight there, and the gradient of that cell is added to it:
+the plain model's order. (Over a third stage in between it goes from stage to stage.) In
+``pipe(x)`` the uses of all cells are linked in the autograd graph, so that they are added in that
+order, too::
 
     weight <-- Uses(0) <-- Uses(1) <-- ... <-- Uses(m-1)
                  ^ ^         ^ ^
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +50,7 @@ class _Copy:
         mark: its memory and its version, when the copy was made.
         copy: on another device.
         event: tells when it is there.
+        version: its own, then.
         kept: whether it may serve another call. A gradient is a reason to change the original, and
             what is written into ``tensor.data`` then leaves no trace.
     """
@@ -56,6 +59,7 @@ class _Copy:
     mark: tuple[Any, ...]
     copy: Tensor
     event: Any
+    version: int
     kept: bool
 
 
@@ -64,19 +68,22 @@ Copies = dict[tuple[int, torch.device], _Copy]
 
 
 class CallTies:
-    """The tied tensors of one call.
+    """The tied tensors of one call; to be made on the caller's thread.
 
     Args:
         ties: what the stages share.
         partitions: those of the stages.
-        lanes: for each stage the lane of its worker.
+        lanes: for each stage the lane of its worker, which waits for the caller already.
         edges: those of the pipeline; ours have the numbers after them.
         context: the call's.
+        copies: those of the calls before; emptied of what is used.
+        graph: the caller gets an autograd graph, in which all uses are linked.
+        recorder: writes transfers down.
 
     Attributes:
         edges: over which gradients go back, from a stage to the one before it that has the weight.
-        incoming: for each stage those at which it is the later one.
-        outgoing: for each stage those at which it is the earlier one.
+        copies: those of this call.
+        leaves: for each stage what stands in ``train_batch`` for parameters that are not its own.
     """
 
     def __init__(
@@ -86,167 +93,148 @@ class CallTies:
         lanes: Sequence[Lane],
         edges: Sequence[Edge],
         context: CallContext,
+        copies: Copies,
+        *,
+        graph: bool,
+        recorder: Recorder | None,
     ) -> None:
         check_modes(ties)
-        self._ties = ties
-        self._partitions = partitions
         self._lanes = lanes
         self._context = context
+        self.copies: Copies = {}
+        self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
-        self._trains = [context.state.grad and tie.tensor.requires_grad for tie in ties]
+        tangents = forward_ad._current_level >= 0  # they go with the tensors themselves
+        trained = [tie for tie in ties if context.state.grad and tie.tensor.requires_grad]
+        several = any(lane is not lanes[0] for lane in lanes)  # one goes back in order by itself
+        self._linked_ties = trained if graph and several and not tangents else []
+        returning = [] if graph else trained
         stages = range(len(partitions))
-        hops: dict[tuple[int, int], list[Tie]] = {}
-        for tie, trains in zip(ties, self._trains, strict=True):
-            for source, target in pairwise(tie.stages) if trains else ():
-                hops.setdefault((target, source), []).append(tie)
-        self.edges = tuple(
-            [Edge(len(edges) + k, j[1], j[0], None) for k, j in enumerate(sorted(hops))]
-        )
-        self.incoming = [[edge for edge in self.edges if edge.target == j] for j in stages]
-        self.outgoing = [[edge for edge in self.edges if edge.source == j] for j in stages]
-        self._over = {edge.number: hops[edge.target, edge.source] for edge in self.edges}
-        self._slots: list[list[Tie]] = [[] for _ in stages]
-        self._values: list[tuple[Tensor, ...]] = [() for _ in stages]
-        self._linked: list[list[tuple[Tensor, ...]]] = []
+        self.leaves: list[list[Tensor]] = [[] for _ in stages]
+        fixed: list[dict[int, Tensor]] = [{} for _ in stages]
+        values: dict[tuple[int, int], Tensor] = {}
+        for tie in ties:
+            for j in tie.stages[1:]:
+                value = tie.tensor.detach()
+                apart = not same_memory(lanes[tie.owner].device, lanes[j].device)
+                if apart:
+                    value = self._brought(tie, j, copies, tangents=tangents and graph)
+                values[id(tie), j] = value
+                if tie in returning:
+                    value = value.detach().requires_grad_()
+                    self.leaves[j].append(value)
+                if tie in returning or (apart and tie not in self._linked_ties):
+                    fixed[j][id(tie.tensor)] = value
+        self._slots = [[tie for tie in self._linked_ties if j in tie.stages] for j in stages]
+        for j, partition in enumerate(partitions):
+            if fixed[j] or self._slots[j]:
+                context.plain[j] = False
+                context.stand_ins[j] = StandIns(partition, j, ties, fixed[j], self._slots[j])
+        self._cells = self._link(values, recorder)
+        self._plan_return(returning, fixed, len(edges))
 
     def foreign(self, j: int) -> set[int]:
         """The tensors, by identity, that are in stage ``j`` but not its own."""
         return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
 
-    # -- before the first cell
-
-    def prepare(self, copies: Copies, *, graph: bool, recorder: Recorder | None) -> Copies:
-        """Brings the tensors to where they are needed; on the caller's thread.
-
-        Args:
-            copies: those of the calls before.
-            graph: link all uses in the autograd graph.
-            recorder: writes transfers down.
-
-        Returns:
-            The copies of this call.
-        """
-        made: Copies = {}
-        tangents = forward_ad._current_level >= 0  # they go with the tensors themselves
-        links = graph and not tangents
-        brought: dict[tuple[int, int], Tensor] = {}
-        for j, partition in enumerate(self._partitions):
-            slots = [tie for edge in self.incoming[j] for tie in self._over[edge.number]]
-            if links:
-                flows = zip(self._ties, self._trains, strict=True)
-                slots = [tie for tie, trains in flows if trains and j in tie.stages]
-            elif graph:
-                slots = []
-            slots += [
-                tie
-                for tie in self._ties
-                if j in tie.stages[1:] and tie not in slots and self._is_apart(tie, j)
-            ]
-            self._slots[j] = slots
-            if slots:
-                self._context.plain[j] = False
-                self._context.stand_ins[j] = StandIns(partition, j, slots)
-            for tie in slots:
-                value = tie.tensor.detach()
-                if self._is_apart(tie, j):
-                    value = self._brought(tie, j, copies, made, tangents=tangents)
-                brought[id(tie), j] = value
-            self._values[j] = tuple([brought[id(tie), j] for tie in slots])
-        if links:
-            self._link(brought, recorder)
-        return made
-
-    def _is_apart(self, tie: Tie, j: int) -> bool:
-        return not same_memory(self._lanes[tie.owner].device, self._lanes[j].device)
-
-    def _brought(self, tie: Tie, j: int, copies: Copies, made: Copies, *, tangents: bool) -> Tensor:
+    def _brought(self, tie: Tie, j: int, copies: Copies, *, tangents: bool) -> Tensor:
         """The tensor on the device of stage ``j``."""
-        tensor, lane = tie.tensor, self._lanes[j]
+        tensor, owner, lane = tie.tensor, self._lanes[tie.owner], self._lanes[j]
         if tangents:
-            (copy,), event = self._lanes[tie.owner].send([tensor], lane)
+            (copy,), event = owner.send([tensor], lane)
             lane.receive(event, [copy])
             return copy
         key = (id(tensor), lane.device)
-        found = made.get(key)
+        found = self.copies.get(key)
         if found is None:
             mark = (tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype)
             found = copies.pop(key, None)
-            if found is None or found.tensor is not tensor or found.mark != mark or not found.kept:
-                found = None  # so that its memory can be used again
-                with torch.inference_mode(False), torch.no_grad():  # for calls to come, too
-                    (copy,), event = self._lanes[tie.owner].send([tensor.detach()], lane)
-            else:
+            if found is not None and found.kept and found.tensor is tensor and found.mark == mark:
                 copy, event = found.copy, found.event
-            trains = self._context.state.grad and tensor.requires_grad
-            found = _Copy(
-                tensor, mark, copy, event, not (trains or self._context.state.needs_inline)
-            )
-            made[key] = found
+            else:
+                found = None  # its memory can be used again
+                with torch.inference_mode(False), torch.no_grad():  # for calls to come, too
+                    (copy,), event = owner.send([tensor.detach()], lane)
+            state = self._context.state
+            trains = state.grad and tensor.requires_grad
+            kept = not (trains or state.needs_inline)
+            found = _Copy(tensor, mark, copy, event, version_of(copy), kept)
+            self.copies[key] = found
         lane.receive(found.event, [found.copy])
         return found.copy
 
-    def _link(self, brought: dict[tuple[int, int], Tensor], recorder: Recorder | None) -> None:
-        """Makes the nodes by which gradients of all cells are added up in one order."""
-        m, stages = self._context.m, range(len(self._partitions))
-        linked: list[dict[tuple[int, int], Tensor]] = [dict(brought) for _ in range(m)]
-        for tie, trains in zip(self._ties, self._trains, strict=True):
-            if not trains:
-                continue
+    # -- pipe(x)
+
+    def _link(
+        self, values: dict[tuple[int, int], Tensor], recorder: Recorder | None
+    ) -> list[list[tuple[Tensor, ...]]]:
+        """For each cell the tensors that its stage uses, as nodes that add up their gradients."""
+        if not self._linked_ties:
+            return []
+        m, stages = self._context.m, range(len(self._lanes))
+        cells: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(m)]
+        for tie in self._linked_ties:
             owner, rest = self._lanes[tie.owner], tie.tensor
             for i in range(m):
                 with owner.active():
                     rest, *uses = Uses.apply(len(tie.stages), rest)  # type: ignore[no-untyped-call]
                 for j, use in zip(reversed(tie.stages), uses, strict=True):
                     lane = self._lanes[j]
-                    if lane is owner or (lane.streams is None and not self._is_apart(tie, j)):
-                        linked[i][id(tie), j] = use
-                        continue
-                    note = None
-                    if recorder is not None:
-                        note = _noted(recorder, i, tie.owner, j)
-                    with lane.active():
-                        linked[i][id(tie), j] = SendCopy.apply(  # type: ignore[no-untyped-call]
-                            owner, lane, note, brought[id(tie), j], use
-                        )
-        self._linked = [
+                    if lane is not owner and (lane.streams, owner.streams) != (None, None):
+                        note = recorder and partial(recorder.transfer, i, tie.owner, j)
+                        with lane.active():
+                            use = SendCopy.apply(  # type: ignore[no-untyped-call]
+                                owner, lane, note, values[id(tie), j], use
+                            )
+                    cells[i][id(tie), j] = use
+        return [
             [tuple([table[id(tie), j] for tie in self._slots[j]]) for j in stages]
-            for table in linked
+            for table in cells
         ]
-
-    # -- in a cell
 
     def joined(self, i: int, j: int, inputs: Inputs, marks: Sequence[int]) -> Any:
-        """The inputs of cell ``(i, j)`` with the tensors that it takes for tied ones; and marks."""
-        values = self._linked[i][j] if self._linked else self._values[j]
-        if not values:
+        """The inputs of cell ``(i, j)`` with the tied tensors that are linked; and the marks."""
+        if not self._slots[j]:
             return inputs, marks
+        values = self._cells[i][j]
         return (inputs[0], (*inputs[1], *values)), [*marks, *[TIED] * len(values)]
 
-    def flags(self, j: int) -> list[list[bool]]:
-        """For each incoming edge of stage ``j`` whether its tensors need a gradient; the rest."""
-        if not self._slots[j]:
-            return []
-        flags = [[True] * len(self._over[edge.number]) for edge in self.incoming[j]]
-        return [*flags, [False] * (len(self._slots[j]) - sum(map(len, flags)))]
+    # -- train_batch
 
-    def sources(self, j: int, inputs: Inputs) -> list[list[Tensor]]:
-        """For each outgoing edge of stage ``j`` the tensors, in its cell, that get its gradients.
+    def _plan_return(
+        self, returning: Sequence[Tie], fixed: Sequence[dict[int, Tensor]], number: int
+    ) -> None:
+        """Which gradients go back from where to where."""
+        hops: dict[tuple[int, int], list[Tensor]] = {}
+        for tie in returning:
+            for source, target in pairwise(tie.stages):
+                hops.setdefault((target, source), []).append(tie.tensor)
+        self.edges = tuple(
+            [Edge(number + k, source, j, None) for k, (j, source) in enumerate(sorted(hops))]
+        )
+        stages = range(len(fixed))
+        self._receivers: list[list[list[Tensor]]] = [[] for _ in stages]
+        self._senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in stages]
+        for edge in self.edges:
+            tensors = hops[edge.target, edge.source]
+            here, there = fixed[edge.source], fixed[edge.target]
+            self._receivers[edge.source].append([here.get(id(t), t) for t in tensors])
+            self._senders[edge.target].append((edge, [there[id(t)] for t in tensors]))
 
-        Args:
-            j: the stage.
-            inputs: those of the cell.
-        """
-        if not self.outgoing[j]:
-            return []
-        slots = self._slots[j]
-        given = inputs[1][len(inputs[1]) - len(slots) :]
-        own = {id(tie): tensor for tie, tensor in zip(slots, given, strict=True)}
-        return [
-            [own.get(id(tie), tie.tensor) for tie in self._over[edge.number]]
-            for edge in self.outgoing[j]
-        ]
+    def receivers(self, j: int) -> list[list[Tensor]]:
+        """For each of ``edges`` that leaves stage ``j`` the leaves that its gradients are for."""
+        return self._receivers[j]
 
-    # -- after the last one
+    def gradients(self, j: int) -> list[tuple[Edge, list[Tensor | None]]]:
+        """What goes back over each of ``edges`` that comes to stage ``j``; not there any more."""
+        found = []
+        for edge, leaves in self._senders[j]:
+            found.append((edge, [leaf.grad for leaf in leaves]))
+            for leaf in leaves:
+                leaf.grad = None
+        return found
+
+    # -- after the last cell
 
     def check(self) -> None:
         """Refuses forwards that wrote into a tied tensor.
@@ -255,17 +243,17 @@ class CallTies:
             RuntimeError: one did.
         """
         for tie, version in zip(self._ties, self._versions, strict=True):
-            if version_of(tie.tensor) != version:
-                raise RuntimeError(
-                    f"{tie} are one tensor, and a layer modified it in place in its forward (an "
-                    "embedding with max_norm, or a buffer that it counts in). Stages see the "
-                    "micro-batches in another order than the plain model does, so it is not the "
-                    "same: choose a balance that puts these layers into one stage, or untie them"
-                )
+            copies = [copy for copy in self.copies.values() if copy.tensor is tie.tensor]
+            if version_of(tie.tensor) != version or any(
+                version_of(each.copy) != each.version for each in copies
+            ):
+                raise RuntimeError(_written(tie))
 
 
-def _noted(recorder: Recorder, i: int, source: int, target: int) -> Any:
-    def note(*, backward: bool) -> Any:
-        return recorder.transfer(i, source, target, backward=backward)
-
-    return note
+def _written(tie: Tie) -> str:
+    return (
+        f"{tie} are one tensor, and a layer modified it in place in its forward (an embedding "
+        "with max_norm, or a buffer that it counts in). Stages see the micro-batches in another "
+        "order than the plain model does, so it is not the same: choose a balance that puts these "
+        "layers into one stage, or untie them"
+    )

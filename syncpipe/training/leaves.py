@@ -40,11 +40,13 @@ class Leaves:
         self._gradients = gradients
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
         self._parameters = [_parameters_of(stage.partition) for stage in stages]
-        if call.ties is not None:  # those are the first stage's
+        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+        if call.ties is not None:  # what is tied is the first stage's
             for j, parameters in enumerate(self._parameters):
                 foreign = call.ties.foreign(j)
                 self._parameters[j] = [p for p in parameters if id(p) not in foreign]
-        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+                self._known[j] -= foreign
+                self._known[j].update(map(id, call.ties.leaves[j]))
         #: The nodes of leaves that are known, so that nobody walks there again.
         self._nodes: list[set[Any]] = [set() for _ in stages]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]

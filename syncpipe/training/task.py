@@ -76,6 +76,9 @@ class TrainingTask:
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
         self._hooked: list[dict[int, bool]] = [{} for _ in stages]
+        self._ties = call.ties
+        if call.ties is not None:  # their gradients go on with the input half
+            self._hooked = [{id(leaf): True for leaf in leaves} for leaves in call.ties.leaves]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -97,14 +100,9 @@ class TrainingTask:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
             inputs, marks = unpacked(parcels)
             target = None
-        ties = self._call.ties
-        if ties is not None:
-            inputs, marks = ties.joined(i, j, inputs, marks)
-            needed = [*needed, *ties.flags(j)]
         flags = needed[0] if len(needed) == 1 else list(chain.from_iterable(needed))
         pending = PendingBackward(Border(flags), needed)
-        given = pending.border.cross(inputs)
-        outputs = self._computed(i, j, inputs, given, pending, marks, target)
+        outputs = self._computed(i, j, inputs, pending, marks, target)
         lent = self._pipeline.stages[j].handed_on(
             inputs,
             marks,
@@ -112,17 +110,14 @@ class TrainingTask:
             self._call.context,
             rematerialize=i < self._call.rematerialized[j],
         )
-        sources = [] if ties is None else ties.sources(j, given)
-        del inputs, target, given
+        del inputs, target
         if self._call.context.state.grad:
             self._pending[j][i] = pending
         if j < self._last:
             prepare = partial(_detached, pending)
             made = packed(self._call, i, j, outputs, lent, prepare, graph=False)
-            if pending.recomputation is None:
-                pending.ends += map(ends_of, sources)
-            else:
-                pending.expected += map(len, sources)
+            if self._ties is not None:
+                self._expect_tied(j, pending)
             return made if came is None else [*made, came]
         if came is None:
             target = self._call.to_stage(self._source.target(i), j)
@@ -156,13 +151,13 @@ class TrainingTask:
         i: int,
         j: int,
         inputs: Any,
-        given: Any,
         pending: PendingBackward,
         marks: Sequence[int],
         target: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
         stage, context = self._pipeline.stages[j], self._call.context
+        given = pending.border.cross(inputs)
         if i < self._call.rematerialized[j]:
             outputs, pending.recomputation = stage.forward_without_storing(
                 i, given, context, detached=inputs, marks=marks, target=target
@@ -194,8 +189,8 @@ class TrainingTask:
             pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
             pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
-        if self._call.ties is not None:
-            pending.ends += map(ends_of, self._call.ties.sources(j, given))
+        if self._ties is not None:
+            pending.ends += map(ends_of, self._ties.receivers(j))
         if [len(ends) for ends in pending.ends] != pending.expected:
             raise RuntimeError(
                 f"{stage.describe(i)} gave other outputs when it was recomputed. Its layers must "
@@ -225,13 +220,21 @@ class TrainingTask:
             self._return(j, self._source.inputs(i), pending.border)
         following = iter(pending.border.grads)
         made = []
-        edges = self._pipeline.incoming[j]
-        if self._call.ties is not None:
-            edges = [*edges, *self._call.ties.incoming[j]]
-        for edge, flags in zip(edges, pending.flags, strict=False):
+        for edge, flags in zip(self._pipeline.incoming[j], pending.flags, strict=False):
             grads_there = list(islice(following, sum(flags)))
             made.append(Parcel(*self._call.send(edge, i, grads_there, backward=True)))
+        for edge, tied in () if self._ties is None else self._ties.gradients(j):
+            made.append(Parcel(*self._call.send(edge, i, tied, backward=True)))
         return made
+
+    def _expect_tied(self, j: int, pending: PendingBackward) -> None:
+        """Lets the gradients that later stages have for tied weights go back with a cell."""
+        assert self._ties is not None
+        receivers = self._ties.receivers(j)
+        if pending.recomputation is None:
+            pending.ends += map(ends_of, receivers)
+        else:
+            pending.expected += map(len, receivers)
 
     def _go_back(self, j: int, pending: PendingBackward, grads: list[Any]) -> None:
         """Backward through the graph of a cell.
