@@ -275,16 +275,23 @@ def move_layers(
     Args:
         partitions: by stage.
         workers: for each its worker.
-        ties: what partitions share; it stays shared.
+        ties: what partitions share.
     """
+    places: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
+    for module in chain.from_iterable(partition.modules() for partition in partitions):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((tensors, name, tensor))
     for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
         foreign = [tie.tensor for tie in ties if tie.owner != j]
         grads = [tensor.grad for tensor in foreign if tensor.is_leaf]
         _move(partition, worker.device, {id(t) for t in (*foreign, *grads)})
-    for tie in ties:  # a move may make another tensor
-        owner, *others = tie.places
-        for place in others:
-            place.tensors[place.name] = owner.tensors[owner.name]
+    # What was one tensor stays one: where a move makes another one (always of a buffer), all of
+    # its places get that.
+    for (tensors, name, _), *others in places.values():
+        for there, other_name, _ in others:
+            there[other_name] = tensors[name]
 
 
 def _move(module: nn.Module, device: torch.device, stay: set[int]) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
-from syncpipe.layers.ties import find_ties
+from syncpipe.layers.placement import move_layers
+from syncpipe.layers.ties import Tie, find_ties
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
@@ -87,7 +88,8 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
-        self.copies: Copies = {}  # of tied weights, on other devices
+        self.copies: Copies = {}  # of tied tensors, on other devices
+        self.tied: set[tuple[int, str]] = set()  # their places in the last call
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j, stage in enumerate(self.stages):
@@ -102,6 +104,18 @@ class Pipeline:
     def on_cpu(self) -> bool:
         """Whether all workers are CPU workers."""
         return all(worker.device.type == "cpu" for worker in self.workers)
+
+    def find_ties(self) -> tuple[list[Tie], Copies]:
+        """What the stages share now; and the copies of the call before, which are not kept here."""
+        partitions = [stage.partition for stage in self.stages]
+        ties = find_ties(partitions) if len(partitions) > 1 else []
+        places = {(place.stage, place.full_name) for tie in ties for place in tie.places}
+        if places != self.tied:  # somebody else's tensor may be on the wrong device
+            workers = [self.workers[w] for w in self.worker_of]
+            move_layers(partitions, workers, ties)
+            self.tied = places
+        copies, self.copies = self.copies, {}
+        return ties, copies
 
 
 class Call:
@@ -160,30 +174,22 @@ class Call:
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
-        self.ties = self._find_ties(graph)
+        self.ties: CallTies | None = None
+        ties, copies = pipeline.find_ties()
+        if ties:
+            self._wait_for_caller()
+            self.ties = CallTies(
+                ties,
+                [stage.partition for stage in stages],
+                [self.lane_of(stage.j) for stage in stages],
+                pipeline.edges,
+                self.context,
+                copies,
+                graph=graph and state.grad,
+                recorder=recorder,
+            )
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
-
-    def _find_ties(self, graph: bool) -> CallTies | None:
-        """What the stages share now, brought to where it is needed."""
-        pipeline = self.pipeline
-        partitions = [stage.partition for stage in pipeline.stages]
-        found = find_ties(partitions) if len(partitions) > 1 else []
-        copies, pipeline.copies = pipeline.copies, {}
-        if not found:
-            return None
-        self._wait_for_caller()
-        ties = CallTies(
-            found,
-            partitions,
-            [self.lane_of(stage.j) for stage in pipeline.stages],
-            pipeline.edges,
-            self.context,
-            copies,
-            graph=graph and self.context.state.grad,
-            recorder=self.recorder,
-        )
-        return ties
 
     def _wait_for_caller(self) -> None:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
