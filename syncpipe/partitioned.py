@@ -104,6 +104,9 @@ class Partitioned(nn.Module):
         if self._defers:
             defer_batch_norm(self)
         move_layers(partitions, workers, ties)
+        for j, partition in enumerate(partitions):
+            places = [place for tie in ties for place in tie.places if place.stage == j]
+            partition.tied = frozenset(place.full_name for place in places)
         self._balance, self._workers, self._partitions = balance, workers, partitions
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None

@@ -284,7 +284,8 @@ def move_layers(
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((tensors, name, tensor))
     for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
-        foreign = [tie.tensor for tie in ties if tie.owner != j]
+        owners = [tie.places[0] for tie in ties if tie.owner != j]
+        foreign = [owner.tensors[owner.name] for owner in owners]  # as they are by now
         grads = [tensor.grad for tensor in foreign if tensor.is_leaf]
         _move(partition, worker.device, {id(t) for t in (*foreign, *grads)})
     # What was one tensor stays one: where a move makes another one (always of a buffer), all of

@@ -7,7 +7,7 @@ it. What the other stages compute with is for ``stages.ties`` to say; here is wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from syncpipe.runtime.streams import same_memory
+from syncpipe.runtime.worker import Worker
 from syncpipe.tree import overlap, storage_of
 
-__all__ = ["Place", "Tie", "check_memory", "check_modes", "find_ties"]
+__all__ = ["Place", "Tie", "check_memory", "check_modes", "find_ties", "move_tensors"]
 
 
 @dataclass(frozen=True)
@@ -182,3 +184,40 @@ def check_memory(partitions: Sequence[nn.Module]) -> None:
                     "have memory in common, which they cannot on different devices: make them one "
                     "parameter (a.weight = b.weight), or copies of their own"
                 )
+
+
+def move_tensors(
+    partitions: Sequence[nn.Module],
+    workers: Sequence[Worker],
+    ties: Sequence[Tie],
+    places: Iterable[tuple[int, str]],
+) -> None:
+    """Moves single parameters and buffers to the devices of their stages, in place.
+
+    Args:
+        partitions: by stage.
+        workers: for each its worker.
+        ties: what partitions share.
+        places: stages and names; what is not there any more is left out.
+    """
+    owners = {id(tie.tensor): tie for tie in ties}
+    for j, full_name in places:
+        path, _, name = full_name.rpartition(".")
+        try:
+            module = partitions[j].get_submodule(path)
+        except AttributeError:
+            continue
+        tensor = {**module._buffers, **module._parameters}.get(name)
+        if tensor is None:
+            continue
+        tie = owners.get(id(tensor))
+        device = workers[j if tie is None else tie.owner].device
+        if same_memory(tensor.device, device):
+            continue
+        moved = (tensor, tensor.grad if tensor.is_leaf else None)
+        module._apply(  # type: ignore[no-untyped-call]
+            lambda t, moved=moved, device=device: t.to(device) if any(t is m for m in moved) else t,
+            recurse=False,
+        )
+        for place in () if tie is None else tie.places:
+            place.tensors[place.name] = {**module._buffers, **module._parameters}[name]

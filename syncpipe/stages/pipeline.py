@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
-from syncpipe.layers.placement import move_layers
-from syncpipe.layers.ties import Tie, find_ties
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
 from syncpipe.runtime.randomness.private_generator import others_may_draw
@@ -33,7 +31,7 @@ from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
-from syncpipe.stages.ties import CallTies, Copies
+from syncpipe.stages.ties import CallTies, SharedTensors
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
@@ -88,8 +86,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
-        self.copies: Copies = {}  # of tied tensors, on other devices
-        self.tied: set[tuple[int, str]] = set()  # their places in the last call
+        self.shared = SharedTensors(partitions, workers)
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j, stage in enumerate(self.stages):
@@ -104,18 +101,6 @@ class Pipeline:
     def on_cpu(self) -> bool:
         """Whether all workers are CPU workers."""
         return all(worker.device.type == "cpu" for worker in self.workers)
-
-    def find_ties(self) -> tuple[list[Tie], Copies]:
-        """What the stages share now; and the copies of the call before, which are not kept here."""
-        partitions = [stage.partition for stage in self.stages]
-        ties = find_ties(partitions) if len(partitions) > 1 else []
-        places = {(place.stage, place.full_name) for tie in ties for place in tie.places}
-        if places != self.tied:  # somebody else's tensor may be on the wrong device
-            workers = [self.workers[w] for w in self.worker_of]
-            move_layers(partitions, workers, ties)
-            self.tied = places
-        copies, self.copies = self.copies, {}
-        return ties, copies
 
 
 class Call:
@@ -175,18 +160,11 @@ class Call:
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
         self.ties: CallTies | None = None
-        ties, copies = pipeline.find_ties()
-        if ties:
+        if ties := pipeline.shared.find():
             self._wait_for_caller()
+            lanes = [self.lane_of(stage.j) for stage in stages]
             self.ties = CallTies(
-                ties,
-                [stage.partition for stage in stages],
-                [self.lane_of(stage.j) for stage in stages],
-                pipeline.edges,
-                self.context,
-                copies,
-                graph=graph and state.grad,
-                recorder=recorder,
+                ties, pipeline.shared, lanes, pipeline.edges, self.context, recorder, graph=graph
             )
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
@@ -218,8 +196,7 @@ class Call:
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
         if self.ties is not None:
-            self.ties.check()
-            self.pipeline.copies = self.ties.copies
+            self.ties.finish()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.

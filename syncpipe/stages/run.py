@@ -43,6 +43,7 @@ class Partition(nn.Sequential):
     """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
 
     defers = False  #: whether running statistics of context normalisations move once per mini-batch
+    tied: frozenset[str] = frozenset()  #: the tensors that it shared with others when it was cut
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()

@@ -28,17 +28,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from syncpipe.layers.ties import Tie, check_modes
+from syncpipe.layers.ties import Tie, check_modes, find_ties, move_tensors
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
 from syncpipe.stages.inplace import TIED
-from syncpipe.stages.run import CallContext, Inputs
+from syncpipe.stages.run import CallContext, Inputs, Partition
 from syncpipe.stages.stand_ins import StandIns
 from syncpipe.stages.transfer import SendCopy, Uses
 
-__all__ = ["CallTies", "Copies"]
+__all__ = ["CallTies", "SharedTensors"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,38 @@ class _Copy:
     kept: bool
 
 
-#: By the identity of a tensor and a device.
-Copies = dict[tuple[int, torch.device], _Copy]
+_Copies = dict[tuple[int, torch.device], _Copy]  # by the identity of a tensor, and a device
+
+
+class SharedTensors:
+    """What the stages of a pipeline share, from call to call.
+
+    Args:
+        partitions: those of the stages.
+        workers: for each its worker.
+
+    Attributes:
+        copies: those that the last call used, if it came to its end.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], workers: Sequence[Worker]) -> None:
+        self.partitions = list(partitions)
+        self._workers = list(workers)
+        self._places = {(j, name) for j, part in enumerate(partitions) for name in part.tied}
+        self.copies: _Copies = {}
+
+    def find(self) -> list[Tie]:
+        """The ties that there are now; what was tied or untied is moved to where it belongs now."""
+        if len(self.partitions) < 2:
+            return []
+        ties = find_ties(self.partitions)
+        places = {(place.stage, place.full_name) for tie in ties for place in tie.places}
+        if places != self._places:
+            move_tensors(self.partitions, self._workers, ties, places ^ self._places)
+            self._places = places
+        if not ties:
+            self.copies = {}
+        return ties
 
 
 class CallTies:
@@ -72,36 +103,35 @@ class CallTies:
 
     Args:
         ties: what the stages share.
-        partitions: those of the stages.
+        shared: what is kept of it from call to call.
         lanes: for each stage the lane of its worker, which waits for the caller already.
         edges: those of the pipeline; ours have the numbers after them.
         context: the call's.
-        copies: those of the calls before; emptied of what is used.
-        graph: the caller gets an autograd graph, in which all uses are linked.
         recorder: writes transfers down.
+        graph: the caller gets an autograd graph, in which all uses are linked.
 
     Attributes:
         edges: over which gradients go back, from a stage to the one before it that has the weight.
-        copies: those of this call.
         leaves: for each stage what stands in ``train_batch`` for parameters that are not its own.
     """
 
     def __init__(
         self,
         ties: Sequence[Tie],
-        partitions: Sequence[Any],
+        shared: SharedTensors,
         lanes: Sequence[Lane],
         edges: Sequence[Edge],
         context: CallContext,
-        copies: Copies,
+        recorder: Recorder | None,
         *,
         graph: bool,
-        recorder: Recorder | None,
     ) -> None:
         check_modes(ties)
         self._lanes = lanes
         self._context = context
-        self.copies: Copies = {}
+        self._shared = shared
+        self._before, shared.copies = shared.copies, {}
+        self._copies: _Copies = {}
         self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
         tangents = forward_ad._current_level >= 0  # they go with the tensors themselves
@@ -109,7 +139,7 @@ class CallTies:
         several = any(lane is not lanes[0] for lane in lanes)  # one goes back in order by itself
         self._linked_ties = trained if graph and several and not tangents else []
         returning = [] if graph else trained
-        stages = range(len(partitions))
+        stages = range(len(lanes))
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         fixed: list[dict[int, Tensor]] = [{} for _ in stages]
         values: dict[tuple[int, int], Tensor] = {}
@@ -118,7 +148,7 @@ class CallTies:
                 value = tie.tensor.detach()
                 apart = not same_memory(lanes[tie.owner].device, lanes[j].device)
                 if apart:
-                    value = self._brought(tie, j, copies, tangents=tangents and graph)
+                    value = self._brought(tie, j, tangents=tangents and graph)
                 values[id(tie), j] = value
                 if tie in returning:
                     value = value.detach().requires_grad_()
@@ -126,7 +156,7 @@ class CallTies:
                 if tie in returning or (apart and tie not in self._linked_ties):
                     fixed[j][id(tie.tensor)] = value
         self._slots = [[tie for tie in self._linked_ties if j in tie.stages] for j in stages]
-        for j, partition in enumerate(partitions):
+        for j, partition in enumerate(shared.partitions):
             if fixed[j] or self._slots[j]:
                 context.plain[j] = False
                 context.stand_ins[j] = StandIns(partition, j, ties, fixed[j], self._slots[j])
@@ -137,7 +167,7 @@ class CallTies:
         """The tensors, by identity, that are in stage ``j`` but not its own."""
         return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
 
-    def _brought(self, tie: Tie, j: int, copies: Copies, *, tangents: bool) -> Tensor:
+    def _brought(self, tie: Tie, j: int, *, tangents: bool) -> Tensor:
         """The tensor on the device of stage ``j``."""
         tensor, owner, lane = tie.tensor, self._lanes[tie.owner], self._lanes[j]
         if tangents:
@@ -145,10 +175,10 @@ class CallTies:
             lane.receive(event, [copy])
             return copy
         key = (id(tensor), lane.device)
-        found = self.copies.get(key)
+        found = self._copies.get(key)
         if found is None:
             mark = (tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype)
-            found = copies.pop(key, None)
+            found = self._before.pop(key, None)
             if found is not None and found.kept and found.tensor is tensor and found.mark == mark:
                 copy, event = found.copy, found.event
             else:
@@ -159,7 +189,7 @@ class CallTies:
             trains = state.grad and tensor.requires_grad
             kept = not (trains or state.needs_inline)
             found = _Copy(tensor, mark, copy, event, version_of(copy), kept)
-            self.copies[key] = found
+            self._copies[key] = found
         lane.receive(found.event, [found.copy])
         return found.copy
 
@@ -236,18 +266,19 @@ class CallTies:
 
     # -- after the last cell
 
-    def check(self) -> None:
-        """Refuses forwards that wrote into a tied tensor.
+    def finish(self) -> None:
+        """Keeps the copies for the next call, unless a forward wrote into a tied tensor.
 
         Raises:
             RuntimeError: one did.
         """
         for tie, version in zip(self._ties, self._versions, strict=True):
-            copies = [copy for copy in self.copies.values() if copy.tensor is tie.tensor]
+            copies = [copy for copy in self._copies.values() if copy.tensor is tie.tensor]
             if version_of(tie.tensor) != version or any(
                 version_of(each.copy) != each.version for each in copies
             ):
                 raise RuntimeError(_written(tie))
+        self._shared.copies = self._copies
 
 
 def _written(tie: Tie) -> str:
