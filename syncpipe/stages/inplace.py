@@ -143,10 +143,9 @@ class Given:
             for now, then in zip(self._tensors, self._before, strict=True)
         ]
 
-    def aliased(self, written: list[bool]) -> bool:
+    def aliased(self, written: list[bool], mark: int = ALIASED) -> bool:
         """Whether somebody else should have seen what was written."""
-        shared = ALIASED | TIED
-        return any(flag and mark & shared for flag, mark in zip(written, self._marks, strict=True))
+        return any(flag and own & mark for flag, own in zip(written, self._marks, strict=True))
 
     def lost(self, written: list[bool]) -> bool:
         """Whether something was written over from which the cell would be computed again."""

@@ -18,7 +18,7 @@ from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
-from syncpipe.stages.inplace import Given, entering, handed_on
+from syncpipe.stages.inplace import TIED, Given, entering, handed_on
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
 
@@ -349,12 +349,18 @@ class Stage(StageLayers):
         if not torch.is_inference_mode_enabled():
             modes = self.partition.training, cell.context.state.grad
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
+        if mutated and given.aliased(written, TIED):
+            raise RuntimeError(
+                f"{cell} modified in place a parameter that it shares with another stage (as an "
+                "embedding with max_norm does), which sees the micro-batches in another order than "
+                "the plain model does: choose a balance that puts these layers into one stage, or "
+                "untie them"
+            )
         if mutated and given.aliased(written):
             raise RuntimeError(
                 f"{cell} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it went over the partition border "
-                "more than once, stashed as a skip, say; or it is a parameter or buffer that is "
-                "tied to another stage's): they would not see it. Let the layer "
+                "more than once, stashed as a skip, say): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
         if mutated and given.lost(written):
