@@ -34,7 +34,7 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     check_module(module)
     seen: set[int] = set()
     cost = []
-    for name, layer in module.named_children():
+    for name, layer in module._modules.items():  # named_children() has each module once
         count = 0
         for parameter in layer.parameters():
             if nn.parameter.is_lazy(parameter):
