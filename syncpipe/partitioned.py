@@ -10,7 +10,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, Self, cast, overload
+from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -177,38 +177,14 @@ class Partitioned(nn.Module):
             partition.training = mode
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As ``nn.Module.to``, for a dtype or a memory format.
-
-        Raises:
-            TypeError: a device is given.
-        """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            _refuse_placement(f"to({str(device)!r})")
-        super().to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cpu()")
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cuda()")
-
-    def xpu(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("xpu()")
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("to_empty()")
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent that is moved calls this on its children.
+        # All that moves or casts a module comes here, that of a module around it as well.
         if moves(fn, self.devices):
-            _refuse_placement("a move of the module that contains it")
+            raise TypeError(
+                "this would move a Pipe (or a module that contains it), or forget its values, but "
+                "its partitions are on devices of their own: set pipe.devices = [...], or make the "
+                "Pipe with devices=[...]"
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -241,10 +217,3 @@ def _placed(module: nn.Sequential, devices: Iterable[Any] | None) -> tuple[list[
         asked = found if devices is None else check_devices(devices)
         raise missing_balance(len(module), max(2, len(asked)))
     return balance, list(found)
-
-
-def _refuse_placement(what: str) -> NoReturn:
-    raise TypeError(
-        f"{what} would change the devices of a Pipe, whose partitions are on devices of their own: "
-        "set pipe.devices = [...], or make the Pipe with devices=[...]"
-    )

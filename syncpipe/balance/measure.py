@@ -19,6 +19,7 @@ from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.rounds import Progress, stopwatch
 from syncpipe.balance.sandbox import (
     Place,
+    compiled,
     copy_of_layer,
     copy_of_tensor,
     described_layer,
@@ -203,6 +204,7 @@ class _Profiler:
         self._bar = bar
         self._counted: set[int] = set()  # parameters and buffers
         self._stashed_by: dict[SkipKey, int] = {}
+        self._interpreter = 0.0
 
     def run(self) -> Profile:
         given = {lane.size: size_of(lane.value) for lane in self._lanes}
@@ -245,16 +247,21 @@ class _Profiler:
         for what in ("forward", "backward"):
             times = {lane.size: getattr(lane, what) for lane in self._lanes}
             numbers[what] = {n: statistics.median(row) if row else 0.0 for n, row in times.items()}
+        numbers["interpreter"] = self._interpreter
         for lane in self._lanes:
             lane.forget()
         return numbers
 
     def _rounds(self, index: int, layer: nn.Module) -> None:
-        """Measures a layer for its share of the time that is left."""
+        """Measures a layer for its share of the time that is left, its Python first."""
         assert self._deadline is not None
         mark, between = stopwatch(self._lanes[0].device)
         begin = clock.monotonic()
         until = begin + (self._deadline - begin) / (len(self._layers) - index)
+        held: list[float] = []
+        while len(held) < LEAST and clock.monotonic() < until and not compiled(layer):
+            held.append(self._lanes[0].python(layer))
+        self._interpreter = min(held, default=0.0)
         for done in range(MOST):
             now = clock.monotonic()
             late = now > self._deadline + PATIENCE * self._timeout

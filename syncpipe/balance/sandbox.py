@@ -226,6 +226,16 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     return made
 
 
+def compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile has taken the Python out of a layer, or of a part of it."""
+    return any(
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in layer.modules()
+    )
+
+
 def _bind_forwards(layer: nn.Module, made: nn.Module, eager: bool) -> None:
     """Sees to it that the copy computes with its own parameters: functions are not copied.
 
