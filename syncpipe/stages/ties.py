@@ -75,7 +75,7 @@ class SharedTensors:
         workers: for each its worker.
 
     Attributes:
-        copies: those that the last call used, if it came to its end.
+        copies: those that the last call used, if it came to its end and they may serve the next.
     """
 
     def __init__(self, partitions: Sequence[Partition], workers: Sequence[Worker]) -> None:
@@ -126,7 +126,11 @@ class CallTies:
         *,
         graph: bool,
     ) -> None:
-        check_modes(ties)
+        several = any(lane is not lanes[0] for lane in lanes)
+        #: One worker alone goes through `pipe(x)` in the plain model's order, there and back.
+        self._in_order = not several and (graph or not context.state.grad)
+        if not self._in_order:
+            check_modes(ties)
         self._lanes = lanes
         self._context = context
         self._shared = shared
@@ -136,7 +140,6 @@ class CallTies:
         self._versions = [version_of(tie.tensor) for tie in ties]
         tangents = forward_ad._current_level >= 0  # they go with the tensors themselves
         trained = [tie for tie in ties if context.state.grad and tie.tensor.requires_grad]
-        several = any(lane is not lanes[0] for lane in lanes)  # one goes back in order by itself
         self._linked_ties = trained if graph and several and not tangents else []
         returning = [] if graph else trained
         stages = range(len(lanes))
@@ -272,13 +275,13 @@ class CallTies:
         Raises:
             RuntimeError: one did.
         """
-        for tie, version in zip(self._ties, self._versions, strict=True):
+        for tie, version in () if self._in_order else zip(self._ties, self._versions, strict=True):
             copies = [copy for copy in self._copies.values() if copy.tensor is tie.tensor]
             if version_of(tie.tensor) != version or any(
                 version_of(each.copy) != each.version for each in copies
             ):
                 raise RuntimeError(_written(tie))
-        self._shared.copies = self._copies
+        self._shared.copies = {key: copy for key, copy in self._copies.items() if copy.kept}
 
 
 def _written(tie: Tie) -> str:

@@ -231,3 +231,43 @@ def test_gradients_of_an_embedding_may_be_sparse():
     for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
         (loss_of(plain(a), b) / 2).backward()
     assert torch.equal(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+def test_a_gpt2_of_hugging_face_trains_with_its_head_tied():
+    transformers = pytest.importorskip("transformers")
+
+    class Embeddings(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.wte, self.wpe = model.wte, model.wpe
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+
+    class Layer(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.block(x)
+            return output[0] if isinstance(output, tuple) else output
+
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    body = model.transformer
+    layers = nn.Sequential(Embeddings(body), *map(Layer, body.h), body.ln_f, model.lm_head)
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [2, 3], devices=["cpu:0", "cpu:1"], chunks=4)
+    x, target = words(8), words(8, 1)
+    pipe.train_batch(x, target, loss_fn=loss_of, schedule="1f1b")
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        (loss_of(plain(a), b) / 4).backward()
+    assert pipe[0].wte.weight is pipe[4].weight
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    model.tie_weights()
+    pipe(x)
