@@ -51,11 +51,17 @@ def forward(
     """
     micro_batches = scatter(input, chunks)
     call = Call(
-        pipeline, len(micro_batches), checkpoint=checkpoint, inline=inline, recorder=recorder
+        pipeline,
+        len(micro_batches),
+        checkpoint=checkpoint,
+        inline=inline,
+        recorder=recorder,
+        graph=True,
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    call.run(forward_steps(pipeline.edges, call.context.m, pipeline.worker_of), run, first)
+    steps = forward_steps(pipeline.edges, call.context.m, pipeline.worker_of)
+    call.run(steps, run, first)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
@@ -89,6 +95,8 @@ class _Forward:
             marks: Sequence[int] = ()
         else:
             inputs, marks = unpacked(parcels)
+        if self._call.ties is not None:
+            inputs, marks = self._call.ties.joined(i, j, inputs, marks)
         stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
         outputs, frame = stage.forward(
             i, inputs, self._context, rematerialize=rematerialize, marks=marks

@@ -27,7 +27,6 @@ from syncpipe.layers.placement import (
     check_devices,
     check_module,
     check_no_hooks,
-    check_shared,
     default_devices,
     missing_balance,
     move_layers,
@@ -36,7 +35,9 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.ties import check_memory, find_ties
 from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -118,14 +119,20 @@ class Partitioned(Editable):
             check_no_hooks(old)
         built = build_specs(partitions, workers, how)
         modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
-        check_shared(partitions, workers)
-        materialize(partitions, workers, how)
+        ties = find_ties(partitions)
+        if not all(same_memory(worker.device, workers[0].device) for worker in workers):
+            check_memory(partitions)
+        if materialize(partitions, workers, how):  # which makes other tensors
+            ties = find_ties(partitions)
         if built:
             for partition in partitions:
                 self._modules.update(partition._modules)
         if self._defers:
             defer_batch_norm(self)
-        move_layers(partitions, workers)
+        move_layers(partitions, workers, ties)
+        for j, partition in enumerate(partitions):
+            places = [place for tie in ties for place in tie.places if place.stage == j]
+            partition.tied = frozenset(place.full_name for place in places)
         self._balance, self._workers, self._partitions = balance, workers, partitions
         self._modes = modes
         self._layers = tuple(self._modules.values())

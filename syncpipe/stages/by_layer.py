@@ -18,7 +18,7 @@ from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import current_store
 from syncpipe.skip.walk import layer_skips
-from syncpipe.stages.inplace import ALIASED
+from syncpipe.stages.inplace import ALIASED, TIED
 from syncpipe.stages.run import CallContext, Inputs, Partition, StageRun
 from syncpipe.stages.stage import Stage
 from syncpipe.tree import overlap, place_of, tensors_in
@@ -54,7 +54,8 @@ class Unit(Stage):
 
     def inside(self, cell: StageRun, inputs: Inputs) -> Inputs:
         """Runs it as a part of a cell."""
-        marks = _marks(inputs) if self._again else ()
+        marks = [*_marks(inputs), *[TIED] * len(cell.tied)] if self._again else ()
+        inputs = (inputs[0], (*inputs[1], *cell.tied))
         outputs, _ = self.forward(
             cell.i, inputs, cell.context, rematerialize=self._again, marks=marks
         )
@@ -83,26 +84,29 @@ class Divided:
     Args:
         stage: the stage.
         spans: the layers that are computed again.
+
+    Attributes:
+        units: one after another.
     """
 
     def __init__(self, stage: Stage, spans: tuple[tuple[int, int], ...]) -> None:
         self.spans = spans
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         at = 0
         for first, last in spans:
             if at < first:
-                self._units.append(Unit(stage, at, first, False))
-            self._units.append(Unit(stage, first, last, True))
+                self.units.append(Unit(stage, at, first, False))
+            self.units.append(Unit(stage, first, last, True))
             at = last
         if at < len(stage.names):
-            self._units.append(Unit(stage, at, len(stage.names), False))
+            self.units.append(Unit(stage, at, len(stage.names), False))
         # Its backward computes again, and the order of locks is: stage before random state.
         stage.changes.guarded = True
 
     def run(self, cell: StageRun, value: Any) -> Any:
         """The layers of a cell, one unit after another."""
         store = current_store() if cell.stage.has_skips else None
-        for unit in self._units:
+        for unit in self.units:
             unit.partition.training = cell.stage.partition.training
             popped = tuple([store.pop(key) for key in unit.pops]) if store else ()
             value, stashed = unit.inside(cell, (value, popped))

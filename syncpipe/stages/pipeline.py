@@ -35,6 +35,7 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.by_layer import divided
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
+from syncpipe.stages.ties import CallTies, SharedTensors
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
@@ -89,6 +90,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
+        self.shared = SharedTensors(partitions, workers)
         self.checked: set[Any] = set()  # names of loss functions
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
@@ -115,11 +117,13 @@ class Call:
         checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
+        graph: the caller gets an autograd graph.
 
     Attributes:
         context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
         rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
+        ties: the tensors that stages share; None if there are none.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class Call:
         checkpoint: Sequence[StageMode],
         inline: bool,
         recorder: Recorder | None,
+        graph: bool = False,
     ) -> None:
         state = CallerState()
         self.pipeline = pipeline
@@ -172,12 +177,25 @@ class Call:
             for j, mode in enumerate(modes)
             if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
         }
-        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
+        self.ties: CallTies | None = None
+        if ties := pipeline.shared.find():
+            self._wait_for_caller()
+            lanes = [self.lane_of(stage.j) for stage in stages]
+            self.ties = CallTies(
+                ties, pipeline.shared, stages, lanes, pipeline.edges, self.context, recorder,
+                graph=graph,
+            )  # fmt: skip
+        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
+
+    def _wait_for_caller(self) -> None:
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.wait_for(caller)
 
     def run(self, steps: Steps, task: Task, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
@@ -187,8 +205,7 @@ class Call:
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
         """
-        for lane, caller in zip(self.lanes, self._callers, strict=True):
-            lane.wait_for(caller)
+        self._wait_for_caller()
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
         for j, offload in self._offloads.items():
             offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
@@ -206,6 +223,8 @@ class Call:
                 offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
+        if self.ties is not None:
+            self.ties.finish()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.

@@ -32,6 +32,7 @@ from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
+from syncpipe.stages.stand_ins import StandIns
 
 __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
@@ -45,6 +46,7 @@ class Partition(nn.Sequential):
 
     defers = False  #: whether running statistics of context normalisations move once per mini-batch
     unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
+    tied: frozenset[str] = frozenset()  #: the tensors that it shared with others when it was cut
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
@@ -69,6 +71,7 @@ class CallContext:
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
         plain: for each stage ``StageLayers.plain``.
+        stand_ins: for each stage that computes with other tensors than its modules hold.
         modules: for each stage that re-materializes its modules as they are.
         divided: for each stage that re-materializes some of its layers how it runs them.
         selective: for each stage that saves some operations which.
@@ -84,6 +87,7 @@ class CallContext:
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
     plain: list[bool]
+    stand_ins: dict[StageLayers, StandIns] = field(default_factory=dict)
     modules: dict[StageLayers, ModuleState] = field(default_factory=dict)
     divided: dict[StageLayers, Any] = field(default_factory=dict)
     selective: dict[StageLayers, Selective] = field(default_factory=dict)
@@ -185,10 +189,12 @@ class StageLayers:
 class StageRun:
     """One run of a stage for one micro-batch."""
 
-    __slots__ = ("context", "drawn", "i", "recomputing", "stage")
+    __slots__ = ("context", "drawn", "i", "partition", "recomputing", "stage", "tied")
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
+        self.partition = stage.partition
+        self.tied: tuple[Any, ...] = ()  # tensors of its own in the place of shared ones
         self.i = i
         self.context = context
         self.recomputing = False
@@ -226,8 +232,17 @@ class StageRun:
             return self._with_skips(inputs)
 
     def _with_skips(self, inputs: Inputs) -> Inputs:
-        stage = self.stage
+        stand_ins = self.context.stand_ins.get(self.stage)
+        if stand_ins is None:
+            return self._stashing(*inputs)
         value, skips = inputs
+        count = len(self.stage.pops)
+        self.tied = skips[count:]
+        with stand_ins.holding(self.tied) as self.partition:
+            return self._stashing(value, skips[:count])
+
+    def _stashing(self, value: Any, skips: tuple[Any, ...]) -> Inputs:
+        stage = self.stage
         if not stage.has_skips:
             return self._partition(value), ()
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
@@ -266,7 +281,7 @@ class StageRun:
         unpack = stage.partition.unpack
         k = 0
         try:
-            for k, layer in enumerate(stage.partition._modules.values()):
+            for k, layer in enumerate(self.partition._modules.values()):
                 call: Any = Unpacked(layer) if unpack else layer
                 if stage.draws[k] or (care and not never_draws(layer)):
                     value = self._drawing(k, call, value, first)

@@ -18,7 +18,7 @@ from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
-from syncpipe.stages.inplace import Given, entering, handed_on
+from syncpipe.stages.inplace import TIED, Given, entering, handed_on
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.stages.selective import SelectiveRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
@@ -246,7 +246,7 @@ class Stage(StageLayers):
             marks = self._marked(cell, inputs, marks, target)
             outputs, frame = self._rematerialized(cell, inputs, marks)
         else:
-            if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+            if self.j == 0 and (marks or self._mutates_inputs(cell.context) is not False):
                 marks = self._marked(cell, inputs, marks, target)
             if any(marks):
                 outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
@@ -277,12 +277,12 @@ class Stage(StageLayers):
     def _marked(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
     ) -> Sequence[int]:
-        """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
+        """The marks of the inputs; stage 0, which gets the caller's tensors, finds theirs here."""
         if self.j > 0:
             return marks
         if self._mutates_inputs(cell.context) is False:
-            return [0] * len(tensors_in(inputs))
-        return entering(inputs, target)
+            return [*[0] * (len(tensors_in(inputs)) - len(marks)), *marks]
+        return [*entering(inputs[0], target), *marks]
 
     def _mutates_inputs(self, context: CallContext) -> bool | None:
         """Whether the layers write into inputs as they are now; None: that is not known."""
@@ -357,6 +357,13 @@ class Stage(StageLayers):
         if not torch.is_inference_mode_enabled():
             modes = self.partition.training, cell.context.state.grad
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
+        if mutated and given.aliased(written, TIED):
+            raise RuntimeError(
+                f"{cell} modified in place a parameter that it shares with another stage (as an "
+                "embedding with max_norm does), which sees the micro-batches in another order than "
+                "the plain model does: choose a balance that puts these layers into one stage, or "
+                "untie them"
+            )
         if mutated and given.aliased(written):
             raise RuntimeError(
                 f"{cell} modified in place a tensor whose memory others use as well (another "

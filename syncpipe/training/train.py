@@ -88,7 +88,11 @@ def train(
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
             steps = training_steps(
-                pipeline.edges, plan, call.rematerialized, targets=task.targets_travel
+                pipeline.edges,
+                plan,
+                call.rematerialized,
+                targets=task.targets_travel,
+                returns=() if call.ties is None else call.ties.edges,
             )
             call.run(steps, task, source.entering())
             results = _results(call, head, objective)

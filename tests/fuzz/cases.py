@@ -59,7 +59,7 @@ class Case:
         """The pipe, by default on CPU workers."""
         torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.listed() if self.listed else self.model.build(),
+            self.model.listed() if self.listed and not self.model.ties else self.model.build(),
             self.balance,
             devices=devices or [f"cpu:{k}" for k in self.devices],
             chunks=self.chunks,
