@@ -8,6 +8,7 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -28,4 +29,5 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "plan",
+    "sequential",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
+from syncpipe.layers.conversion.names import in_order
 from syncpipe.layers.placement import (
     check_balance,
     check_devices,
@@ -217,6 +218,12 @@ class Partitioned(nn.Module):
                 if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the wrapped module."""
+        return in_order(self, prefix, recurse, remove_duplicate)
 
     def _layer_devices(self) -> list[torch.device]:
         return [

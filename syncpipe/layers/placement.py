@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.microbatch import NoChunk
 from syncpipe.runtime.streams import accelerators, same_memory
 from syncpipe.runtime.worker import Worker
@@ -57,10 +58,12 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
-            "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
+            f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model by "
+            "syncpipe.sequential(model, sample), or write it as nn.Sequential(layer, layer, ...), "
+            "with skip connections by syncpipe.skip"
         )
-    if (method := own_call(module, nn.Sequential)) is not None:
+    kind = Converted if isinstance(module, Converted) else nn.Sequential
+    if (method := own_call(module, kind)) is not None:
         raise TypeError(
             f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"

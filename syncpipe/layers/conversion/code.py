@@ -23,6 +23,7 @@ _INFIX = {
     "matmul": "@", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
     "and_": "&", "or_": "|", "xor": "^", "__and__": "&", "__or__": "|", "__xor__": "^",
     "__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//",
+    "__eq__": "==", "__ne__": "!=", "__gt__": ">", "__ge__": ">=", "__lt__": "<", "__le__": "<=",
     "__matmul__": "@", "__pow__": "**", "__mod__": "%",
 }  # fmt: skip
 _SWAPPED = {"__radd__": "+", "__rsub__": "-", "__rmul__": "*", "__rtruediv__": "/",
@@ -248,7 +249,10 @@ def _wish(node: Node) -> str:
     if node.kind == "item":
         return f"{_wish(node.args[0])}_{node.target[1]}"
     if node.kind == "module":
-        parts = str(node.target).split(".")
-        return "_".join(parts[-2:]) if len(parts) > 1 and not parts[-1].isdigit() else "_".join(parts[-2:])
+        parts = node.target.split(".")
+        start = max(len(parts) - 2, 0)
+        while start and parts[start].isdigit():
+            start -= 1
+        return "_".join(parts[start:])
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "x")
     return str(name)

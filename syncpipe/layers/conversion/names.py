@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,8 +17,6 @@ from syncpipe.layers.conversion.nodes import Node
 from syncpipe.layers.conversion.recorder import Recorder
 
 __all__ = ["distribute", "in_order", "index_keys"]
-
-_T = TypeVar("_T")
 
 
 def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
@@ -43,15 +41,21 @@ def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> No
 
 
 def in_order(
-    module: nn.Module, named: Iterable[tuple[str, _T]], prefix: str
-) -> Iterator[tuple[str, _T]]:
-    """Named parameters in the order of the model that the layers of ``module`` were made of."""
-    ranks = next((c.ranks for c in module._modules.values() if isinstance(c, ConvertedLayer)), None)
-    if ranks is None:
-        yield from named
+    module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``nn.Module.named_parameters``, in the order of the model that the layers were made of."""
+    layers = module._modules.values()
+    ranks = next((c.ranks for c in layers if isinstance(c, ConvertedLayer)), None)
+    if ranks is None or not recurse:
+        yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
         return
     start = len(prefix) + 1 if prefix else 0
-    yield from sorted(named, key=lambda pair: ranks.get(pair[0][start:], len(ranks)))
+    named = dict(nn.Module.named_parameters(module, prefix, remove_duplicate=False))
+    seen: set[nn.Parameter] = set()
+    for name in sorted(named, key=lambda name: ranks.get(name[start:], len(ranks))):
+        if not (remove_duplicate and named[name] in seen):
+            yield name, named[name]
+        seen.add(named[name])
 
 
 def distribute(
@@ -68,7 +72,7 @@ def distribute(
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    ranks = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+    ranks = {name: k for k, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
 
     def hold(k: int, path: str, value: nn.Module | Tensor) -> None:
         layers[k].hold(path, value, path not in unsaved)

@@ -10,7 +10,7 @@ every call, and a size that matters must be that of the sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Opening:
 
     def _run(self, training: bool, tensors: list[Tensor]) -> Recorder:
         self.model.train(training)
-        recorder = Recorder(self.model, self.whole, self.paths, self.device)
+        recorder = Recorder(self.model, self.whole, self.paths, self.device, self.signature.names)
         recorder.run(*self.signature.call(tensors))
         return recorder
 
@@ -133,15 +133,13 @@ class Opening:
         for group in self._groups():
             if group <= free:
                 continue
-            varied = self._varied(group)
-            if varied is None:
-                continue
-            faults = [*differences(recording, varied), *varied.faults]
-            small = [fault for fault in faults if not self._holds_most(fault[0])]
-            if self._close(small):
-                return True
-            if not faults:
-                free |= group
+            for varied in self._varied(group):
+                faults = [*differences(recording, varied), *varied.faults]
+                if self._close(fault for fault in faults if not self._holds_most(fault[0])):
+                    return True
+                if not faults:
+                    free |= group
+                    break
         for k, shape in enumerate(self.signature.shapes):
             for d in range(len(shape)):
                 if (k, d) in free:
@@ -159,12 +157,12 @@ class Opening:
                     sizes.setdefault((d, size), set()).add((k, d))
         return [cut, *sizes.values()]
 
-    def _varied(self, group: set[tuple[int, int]]) -> Recorder | None:
-        """A recording in which these dimensions have another size; None: the model refuses."""
+    def _varied(self, group: set[tuple[int, int]]) -> Iterator[Recorder]:
+        """Recordings in which these dimensions have another size, where the model takes it."""
         k, d = next(iter(group))
         size = self.tensors[k].shape[d]
-        batch = d == 0 and self.signature.is_cut[k]
-        for other in [1, 2 * size, size + 1] if batch and size > 1 else [size // 2, 2 * size, size - 1]:
+        others = [1, 2 * size, size + 1] if self.signature.is_cut[k] and d == 0 else []
+        for other in others or [size // 2, 2 * size, size - 1]:
             if other in (0, size):
                 continue
             tensors = [
@@ -172,10 +170,10 @@ class Opening:
                 for k, tensor in enumerate(self.tensors)
             ]
             try:
-                return self._run(False, tensors)
-            except Exception:
+                varied = self._run(False, tensors)
+            except Exception:  # the model itself refuses this size
                 continue
-        return None
+            yield varied
 
     # What is refused at once
 

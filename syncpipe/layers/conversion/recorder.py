@@ -58,6 +58,7 @@ class Recorder(TorchFunctionMode):
         whole: the paths of the modules that are left whole.
         paths: the path of every module of the model.
         device: where the model is.
+        names: of the tensors that are its inputs.
 
     Attributes:
         frame: what the model did.
@@ -73,8 +74,10 @@ class Recorder(TorchFunctionMode):
         whole: set[str],
         paths: Mapping[nn.Module, str],
         device: torch.device,
+        names: list[str],
     ) -> None:
         super().__init__()
+        self._names = names
         self._model, self._whole, self._paths, self._device = model, whole, paths, device
         self.frame = self._frame = Frame("", ())
         self.faults: list[tuple[str, str, str]] = []
@@ -103,7 +106,7 @@ class Recorder(TorchFunctionMode):
             if not isinstance(leaf, Tensor):
                 return leaf
             own = leaf.detach().requires_grad_(leaf.requires_grad)
-            node = Node("input", len(self.inputs), key=("input", len(self.inputs)))
+            node = Node("input", self._names[len(self.inputs)], key=("input", len(self.inputs)))
             self._know(own, node)
             self.inputs.append(node)
             return own

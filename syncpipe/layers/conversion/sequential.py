@@ -19,13 +19,11 @@ from syncpipe.layers.conversion.verify import verify as compared
 from syncpipe.microbatch import NoChunk
 from syncpipe.skip import Namespace
 
-__all__ = ["Converted", "call_input", "sequential"]
+__all__ = ["Converted", "batch_input", "call_input", "sequential"]
 
 
 class Converted(nn.Sequential):
     """The layers of a model that was converted; it is called as the model is."""
-
-    _syncpipe_call = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the forward of the model."""
@@ -38,8 +36,7 @@ class Converted(nn.Sequential):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model: its names, in its order."""
-        named = super().named_parameters(prefix, recurse, remove_duplicate)
-        return in_order(self, named, prefix)
+        return in_order(self, prefix, recurse, remove_duplicate)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         index_keys(state_dict, prefix, self)
@@ -51,6 +48,13 @@ def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     first = next(iter(layers._modules.values()), None)
     signature = first.signature if isinstance(first, ConvertedLayer) else None
     return _one_input(*args, **kwargs) if signature is None else signature.packed(args, kwargs)
+
+
+def batch_input(layers: nn.Module, input: Any) -> Any:
+    """What the first layer gets for an input of ``train_batch``: a tuple is arguments, a dict too."""
+    first = next(iter(layers._modules.values()), None)
+    signature = first.signature if isinstance(first, ConvertedLayer) else None
+    return input if signature is None else signature.packed(*signature.arguments(input))
 
 
 def _one_input(input: Any) -> Any:
