@@ -58,9 +58,9 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model by "
-            "syncpipe.sequential(model, sample), or write it as nn.Sequential(layer, layer, ...), "
-            "with skip connections by syncpipe.skip"
+            f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model "
+            "by syncpipe.sequential(model, sample), or write it as nn.Sequential(layer, ...), with "
+            "skip connections by syncpipe.skip"
         )
     kind = Converted if isinstance(module, Converted) else nn.Sequential
     if (method := own_call(module, kind)) is not None:

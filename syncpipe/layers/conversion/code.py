@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import math
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.nodes import HERE, Build, Node, Select
+from syncpipe.layers.conversion.recording.nodes import HERE, Build, Node, Select
 
 __all__ = ["Writer", "check", "path_in_code"]
 
@@ -56,7 +57,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._names: dict[Node, str] = {}
-        self._taken: set[str] = {"self", "torch", "F", "check"}
+        self._taken: set[str] = {"self", "torch", "F", "check", *dir(builtins)}
         self.constants: dict[str, Any] = {}
         self._here: list[Node] = []
 
@@ -185,7 +186,8 @@ class Writer:
             return f"{self.name(self._here[0])}.device" if self._here else "self.device"
         if isinstance(value, Select):
             a, b = self._value(value.training), self._value(value.evaluation)
-            return "self.training" if (a, b) == ("True", "False") else f"{a} if self.training else {b}"
+            plain = (a, b) == ("True", "False")
+            return "self.training" if plain else f"{a} if self.training else {b}"
         if isinstance(value, Build):
             fields = ", ".join(f"{k}={self._value(v)}" for k, v in value.fields.items())
             return f"{self._function(value.cls)}({fields})"

@@ -12,13 +12,13 @@ its next use, so it passes over the devices between::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.compare import live
-from syncpipe.layers.conversion.nodes import Frame, Node, nodes_in
-from syncpipe.layers.conversion.recorder import Recorder
+from syncpipe.layers.conversion.recording.compare import live
+from syncpipe.layers.conversion.recording.nodes import Frame, Node, nodes_in
+from syncpipe.layers.conversion.recording.recorder import Recorder
 from syncpipe.tree import storage_of
 
 __all__ = ["Piece", "cut"]
@@ -45,6 +45,11 @@ class Piece:
     pops: list[tuple[str, Node]] = field(default_factory=list)
     stashes: list[tuple[str, Node]] = field(default_factory=list)
 
+    @property
+    def given(self) -> list[Node]:
+        """All that it gives, but for the output."""
+        return [*(self.gives or ()), *(node for _, node in self.stashes)]
+
 
 def cut(recording: Recorder, model: nn.Module) -> list[Piece]:
     """Cuts a recording into layers, as many as there can be."""
@@ -53,18 +58,17 @@ def cut(recording: Recorder, model: nn.Module) -> list[Piece]:
     last_use: dict[Node, int] = {}
     for p, node in enumerate(nodes):
         last_use.update(dict.fromkeys((used for used in node.inputs if used in place), p))
-    last_use.update(dict.fromkeys((n for n in nodes_in(recording.output) if n in place), len(nodes)))
+    returned = [node for node in nodes_in(recording.output) if node in place]
+    last_use.update(dict.fromkeys(returned, len(nodes)))
     crossing = _bytes_crossing(nodes, place, last_use)
     banned = _banned(nodes, place, last_use)
     starts = [p for p, node in enumerate(nodes) if _begins(node, model)]
     cuts = [0]
-    for before, after in zip(starts, starts[1:], strict=False):
+    for before, after in pairwise(starts):
         allowed = [p for p in range(before + 1, after + 1) if p not in banned]
         if allowed:
             cuts.append(min(allowed, key=lambda p: (crossing[p], p)))
-    pieces = [
-        Piece(nodes[a:b]) for a, b in zip(cuts, [*cuts[1:], len(nodes)], strict=True)
-    ]
+    pieces = [Piece(nodes[a:b]) for a, b in zip(cuts, [*cuts[1:], len(nodes)], strict=True)]
     _connect(pieces, recording, place)
     return pieces
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from textwrap import indent
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from syncpipe.skip import Namespace, store
 from syncpipe.skip.declaration import Declaration
 
 __all__ = ["ConvertedLayer", "Holder"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Holder(nn.Module):
@@ -62,6 +64,8 @@ class ConvertedLayer(Holder):
         self.skips = Declaration(stashes, pops)
         self._skip_namespaces = dict.fromkeys(self.skips.names, namespace)
         self._constants = {}
+        self._retyped = False
+        self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
         for name, value in constants.items():
             if isinstance(value, Tensor):
                 self.register_buffer(name, value, persistent=False)
@@ -69,7 +73,9 @@ class ConvertedLayer(Holder):
                 self._constants[name] = value
         self.ranks: dict[str, int] = {}  # the names of the model's parameters, in order
         self._function: Callable[..., Any] = self._compiled()
-        self.register_load_state_dict_post_hook(_named_as_in_the_model)
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _named_as_in_the_model
+        )
 
     def _compiled(self) -> Callable[..., Any]:
         known = {"torch": torch, "F": F, "check": check, **self._constants}
@@ -91,6 +97,12 @@ class ConvertedLayer(Holder):
             input: the value that the layer before hands on, a tuple of all if there is not just
                 one; for the first layer the arguments of the model (a tensor, a tuple, a dict).
         """
+        if self._retyped:
+            raise TypeError(
+                "the dtype of the parameters was changed after the model was converted, and the "
+                f"code of this layer has the dtype of then in it: change it first, then convert\n"
+                f"{self.code}"
+            )
         if self.signature is not None:
             values = self.signature.tensors(input)
         else:
@@ -110,11 +122,11 @@ class ConvertedLayer(Holder):
         at: nn.Module = self
         *way, name = path.split(".")
         for part in way:
-            inner = at._modules.get(part)
-            if inner is None:
-                inner = at._modules[part] = Holder()
-                inner.training = self.training
-            at = inner
+            if at._modules.get(part) is None:
+                at._modules[part] = Holder()
+            at = at._modules[part]  # type: ignore[assignment]
+        inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+        self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
         if isinstance(value, nn.Module):
             at._modules[name] = value
         elif isinstance(value, nn.Parameter):
@@ -141,6 +153,14 @@ class ConvertedLayer(Holder):
         for name, module in found:
             yield (f"{outer}{name}" if name else own), module
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        kinds = {tensor.dtype for tensor in (*self.parameters(), *self.buffers())}
+        named = {kind for kind in _FLOATS if str(kind) in self.code}
+        # Only a dtype that no parameter has can have been that of the parameters.
+        self._retyped = bool(named and self._dtypes and not self._dtypes & kinds)
+        return self
+
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
@@ -154,7 +174,7 @@ class ConvertedLayer(Holder):
         return {**self.__dict__, "_function": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._function = self._compiled()
 
 

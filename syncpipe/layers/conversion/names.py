@@ -1,8 +1,8 @@
 """Names as in the model: a converted layer holds modules at their paths, its own index is left out.
 
-    the model                       transformer.h.0.ln_1.weight
-    held by layer 3                 3 / transformer.h.0.ln_1.weight
-    state_dict, named_parameters        transformer.h.0.ln_1.weight
+the model                       transformer.h.0.ln_1.weight
+held by layer 3                 3 / transformer.h.0.ln_1.weight
+state_dict, named_parameters        transformer.h.0.ln_1.weight
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from syncpipe.layers.conversion.layer import ConvertedLayer
-from syncpipe.layers.conversion.nodes import Node
-from syncpipe.layers.conversion.recorder import Recorder
+from syncpipe.layers.conversion.recording.nodes import Node
+from syncpipe.layers.conversion.recording.recorder import Recorder
 
 __all__ = ["distribute", "in_order", "index_keys"]
 

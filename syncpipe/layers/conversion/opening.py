@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.compare import Fault, differences, live
-from syncpipe.layers.conversion.recorder import Recorder
+from syncpipe.layers.conversion.recording.compare import Fault, differences, live
+from syncpipe.layers.conversion.recording.recorder import Recorder
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.state import attributes, changed
+from syncpipe.tree import described
 
 __all__ = ["Opening"]
 
@@ -62,7 +63,7 @@ class Opening:
         self.recording = self._opened()
 
     def _opened(self) -> Recorder:
-        self._run(True, self.tensors)  # what is made in the first run only is made now
+        self._try()  # what is made in the first run only is made now
         for _ in range(len(self.paths) + 1):
             before = attributes(self.model)
             training = self._run(True, self.tensors)
@@ -72,7 +73,7 @@ class Opening:
             faults += self._checked(training)
             after = attributes(self.model)
             faults += [
-                (path, "", f"forward sets {name}")
+                (path, "", f"its forward sets the attribute {name}")
                 for path in before
                 if (name := changed(before[path], after.get(path, {}))) is not None
                 and path not in self._inside_whole()
@@ -82,6 +83,20 @@ class Opening:
             if not self._vary(evaluation):
                 return training
         raise AssertionError("every round leaves a module whole")
+
+    def _try(self) -> None:
+        try:
+            args, kwargs = self.signature.call(self.tensors)
+            self.model.train()(*args, **kwargs)
+        except Exception as error:
+            sample = ", ".join(
+                f"{name}: {described(tensor)}"
+                for name, tensor in zip(self.signature.names, self.tensors, strict=True)
+            )
+            raise ValueError(
+                f"{type(self.model).__name__} itself, called with the sample ({sample}), raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _checked(self, recording: Recorder) -> list[Fault]:
         return [
@@ -96,10 +111,11 @@ class Opening:
         for owner, line, what in faults:
             if self._holds_most(owner):
                 name = type(self.model.get_submodule(owner)).__name__
+                at = f" ({owner})" if owner else ""
+                where = f":\n  {line}\n" if line else ". "
                 raise ValueError(
-                    f"{name}{f' ({owner})' if owner else ''} cannot be cut into layers: {what}\n"
-                    f"  {line}\nMove this into a module of its own (which is left whole then), or "
-                    "give a sample with which the model does not come here"
+                    f"{name}{at} cannot be cut into layers, {what}{where}Move this into a module "
+                    "of its own (which is left whole), or convert the modules in it one by one"
                 )
             new.add(owner)
         self.whole |= new
@@ -116,9 +132,14 @@ class Opening:
             if any(path == whole or path.startswith(f"{whole}.") for whole in self.whole)
         }
 
-    def _run(self, training: bool, tensors: list[Tensor]) -> Recorder:
+    def again(self, training: bool) -> Recorder:
+        """Another recording of the sample, with copies of all values."""
+        return self._run(training, self.tensors, copies=True)
+
+    def _run(self, training: bool, tensors: list[Tensor], *, copies: bool = False) -> Recorder:
         self.model.train(training)
-        recorder = Recorder(self.model, self.whole, self.paths, self.device, self.signature.names)
+        names = self.signature.names
+        recorder = Recorder(self.model, self.whole, self.paths, self.device, names, copies=copies)
         recorder.run(*self.signature.call(tensors))
         return recorder
 
@@ -198,7 +219,9 @@ class Opening:
 
 def _with_parameters(model: nn.Module) -> list[str]:
     return [
-        path for path, module in model.named_modules() if next(module.parameters(False), None) is not None
+        path
+        for path, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
     ]
 
 

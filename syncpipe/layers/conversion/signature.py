@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.layers.conversion.nodes import leaves_of, rebuilt
+from syncpipe.layers.conversion.recording.nodes import leaves_of, rebuilt
 from syncpipe.microbatch import NoChunk
 from syncpipe.tree import described
 
@@ -44,8 +44,8 @@ class Signature:
         self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         signature = inspect.signature(forward)
-        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        self.parameters = signature.replace(parameters=bare, return_annotation=signature.empty)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        self.parameters = signature.replace(parameters=plain, return_annotation=signature.empty)
         self.name = name
         self._sample = self._bound(args, kwargs)
         leaves = [(where, leaf) for where, leaf in self._leaves(self._sample)]
@@ -59,11 +59,15 @@ class Signature:
                 f"arguments of {name}.forward{self.parameters}, as for one call of the model"
             )
         self.batch = len(cut[0])
-        bare = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for _, leaf in tensors]
+        bare: list[Tensor] = [
+            leaf.tensor if isinstance(leaf, NoChunk) else leaf for _, leaf in tensors
+        ]
+        self._tensors_of_sample = bare
         self.is_cut = [
             isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.batch
             for _, leaf in tensors
         ]
+        self._refuse_ambiguous(bare)
         self.shapes: list[list[int | None]] = [list(tensor.shape) for tensor in bare]
         self._kinds = [_kind(tensor) for tensor in bare]
         # What a call leaves out, and tensors are replaced by their place.
@@ -74,6 +78,20 @@ class Signature:
         )
         self._first = next(iter(self._sample), "")
         self._alone = len(bare) == 1 and isinstance(self._sample[self._first], _Place)
+
+    def _refuse_ambiguous(self, tensors: list[Tensor]) -> None:
+        """Refuses a sample that does not show which of its tensors have the batch."""
+        others = [size for tensor in tensors for size in tensor.shape[1:]]
+        if sum(self.is_cut) > 1 and self.batch in others:
+            shown = ", ".join(
+                f"{name}: {described(tensor)}"
+                for name, tensor in zip(self.names, tensors, strict=True)
+            )
+            raise ValueError(
+                f"the batch size of the sample, {self.batch}, is the size of another dimension as "
+                f"well ({shown}), so it does not show which tensors are cut into micro-batches: "
+                "give a sample with another batch size, which is no size of anything else"
+            )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
@@ -91,17 +109,20 @@ class Signature:
         for name, value in arguments.items():
             leaves = leaves_of(value)
             lone = len(leaves) == 1 and leaves[0] is value
-            found += [
-                (name if lone else f"{name}[{k}]", leaf) for k, leaf in enumerate(leaves)
-            ]
+            found += [(name if lone else f"{name}[{k}]", leaf) for k, leaf in enumerate(leaves)]
         return found
+
+    def take_sample(self) -> list[Tensor]:
+        """The tensors of the sample, which are not kept."""
+        tensors, self._tensors_of_sample = self._tensors_of_sample, []
+        return tensors
 
     def call(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the sample, with these tensors."""
         arguments = rebuilt(
             lambda leaf: tensors[leaf.k] if isinstance(leaf, _Place) else leaf, self._sample
         )
-        bound = inspect.BoundArguments(self.parameters, arguments)  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.parameters, arguments)
         return bound.args, bound.kwargs
 
     def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +199,7 @@ class Signature:
                 )
                 + ": call it as in the sample, or convert the model with a sample like this call"
             )
-        constants = [(where, leaf) for where, leaf in leaves if not isinstance(leaf, (Tensor, NoChunk))]
+        constants = [pair for pair in leaves if not isinstance(pair[1], (Tensor, NoChunk))]
         for (where, here), there in zip(constants, self.constants, strict=False):
             if not _equal(here, there):
                 raise ValueError(

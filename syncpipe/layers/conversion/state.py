@@ -16,7 +16,13 @@ __all__ = ["attributes", "left_as_it_was", "same_random_numbers"]
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts modes, attributes, buffers and random generators back at the end, whatever happens."""
     modules = list(model.modules())
-    before = [_copied(vars(module)) for module in modules]
+    before = [{**vars(module)} for module in modules]
+    inside = [
+        (value, value.copy())
+        for found in before
+        for value in found.values()
+        if type(value) in (dict, list, set)
+    ]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     rows = [  # embeddings that shorten rows of their weight as they go
         (module.weight, module.weight.detach().clone())
@@ -29,18 +35,14 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, value in [*buffers, *rows]:
-                if not torch.equal(tensor, value):
+                if not tensor.is_meta and not torch.equal(tensor, value):
                     tensor.copy_(value)
         for module, old in zip(modules, before, strict=True):
             vars(module).clear()
             vars(module).update(old)
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.copy() if type(value) in (dict, list, set) else value
-        for name, value in attributes.items()
-    }
+        for value, copied in inside:
+            value.clear()
+            value.extend(copied) if isinstance(value, list) else value.update(copied)
 
 
 @contextmanager

@@ -2,93 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.nodes import Node, leaves_of
+from syncpipe.layers.conversion.layer import ConvertedLayer
+from syncpipe.layers.conversion.recording.nodes import Node, leaves_of
 from syncpipe.layers.conversion.state import same_random_numbers
+from syncpipe.skip.store import use_store
 
-__all__ = ["verify"]
+__all__ = ["first_difference", "verify"]
 
 
-def verify(
-    model: nn.Module,
-    layers: nn.Sequential,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str | None:
-    """What differs between a model and its layers, in words; None: nothing.
+def verify(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]) -> str | None:
+    """What differs between a model and its layers; None: nothing.
 
-    Outputs and gradients in training, and outputs in evaluation, with the same random numbers.
-    Buffers end as two forwards leave them.
+    Outputs, buffers and gradients in training, and outputs in evaluation, with the same random
+    numbers. Buffers stay as they were.
+
+    Returns:
+        ``"training"`` or ``"evaluation"`` where outputs or buffers differ in this mode; or the name
+        of a parameter, the last one whose gradient differs.
     """
     for training in (True, False):
         model.train(training)
         layers.train(training)
-        expected = _run(model, args, kwargs, training)
-        actual = _run(layers, args, kwargs, training)
-        mode = "training" if training else "evaluation"
-        for what, left, right in zip(("output", "gradient"), actual, expected, strict=True):
-            if len(left) != len(right):
-                return f"in {mode} there are {len(left)} {what}s, not {len(right)}"
-            for k, (a, b) in enumerate(zip(left, right, strict=True)):
-                if not close(a, b):
-                    return f"{what} {k} in {mode} differs"
+        expected, wanted = _run(model, call, training)
+        actual, gradients = _run(layers, call, training)
+        if len(actual) != len(expected) or not all(map(close, actual, expected)):
+            return "training" if training else "evaluation"
+        differing = [name for name in wanted if not close(wanted[name], gradients.get(name))]
+        if differing:
+            return differing[-1]
     return None
 
 
 def _run(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-) -> tuple[list[Any], list[Any]]:
-    """The outputs, with the buffers after them; the gradients of parameters, by name, and inputs."""
+    module: nn.Module, call: tuple[Any, dict[str, Any]], training: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    """The outputs, with the buffers after them; and gradients by name."""
+    args, kwargs = call
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with same_random_numbers(module), torch.set_grad_enabled(training):
         outputs = leaves_of(module(*args, **kwargs))
-        after = [buffer.detach().clone() for _, buffer in sorted_buffers(module)]
-        grads = _gradients(module, outputs, (args, kwargs)) if training else []
+        after = [buffer.detach().clone() for buffer in _saved_buffers(module)]
+        gradients = _gradients(module, outputs, call) if training else {}
     with torch.no_grad():
         for buffer, value in before:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
-    return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *after], grads
+    return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *after], gradients
 
 
-def _gradients(module: nn.Module, outputs: list[Any], inputs: Any) -> list[Any]:
-    roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    named = sorted(module.named_parameters(), key=lambda pair: pair[0])
-    leaves = [p for _, p in named if p.requires_grad]
-    leaves += [t for t in leaves_of(inputs) if isinstance(t, Tensor) and t.requires_grad]
-    if not roots or not leaves:
-        return []
-    towards = [_cotangent(root) for root in roots]
-    return list(torch.autograd.grad(roots, leaves, towards, allow_unused=True))
-
-
-def sorted_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of a module that a checkpoint has, by name."""
+def _saved_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module that a checkpoint has, by their names."""
     saved = module.state_dict().keys()
-    return sorted(((n, b) for n, b in module.named_buffers() if n in saved), key=lambda p: p[0])
+    named = dict(pair for pair in module.named_buffers(remove_duplicate=False) if pair[0] in saved)
+    return [named[name] for name in sorted(named)]
+
+
+def _gradients(module: nn.Module, outputs: list[Any], inputs: Any) -> dict[str, Any]:
+    roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    leaves: dict[str, Tensor] = {
+        name: p for name, p in module.named_parameters() if p.requires_grad
+    }
+    for k, leaf in enumerate(leaves_of(inputs)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[f"input {k}"] = leaf
+    if not roots or not leaves:
+        return {}
+    towards = [_cotangent(root) for root in roots]
+    found = torch.autograd.grad(roots, list(leaves.values()), towards, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _cotangent(root: Tensor) -> Tensor:
-    """A gradient that is different for every element."""
-    steps = torch.arange(1, root.numel() + 1, device=root.device) % 17 - 8
+    """A gradient that differs from element to element."""
+    steps = torch.arange(root.numel(), device=root.device) % 17 - 8
     return (steps / 8).reshape(root.shape).to(root.dtype)
 
 
 def close(a: Any, b: Any) -> bool:
     """Whether two values are the same, to rounding."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        try:
-            torch.testing.assert_close(a, b, equal_nan=True)
-        except AssertionError:
-            return False
-        return True
-    return a is b or (type(a) is type(b) and bool(a == b))
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or (type(a) is type(b) and bool(a == b))
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
-def first_difference(pieces: list[Any], again: list[dict[Node, Any]]) -> str:
-    """Not used."""
-    raise NotImplementedError
+def first_difference(
+    layers: Sequence[ConvertedLayer],
+    gives: Sequence[Sequence[Node]],
+    recorded: Callable[[tuple[Any, ...]], Any],
+    input: Any,
+) -> int:
+    """The index of the first layer that gives another value than the model.
+
+    Args:
+        layers: the layers.
+        gives: for each the nodes of what it gives, to the next layer and as skips.
+        recorded: the value that a node has in the model, by its key.
+        input: what the first layer gets.
+    """
+    skips: dict[Any, Any] = {}
+    for k, (layer, nodes) in enumerate(zip(layers, gives, strict=True)):
+        with use_store(skips):
+            input = layer(input)
+        if layer.gives is None:
+            break
+        given = [input] if layer.gives == 1 else list(input)
+        given += [skips[layer._skip_namespaces[name], name] for name in layer.skips.stash]
+        pairs = zip(given, nodes, strict=True)
+        if not all(close(value, recorded(node.key)) for value, node in pairs):
+            return k
+    return len(layers) - 1

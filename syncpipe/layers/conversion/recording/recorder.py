@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.layers.conversion.nodes import HERE, Frame, Node, fields_of, leaves_of, map_tree, rebuilt
-from syncpipe.layers.conversion.scalars import TracedFloat, TracedInt, plain
+from syncpipe.layers.conversion.recording.nodes import (
+    HERE,
+    Frame,
+    Node,
+    fields_of,
+    leaves_of,
+    map_tree,
+    rebuilt,
+)
+from syncpipe.layers.conversion.recording.scalars import TracedFloat, TracedInt, plain
 from syncpipe.tree import storage_of
 
 __all__ = ["Recorder"]
@@ -59,6 +68,7 @@ class Recorder(TorchFunctionMode):
         paths: the path of every module of the model.
         device: where the model is.
         names: of the tensors that are its inputs.
+        copies: keep copies of values, as they are when they are given.
 
     Attributes:
         frame: what the model did.
@@ -75,8 +85,11 @@ class Recorder(TorchFunctionMode):
         paths: Mapping[nn.Module, str],
         device: torch.device,
         names: list[str],
+        *,
+        copies: bool = False,
     ) -> None:
         super().__init__()
+        self.copies = copies
         self._names = names
         self._model, self._whole, self._paths, self._device = model, whole, paths, device
         self.frame = self._frame = Frame("", ())
@@ -120,14 +133,17 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _recording(self) -> Iterator[None]:
         classes = {cls for module in self._paths for cls in type(module).__mro__}
-        called = [cls for cls in classes if "__call__" in cls.__dict__ and issubclass(cls, nn.Module)]
+        called = [
+            cls for cls in classes if issubclass(cls, nn.Module) and "__call__" in cls.__dict__
+        ]
         with ExitStack() as stack:
             for cls in called:
                 stack.enter_context(patch.object(cls, "__call__", self._calling(cls.__call__)))
             applied = classmethod(self._applying(torch.autograd.Function.__dict__["apply"]))
             stack.enter_context(patch.object(torch.autograd.Function, "apply", applied))
             # Code that looks at values where it is not traced stays away from them.
-            stack.enter_context(patch.object(torch.compiler, "_is_compiling_flag", True))
+            if hasattr(torch.compiler, "_is_compiling_flag"):
+                stack.enter_context(patch.object(torch.compiler, "_is_compiling_flag", True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self)
             yield
@@ -182,7 +198,7 @@ class Recorder(TorchFunctionMode):
                 return self._sizes(args[0], func(args[0]))
             return self._perform(Node("get", name), func, args, kwargs)
         if name in _READS:
-            self._fault(f"the model takes values out of a tensor ({name})")
+            self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
             return func(*args, **kwargs)
         if name in _TELLS_NOTHING:
             return func(*map(plain, args), **kwargs)
@@ -208,23 +224,24 @@ class Recorder(TorchFunctionMode):
         """Does one thing, and writes it down."""
         node.args, node.kwargs = self.lift(args), self.lift(kwargs)
         taken = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in taken if not tensor.is_inference()]
+        taken = [tensor for tensor in taken if not tensor.is_inference()]
+        versions = [tensor._version for tensor in taken]
         state = _state(self._device)
-        if node.kind == "module":
-            self._quiet = True
+        self._quiet = True
         try:
             result = fn(*rebuilt(plain, args), **rebuilt(plain, kwargs))
         finally:
             self._quiet = False
-        written = [
-            t for t, v in zip(taken, versions, strict=False) if not v == t._version
-        ]
+        written = [t for t, v in zip(taken, versions, strict=True) if v != t._version]
         name = node.target
         if node.kind in ("call", "method", "get"):
             bare = name if isinstance(name, str) else getattr(name, "__name__", "")
             if bare in _DECIDES:
-                self._place(node)
-                self.decided(node, result)
+                self._place(node).value = result
+                if bare == "__len__":
+                    self.decided(node, result)
+                else:
+                    self._fault("what it does next depends on the values in a tensor")
                 return result
             if node.kind == "get" and not isinstance(result, Tensor):
                 return result
@@ -240,12 +257,13 @@ class Recorder(TorchFunctionMode):
     def _given(self, node: Node, result: Any, written: list[Tensor]) -> Any:
         for tensor in written:  # from here on it is what this node made of it
             old = self._values.get(id(tensor))
-            if tensor is not result and not any(tensor is leaf for leaf in leaves_of(result)):
-                if old is not None and old.kind != "attribute":
-                    part = Node("item", ("after", old), (node, old), key=(*node.key, "after", old.key))
-                    part.owner, part.line, part.value = node.owner, node.line, tensor
-                    node.items.append(part)
-                    self._know(tensor, part)
+            given_back = any(tensor is leaf for leaf in leaves_of(result))
+            if old is not None and old.kind != "attribute" and not given_back:
+                key = (*node.key, "after", old.key)
+                part = Node("item", ("after", old), (node, old), key=key)
+                part.owner, part.line, part.value = node.owner, node.line, tensor
+                node.items.append(part)
+                self._know(tensor, part)
         return self._bound(node, result, written)
 
     def _bound(self, node: Node, result: Any, written: list[Tensor]) -> Any:
@@ -253,7 +271,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, Tensor):
             if id(result) in self._values and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the very tensor that it was given
-            node.value = result
+            node.value = result.detach().clone() if self.copies else result
             self._know(result, node)
             return result
         if isinstance(result, bool) or result is None or isinstance(result, str):
@@ -270,7 +288,7 @@ class Recorder(TorchFunctionMode):
         new = {}
         for accessor, value in parts.items():
             part = Node("item", accessor, (node,), key=(*node.key, accessor))
-            part.owner, part.line, part.value, part.grad = node.owner, node.line, value, node.grad
+            part.owner, part.line, part.grad = node.owner, node.line, node.grad
             node.items.append(part)
             new[accessor] = self._bound(part, value, written)
         if all(new[accessor] is value for accessor, value in parts.items()):
@@ -378,7 +396,7 @@ def _state(device: torch.device) -> Any:
 
 def _line() -> str:
     """Where in the model's code this happens."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _HERE)) and "unittest" not in file:

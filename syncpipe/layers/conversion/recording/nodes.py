@@ -178,13 +178,18 @@ def rebuilt(fn: Callable[[Any], Any], tree: Any) -> Any:
         return slice(*(rebuilt(fn, part) for part in (tree.start, tree.stop, tree.step)))
     fields = fields_of(tree)
     if fields is not None:
-        new = {key: rebuilt(fn, value) for key, value in fields.items()}
-        return tree if all(new[key] is fields[key] for key in new) else kind(**new)
+        named = {key: rebuilt(fn, value) for key, value in fields.items()}
+        return tree if all(named[key] is fields[key] for key in named) else kind(**named)
     return fn(tree)
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree, in order."""
     found: list[Any] = []
-    map_tree(lambda leaf: (found.append(leaf), leaf)[1], tree)
+
+    def visit(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_tree(visit, tree)
     return found

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from syncpipe.layers.conversion.nodes import Build, Frame, Node, Select, map_tree, nodes_in
+from syncpipe.layers.conversion.recording.nodes import (
+    Build,
+    Frame,
+    Node,
+    Select,
+    map_tree,
+    nodes_in,
+)
 
 __all__ = ["Fault", "Recorded", "differences", "live"]
 
@@ -77,6 +84,7 @@ class _Comparison:
         self.live_a, self.live_b, self.selects = live_a, live_b, selects
         self.found: list[Fault] = []
         self.doubtful: list[tuple[Any, ...]] = []  # calls that differ: what they gave may as well
+        self.why = ""
 
     def frames(self, a: Frame, b: Frame) -> None:
         left = [e for e in a.entries if isinstance(e, Frame) or e in self.live_a]
@@ -95,7 +103,8 @@ class _Comparison:
         if isinstance(one, Frame) or isinstance(two, Frame):
             if type(one) is not type(two) or one.owner != two.owner:
                 return "another module is called"
-            assert isinstance(one, Frame) and isinstance(two, Frame)
+            assert isinstance(one, Frame)
+            assert isinstance(two, Frame)
             self.frames(one, two)
             return ""
         if one.kind != two.kind or one.target != two.target:
@@ -104,7 +113,7 @@ class _Comparison:
             constants = one.kind != "check" and self.selects(one.owner)
             merged = self.merged(getattr(one, name), getattr(two, name), constants=constants)
             if merged is None:
-                return "it is done with another value"
+                return self.why
             setattr(one, name, merged)
         return ""
 
@@ -117,6 +126,7 @@ class _Comparison:
         left: list[Any] = []
         right: list[Any] = []
         if _shape(a, left) != _shape(b, right):
+            self.why = "what is passed is put together differently from time to time"
             return None
         new = [self._leaf(one, two, constants) for one, two in zip(left, right, strict=True)]
         if any(leaf is _DIFFERENT for leaf in new):
@@ -129,12 +139,18 @@ class _Comparison:
     def _leaf(self, one: Any, two: Any, constants: bool) -> Any:
         if isinstance(one, Node) or isinstance(two, Node):
             both = isinstance(one, Node) and isinstance(two, Node)
-            same = both and (
-                one.key == two.key or (self._in_doubt(one) and self._in_doubt(two))
-            )
+            same = both and (one.key == two.key or (self._in_doubt(one) and self._in_doubt(two)))
+            if both and one.kind == two.kind == "constant" and not same:
+                kind = type(one.value).__name__
+                self.why = f"it passes a {kind} that is made anew in every call"
+                if "Cache" in kind:
+                    self.why += " (for training: use_cache=False)"
+            elif not same:
+                self.why = "it passes something else from time to time"
             return one if same else _DIFFERENT
         if one is two or (type(one) is type(two) and (one == two or repr(one) == repr(two))):
             return one
+        self.why = f"it depends on sizes or on the mode whether this is {one!r} or {two!r}"
         return Select(one, two) if constants else _DIFFERENT
 
     def _in_doubt(self, node: Node) -> bool:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncpipe.layers.conversion.nodes import Node
+from syncpipe.layers.conversion.recording.nodes import Node
 
 __all__ = ["Notes", "TracedFloat", "TracedInt", "plain"]
 
