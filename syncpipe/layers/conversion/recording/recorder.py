@@ -7,12 +7,9 @@ others, which are opened, the forward runs as it is, and what it does is written
 
 from __future__ import annotations
 
-import linecache
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,39 +21,21 @@ from syncpipe.layers.conversion.recording.nodes import (
     HERE,
     Frame,
     Node,
-    fields_of,
     leaves_of,
     map_tree,
     rebuilt,
+)
+from syncpipe.layers.conversion.recording.reading import (
+    DECIDES,
+    READS,
+    TELLS_NOTHING,
+    line_in_model,
+    parts_of,
 )
 from syncpipe.layers.conversion.recording.scalars import TracedFloat, TracedInt, plain
 from syncpipe.tree import storage_of
 
 __all__ = ["Recorder"]
-
-#: What tells nothing that a recording for other sizes and values would not tell as well.
-_TELLS_NOTHING = frozenset(
-    {
-        "dim", "ndim", "ndimension", "device", "dtype", "layout", "requires_grad", "is_cuda",
-        "is_leaf", "grad_fn", "is_contiguous", "is_floating_point", "is_complex", "is_sparse",
-        "is_quantized", "is_nested", "is_meta", "is_cpu", "is_xpu", "is_mps", "itemsize",
-        "element_size", "get_device", "type", "_version", "is_tensor", "is_inference", "names",
-        "is_conj", "is_neg", "__repr__", "__format__", "__hash__", "has_names", "stride",
-        "storage_offset", "is_signed", "is_shared", "is_pinned", "_is_view", "retains_grad",
-        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "finfo", "_assert",
-        "is_same_size", "result_type", "promote_types", "can_cast", "broadcast_shapes", "data_ptr",
-        "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "is_hpu",
-    }
-)  # fmt: skip
-#: Python takes a value out of a tensor, or decides by it.
-_DECIDES = frozenset(
-    {"__bool__", "__int__", "__float__", "__index__", "__len__", "is_nonzero", "equal", "allclose",
-     "__contains__"}
-)  # fmt: skip
-_READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
-                    "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
-_HERE = __file__.rpartition("/")[0]
-_TORCH = torch.__file__.rpartition("/")[0]
 
 
 class Recorder(TorchFunctionMode):
@@ -197,10 +176,10 @@ class Recorder(TorchFunctionMode):
             if name == "shape":
                 return self._sizes(args[0], func(args[0]))
             return self._perform(Node("get", name), func, args, kwargs)
-        if name in _READS:
+        if name in READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
             return func(*args, **kwargs)
-        if name in _TELLS_NOTHING:
+        if name in TELLS_NOTHING:
             return func(*map(plain, args), **kwargs)
         if name == "size" and len(args) == 1 and not kwargs:
             return self._sizes(args[0], func(args[0]))
@@ -236,7 +215,7 @@ class Recorder(TorchFunctionMode):
         name = node.target
         if node.kind in ("call", "method", "get"):
             bare = name if isinstance(name, str) else getattr(name, "__name__", "")
-            if bare in _DECIDES:
+            if bare in DECIDES:
                 self._place(node).value = result
                 if bare == "__len__":
                     self.decided(node, result)
@@ -278,7 +257,7 @@ class Recorder(TorchFunctionMode):
             return result
         if isinstance(result, (int, float)):
             return self._number(node, result)
-        parts = _parts(result)
+        parts = parts_of(result)
         if parts is None:
             if not isinstance(result, (torch.dtype, torch.device, torch.layout)):
                 node.value = result
@@ -305,7 +284,11 @@ class Recorder(TorchFunctionMode):
 
     def _place(self, node: Node) -> Node:
         frame = self._frame
-        node.key, node.owner, node.line = (*frame.key, len(frame.entries)), frame.owner, _line()
+        node.key, node.owner, node.line = (
+            (*frame.key, len(frame.entries)),
+            frame.owner,
+            line_in_model(),
+        )
         frame.entries.append(node)
         return node
 
@@ -352,13 +335,13 @@ class Recorder(TorchFunctionMode):
         if node is None:
             if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
                 self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
-            node = Node("constant", leaf, key=("constant", id(leaf)), line=_line())
+            node = Node("constant", leaf, key=("constant", id(leaf)), line=line_in_model())
             node.owner, node.value = self._frame.owner, leaf
             self._know(leaf, node)
         return node
 
     def _fault(self, what: str) -> None:
-        self.faults.append((self._frame.owner, _line(), what))
+        self.faults.append((self._frame.owner, line_in_model(), what))
 
 
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
@@ -367,18 +350,6 @@ _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis),
 
 def _has_tensor(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in leaves_of(tree))
-
-
-def _parts(result: Any) -> dict[Any, Any] | None:
-    """The parts of a result with how one gets at each; None for what is no container."""
-    fields = fields_of(result)
-    if fields is not None:
-        return {("attribute", name): value for name, value in fields.items()}
-    if isinstance(result, (tuple, list)):
-        return {("item", k): value for k, value in enumerate(result)}
-    if isinstance(result, dict):
-        return {("item", key): value for key, value in result.items()}
-    return None
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -392,15 +363,3 @@ def _state(device: torch.device) -> Any:
         torch.is_autocast_enabled(device.type),
         torch.get_default_dtype(),
     )
-
-
-def _line() -> str:
-    """Where in the model's code this happens."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HERE)) and "unittest" not in file:
-            code = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}: {code}"
-        frame = frame.f_back
-    return ""
