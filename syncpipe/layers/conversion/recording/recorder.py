@@ -85,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self._state = _state(device)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             node = Node("attribute", name, key=("attribute", name))
+            node.value = tensor
             self._know(tensor, node)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
