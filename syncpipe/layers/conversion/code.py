@@ -8,6 +8,7 @@ import math
 import re
 import types
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from syncpipe.layers.conversion.recording.nodes import HERE, Build, Node, Select
 
-__all__ = ["Writer", "check", "path_in_code"]
+__all__ = ["COLLECTED", "Writer", "check", "path_in_code"]
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "truediv": "/",
@@ -34,6 +35,10 @@ _IN_PLACE = {"add_": "+=", "sub_": "-=", "mul_": "*=", "div_": "/=", "__iadd__":
              "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/="}  # fmt: skip
 
 
+#: Where lines go that decide otherwise, while it is tried whether that matters.
+COLLECTED: ContextVar[list[str] | None] = ContextVar("syncpipe_decisions", default=None)
+
+
 def check(value: Any, recorded: Any, line: str) -> None:
     """Refuses a call in which Python would decide otherwise than when the model was recorded.
 
@@ -41,6 +46,10 @@ def check(value: Any, recorded: Any, line: str) -> None:
         ValueError: with the line that decides.
     """
     if bool(value) != recorded if isinstance(recorded, bool) else value != recorded:
+        collected = COLLECTED.get()
+        if collected is not None:
+            collected.append(line)
+            return
         raise ValueError(
             f"the model was converted with a sample for which this was {recorded!r}; here it is "
             f"{value!r}, and the model would do something else:\n  {line}\nConvert it with a "

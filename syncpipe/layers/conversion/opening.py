@@ -9,6 +9,7 @@ every call, and a size that matters must be that of the sample.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -42,6 +43,7 @@ class Opening:
     Attributes:
         recording: of the sample, in training.
         whole: the paths of the modules that were left whole.
+        unlike: samples of other sizes with which the model decided otherwise somewhere.
 
     Raises:
         ValueError: the model cannot be converted; with the line that is in the way.
@@ -60,6 +62,7 @@ class Opening:
             for path in _with_parameters(model)
             for end in {0, *(k for k, c in enumerate(path) if c == "."), len(path)}
         )
+        self.unlike: list[list[Tensor]] = []
         self.recording = self._opened()
 
     def _opened(self) -> Recorder:
@@ -145,22 +148,33 @@ class Opening:
 
     # Other sizes
 
+    def forget(self, lines: list[str]) -> bool:
+        """Takes checks out of the recording, if all of them are of whether numbers are the same."""
+        checks = [n for n in live(self.recording) if n.kind == "check" and n.line in lines]
+        if not all(n.args[0].target in (operator.eq, operator.ne) for n in checks):
+            return False
+        for node in checks:
+            node.kind, node.args = "constant", ()  # which nobody uses
+        return True
+
     def _vary(self, recording: Recorder) -> bool:
         """Runs other sizes; whether modules had to be left whole for that.
 
         Sizes that could not be varied are those of the sample in every call.
         """
         free: set[tuple[int, int]] = set()
+        self.unlike.clear()
         for group in self._groups():
             if group <= free:
                 continue
-            for varied in self._varied(group):
+            for varied, tensors in self._varied(group):
                 faults = [*differences(recording, varied), *varied.faults]
                 if self._close(fault for fault in faults if not self._holds_most(fault[0])):
                     return True
                 if not faults:
                     free |= group
                     break
+                self.unlike.append(tensors)
         for k, shape in enumerate(self.signature.shapes):
             for d in range(len(shape)):
                 if (k, d) in free:
@@ -178,8 +192,8 @@ class Opening:
                     sizes.setdefault((d, size), set()).add((k, d))
         return [cut, *sizes.values()]
 
-    def _varied(self, group: set[tuple[int, int]]) -> Iterator[Recorder]:
-        """Recordings in which these dimensions have another size, where the model takes it."""
+    def _varied(self, group: set[tuple[int, int]]) -> Iterator[tuple[Recorder, list[Tensor]]]:
+        """Recordings with other sizes in these dimensions, and those, where the model takes it."""
         k, d = next(iter(group))
         size = self.tensors[k].shape[d]
         others = [1, 2 * size, size + 1] if self.signature.is_cut[k] and d == 0 else []
@@ -194,7 +208,7 @@ class Opening:
                 varied = self._run(False, tensors)
             except Exception:  # the model itself refuses this size
                 continue
-            yield varied
+            yield varied, tensors
 
     # What is refused at once
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from syncpipe.layers.conversion.code import Writer
+from syncpipe.layers.conversion.code import COLLECTED, Writer
 from syncpipe.layers.conversion.cutting import Piece, cut
 from syncpipe.layers.conversion.layer import ConvertedLayer, Holder
 from syncpipe.layers.conversion.names import distribute, in_order, index_keys
@@ -15,7 +15,7 @@ from syncpipe.layers.conversion.opening import Opening
 from syncpipe.layers.conversion.recording.compare import live
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.state import left_as_it_was, same_random_numbers
-from syncpipe.layers.conversion.verify import first_difference
+from syncpipe.layers.conversion.verify import evaluated_alike, first_difference
 from syncpipe.layers.conversion.verify import verify as compared
 from syncpipe.skip import Namespace
 
@@ -100,6 +100,9 @@ def sequential(
         opening = Opening(model, signature, signature.take_sample())
         pieces = cut(opening.recording, model)
         layers = _layers(model, opening, pieces)
+        if _forget_what_does_not_matter(model, layers, opening):
+            pieces = cut(opening.recording, model)
+            layers = _layers(model, opening, pieces)
         if verify:
             _verify(model, layers, opening, pieces)
     for module in layers.modules():
@@ -129,6 +132,25 @@ def _layers(model: nn.Module, opening: Opening, pieces: list[Piece]) -> Converte
         )
     distribute(model, recording, layers, [piece.nodes for piece in pieces])
     return Converted(*layers)
+
+
+def _forget_what_does_not_matter(model: nn.Module, layers: Converted, opening: Opening) -> bool:
+    """Takes out checks of decisions that make no difference; whether there are any.
+
+    With one sample, say, something need not be expanded to the batch. Where the layers were seen to
+    give the same as the model all the same, nobody has to be kept from it.
+    """
+    found = False
+    for tensors in opening.unlike:
+        call = opening.signature.call(tensors)
+        token = COLLECTED.set([])
+        try:
+            same = evaluated_alike(model, layers, call)
+            lines = COLLECTED.get() or []
+        finally:
+            COLLECTED.reset(token)
+        found |= bool(same and lines and opening.forget(lines))
+    return found
 
 
 def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[Piece]) -> None:

@@ -13,7 +13,7 @@ from syncpipe.layers.conversion.recording.nodes import Node, leaves_of
 from syncpipe.layers.conversion.state import same_random_numbers
 from syncpipe.skip.store import use_store
 
-__all__ = ["first_difference", "verify"]
+__all__ = ["evaluated_alike", "first_difference", "verify"]
 
 
 def verify(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]) -> str | None:
@@ -37,6 +37,18 @@ def verify(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]
         if differing:
             return differing[-1]
     return None
+
+
+def evaluated_alike(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]) -> bool:
+    """Whether a model and its layers give the same in evaluation; they may refuse the call."""
+    model.eval()
+    layers.eval()
+    expected, _ = _run(model, call, training=False)
+    try:
+        actual, _ = _run(layers, call, training=False)
+    except ValueError:  # a size that must be the sample's
+        return False
+    return len(actual) == len(expected) and all(map(close, actual, expected))
 
 
 def _run(

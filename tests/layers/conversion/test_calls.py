@@ -176,3 +176,22 @@ def test_a_decision_by_a_size_is_checked_in_every_call():
     assert layers(torch.rand(2, 50, 4)).shape == (2, 50, 4)
     with pytest.raises(ValueError, match=r"would do something else:\n .*if x\.shape\[1\] > 100"):
         layers(torch.rand(2, 101, 4))
+
+
+def test_a_decision_that_makes_no_difference_keeps_nobody_away():
+    class Expands(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            where = torch.arange(4.0)[None]
+            if x.shape[0] != where.shape[0]:
+                where = where.expand(x.shape[0], -1)
+            return self.b(self.a(x) + where)
+
+    model = Expands()
+    layers = sequential(model, torch.rand(3, 4))
+    for n in (1, 2, 5):
+        x = torch.rand(n, 4)
+        assert torch.equal(layers(x), model(x))

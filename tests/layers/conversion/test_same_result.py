@@ -173,7 +173,7 @@ def test_same_random_numbers_whatever_the_balance():
 
 
 def test_copies_and_pickles():
-    plain, pipe, inputs = converted("transformer", chunks=2)
+    _, pipe, inputs = converted("transformer", chunks=2)
     for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
         assert torch.equal(copied(**inputs).logits, pipe(**inputs).logits)
         assert repr(copied) == repr(pipe)
