@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.conversion.code import COLLECTED, Writer
 from syncpipe.layers.conversion.cutting import Piece, cut
@@ -95,6 +96,10 @@ def sequential(
             f"{name} has no parameters, so there is nothing to train and nothing to balance: give "
             "the model that has them"
         )
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise ValueError(f"{name} has lazy modules that know no sizes yet: run it once before")
+    if verify and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     signature = Signature(model.forward, name, sample_args, sample_kwargs)
     with left_as_it_was(model):
         opening = Opening(model, signature, signature.take_sample())
@@ -141,7 +146,7 @@ def _forget_what_does_not_matter(model: nn.Module, layers: Converted, opening: O
     give the same as the model all the same, nobody has to be kept from it.
     """
     found = False
-    for tensors in opening.unlike:
+    for tensors in [] if opening.device.type == "meta" else opening.unlike:
         call = opening.signature.call(tensors)
         token = COLLECTED.set([])
         try:

@@ -99,6 +99,21 @@ def test_a_model_without_parameters():
         sequential(lambda x: x, torch.rand(2, 2))
 
 
+def test_lazy_modules_run_once_before():
+    with pytest.raises(ValueError, match="lazy modules that know no sizes yet: run it once"):
+        sequential(nn.Sequential(nn.LazyLinear(3)), torch.rand(2, 2))
+
+
+def test_models_on_meta_cannot_be_verified():
+    with torch.device("meta"):
+        model, sample = Transformer(), tokens()
+    with pytest.raises(ValueError, match=r"is on meta, .*verify=False"):
+        sequential(model, *sample)
+    layers = sequential(model, *sample, verify=False)
+    assert layers.state_dict().keys() == model.state_dict().keys()
+    assert len(layers) == len(sequential(Transformer(), *tokens()))
+
+
 def test_samples_that_do_not_fit():
     with pytest.raises(TypeError, match=r"too many positional arguments: ByValue takes \(x\)"):
         sequential(ByValue(), 1, 2)

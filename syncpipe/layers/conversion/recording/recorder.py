@@ -100,6 +100,7 @@ class Recorder(TorchFunctionMode):
                 return leaf
             own = leaf.detach().requires_grad_(leaf.requires_grad)
             node = Node("input", self._names[len(self.inputs)], key=("input", len(self.inputs)))
+            node.value = own
             self._know(own, node)
             self.inputs.append(node)
             return own
@@ -359,8 +360,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _state(device: torch.device) -> Any:
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device.type),
-        torch.get_default_dtype(),
-    )
+    """What an operation depends on besides its arguments, but for gradients."""
+    mixed = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.is_inference_mode_enabled(), mixed, torch.get_default_dtype()
