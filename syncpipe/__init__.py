@@ -9,6 +9,7 @@ Example::
 """
 
 from syncpipe.layers.conversion.sequential import sequential
+from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -20,10 +21,12 @@ from syncpipe.training.loader import RepeatingLoader
 __version__ = "0.1.0"
 
 __all__ = [
+    "LayerSpec",
     "NoChunk",
     "Pipe",
     "Plan",
     "RepeatingLoader",
+    "TiedLayerSpec",
     "Worker",
     "inline",
     "is_checkpointing",

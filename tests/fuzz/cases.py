@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from syncpipe import Pipe
 from tests.fuzz.models import Model, drawn_model
 from tests.support.models import CHECKPOINT_MODES
@@ -51,11 +53,13 @@ class Case:
     by_hand: bool
     input_grad: bool
     calls: tuple[Call, ...]
+    listed: bool = False
 
     def pipe(self, devices: Sequence[Any] | None = None) -> Pipe:
         """The pipe, by default on CPU workers."""
+        torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.build(),
+            self.model.listed() if self.listed else self.model.build(),
             self.balance,
             devices=devices or [f"cpu:{k}" for k in self.devices],
             chunks=self.chunks,
@@ -103,4 +107,5 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         chance.random() < 0.1,
         chance.random() < 0.6,
         tuple(calls),
+        chance.random() < 0.3,
     )
