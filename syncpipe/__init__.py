@@ -9,6 +9,7 @@ Example::
 """
 
 from syncpipe.checkpoint import Selective
+from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
@@ -35,4 +36,5 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "plan",
+    "sequential",
 ]

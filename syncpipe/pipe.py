@@ -11,6 +11,7 @@ from torch import nn
 
 from syncpipe.checkpoint import checked_modes, modes_of_stages
 from syncpipe.forward import forward
+from syncpipe.layers.conversion.sequential import batch_input, call_input
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
@@ -163,22 +164,21 @@ class Pipe(Partitioned):
         super()._place(balance, workers, *how)
         self._measured = Measured()
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
         Args:
-            input: a tensor of shape ``[batch, ...]``, or any pytree of tensors and other values,
-                on the first device. Tensors are cut along dimension 0 into at most ``chunks``
-                micro-batches; other values, and tensors in :class:`NoChunk`, go whole to each.
+            args, kwargs: one input, a tensor ``[batch, ...]`` or a tree, on the first device (all
+                that the model takes, for layers made by :func:`syncpipe.sequential`). Tensors are
+                cut along dimension 0 into at most ``chunks``; those in :class:`NoChunk` are not.
 
         Returns:
-            What the plain module returns, on the last device: the micro-batches' outputs,
-            concatenated along dimension 0.
+            What the plain module returns, on the last device, concatenated along dimension 0.
 
         Raises:
-            ValueError: the input cannot be cut or is on another device, or the outputs cannot be
-                concatenated.
+            ValueError: the input does not fit, or the outputs cannot be concatenated.
         """
+        input = call_input(self, args, kwargs)
         if not self._modules:
             return input
         pipeline = self._ready()
@@ -391,6 +391,8 @@ class Pipe(Partitioned):
                 f"{type(self).__name__} has a {method} of its own, which train_batch and "
                 "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
             )
+        if data_iter is None and input is not None:
+            input = batch_input(self, input)
         return source_of(input, target, data_iter, self._chunks, self._workers[0].device)
 
     def _ready(self) -> Pipeline:
