@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host, on ``meta``, or
-layer by layer as specs), ``gpt2`` and ``resnet50`` (a step of it with nothing re-materialized, whole
-cells, layers, all but some operations; with activations on the host). The devices are accelerators; where there are
-none, simulated ones, whose memory is counted in the same way (they need a C++ compiler, and the
-tests' folder).
+GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host, on ``meta``,
+or layer by layer as specs), ``gpt2`` and ``resnet50`` (a step of it with nothing re-materialized,
+whole cells, layers, all but some operations; with activations on the host). The devices are
+accelerators; where there are none, simulated ones, whose memory is counted in the same way (they
+need a C++ compiler, and the tests' folder).
 """
 
 from __future__ import annotations
@@ -114,5 +114,6 @@ GROUP = Group(
     __doc__,
     {"build": build, **{name: partial(step, name) for name in ENTRIES}},
     options=lambda args: Options(args.quick),
+    remarks=["Bytes are counted, not timed: one run each."],
     one_thread=True,
 )
