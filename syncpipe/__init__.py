@@ -9,6 +9,7 @@ Example::
 """
 
 from syncpipe.checkpoint import Selective
+from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
@@ -21,12 +22,14 @@ from syncpipe.training.loader import RepeatingLoader
 __version__ = "0.1.0"
 
 __all__ = [
+    "LayerSpec",
     "NoChunk",
     "Pipe",
     "PipeSequential",
     "Plan",
     "RepeatingLoader",
     "Selective",
+    "TiedLayerSpec",
     "Worker",
     "inline",
     "is_checkpointing",

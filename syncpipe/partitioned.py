@@ -10,7 +10,8 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, Self, cast, overload
+from textwrap import indent
+from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from syncpipe.balance.by_name import balance_named
 from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
+from syncpipe.layers.building import Initialization, build_specs, materialize
+from syncpipe.layers.editing import Editable
+from syncpipe.layers.listing import Layers, as_sequential, has_specs
 from syncpipe.layers.placement import (
     check_balance,
     check_devices,
@@ -41,7 +45,10 @@ from syncpipe.stages.run import Partition
 __all__ = ["Partitioned"]
 
 
-class Partitioned(nn.Module):
+_AS_IT_COMES = Initialization()
+
+
+class Partitioned(Editable):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
@@ -49,15 +56,19 @@ class Partitioned(nn.Module):
 
     def _cut(
         self,
-        module: nn.Sequential,
+        layers: Layers,
         balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
         unpack: bool,
+        init_fn: Any = None,
+        seed: Any = None,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
-        check_module(module)
-        verify_skippables(module)
+        module = as_sequential(layers)
+        if not has_specs(module):
+            verify_skippables(module)
+        how = Initialization.checked(module, init_fn, seed)
         if balance is None:
             balance, devices = _placed(module, devices)
         self._asked_devices = None if devices is None else check_devices(devices)
@@ -66,7 +77,7 @@ class Partitioned(nn.Module):
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
         self._unpack = unpack or unpacks(module)
-        self._place(sizes, self._resolve(len(sizes)))
+        self._place(sizes, self._resolve(len(sizes)), how)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
@@ -87,7 +98,9 @@ class Partitioned(nn.Module):
             default_devices(partitions) if devices is None else devices, partitions
         )
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+    def _place(
+        self, balance: list[int], workers: list[Worker], how: Initialization = _AS_IT_COMES
+    ) -> None:
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
         layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
@@ -103,8 +116,13 @@ class Partitioned(nn.Module):
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
+        built = build_specs(partitions, workers, how)
         modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
         check_shared(partitions, workers)
+        materialize(partitions, workers, how)
+        if built:
+            for partition in partitions:
+                self._modules.update(partition._modules)
         if self._defers:
             defer_batch_norm(self)
         move_layers(partitions, workers)
@@ -166,11 +184,27 @@ class Partitioned(nn.Module):
         """Notices layers that were replaced by name (``pipe.fc = ...``, quantization, LoRA)."""
         if tuple(self._modules.values()) == self._layers:
             return
+        self._check_layers()
+        self._place(check_balance(self._balance, len(self)), self._workers)
+
+    def _check_layers(self) -> nn.Sequential:
+        """The layers by themselves, as far as they can be checked before specs are built."""
         module = nn.Sequential()
         module._modules.update(cast("dict[str, nn.Module]", self._modules))
         check_module(module)
-        verify_skippables(module)
-        self._place(check_balance(self._balance, len(self)), self._workers)
+        if not has_specs(module):
+            verify_skippables(module)
+        return module
+
+    def _edit(self, layers: dict[str, nn.Module], balance: Iterable[int] | str) -> None:
+        before = dict(self._modules)
+        try:
+            self._modules = dict(layers)
+            sizes = self._sizes(balance, self._check_layers())
+            self._place(sizes, self._resolve(len(sizes)))
+        except BaseException:
+            self._modules = before
+            raise
 
     def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``."""
@@ -179,38 +213,14 @@ class Partitioned(nn.Module):
             partition.training = mode
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As ``nn.Module.to``, for a dtype or a memory format.
-
-        Raises:
-            TypeError: a device is given.
-        """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            _refuse_placement(f"to({str(device)!r})")
-        super().to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cpu()")
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("cuda()")
-
-    def xpu(self, device: Any = None) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("xpu()")
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Refused: the devices of a pipe are given when it is made."""
-        _refuse_placement("to_empty()")
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent that is moved calls this on its children.
+        # All that moves or casts a module comes here, that of a module around it as well.
         if moves(fn, self.devices):
-            _refuse_placement("a move of the module that contains it")
+            raise TypeError(
+                "this would move a Pipe (or a module that contains it), or forget its values, but "
+                "its partitions are on devices of their own: set pipe.devices = [...], or make the "
+                "Pipe with devices=[...]"
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -225,6 +235,14 @@ class Partitioned(nn.Module):
                 if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _shown_stages(self) -> Iterator[str]:
+        """The lines of the ``repr`` that show the layers."""
+        layers = iter(self._modules.items())
+        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
+            yield f"  stage {j} on {device}:"
+            for name, layer in islice(layers, size):
+                yield indent(f"({name}): {layer!r}", "    ")
 
     def _layer_devices(self) -> list[torch.device]:
         return [
@@ -243,10 +261,3 @@ def _placed(module: nn.Sequential, devices: Iterable[Any] | None) -> tuple[list[
         asked = found if devices is None else check_devices(devices)
         raise missing_balance(len(module), max(2, len(asked)))
     return balance, list(found)
-
-
-def _refuse_placement(what: str) -> NoReturn:
-    raise TypeError(
-        f"{what} would change the devices of a Pipe, whose partitions are on devices of their own: "
-        "set pipe.devices = [...], or make the Pipe with devices=[...]"
-    )

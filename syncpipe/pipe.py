@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
-from textwrap import indent
 from typing import Any
 
 from torch import nn
 
 from syncpipe.checkpoint import checked_modes, modes_of_stages
 from syncpipe.forward import forward
+from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
     check_slots,
@@ -28,6 +27,7 @@ from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.losses import check_arguments
 from syncpipe.training.measured import Measured
 from syncpipe.training.sources import Source, source_of
 from syncpipe.training.train import evaluate, train
@@ -52,7 +52,8 @@ class Pipe(Partitioned):
         loss.backward()
 
     Args:
-        module: the layers. They are moved to their devices in place.
+        module: an ``nn.Sequential`` or a list of layers: modules, which are moved to their devices
+            in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
         balance: for each partition the number of its layers; or how to find it, one partition for
             each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
             many layers), ``"type:regex"`` (as many layers whose class has a name that matches).
@@ -75,10 +76,14 @@ class Pipe(Partitioned):
             BatchNorm within such a pipe only.
         unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
             arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
+        init_fn: called with each module, children first, of layers that are built here (specs) or
+            given values (``meta``), after their constructor or ``reset_parameters()``.
+        seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
+            alone, on devices of one kind; global generators stay as they are.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
-            (``verify_skippables``), or another argument is of the wrong type.
+        TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
+            (``verify_skippables``).
         ValueError: ``balance`` does not fit the module, ``chunks`` or ``checkpoint`` is not
             possible, or layers or parameters are shared where they cannot be.
         IndexError: fewer devices than partitions.
@@ -86,7 +91,7 @@ class Pipe(Partitioned):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: Layers,
         balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Any] | None = None,
@@ -96,13 +101,15 @@ class Pipe(Partitioned):
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
         unpack: bool = False,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm, unpack)
+        self._cut(module, balance, devices, deferred_batch_norm, unpack, init_fn, seed)
 
     @property
     def chunks(self) -> int:
@@ -151,9 +158,9 @@ class Pipe(Partitioned):
         """
         return self._measured.schedules
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+    def _place(self, balance: list[int], workers: list[Worker], *how: Any) -> None:
         check_slots(self._schedule, len(balance))
-        super()._place(balance, workers)
+        super()._place(balance, workers, *how)
         self._measured = Measured()
 
     def forward(self, input: Any) -> Any:
@@ -184,14 +191,17 @@ class Pipe(Partitioned):
         self,
         input: Any = None,
         target: Any = None,
-        *,
-        loss_fn: Callable[..., Any],
+        *unexpected: Any,
+        loss_fn: Callable[..., Any] | None = None,
         schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
-        loss_reduction: str = "mean",
-        data_iter: Iterator[Any] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
+        accumulate: float = 1,
         grad_scaler: Any = None,
         return_outputs: bool = False,
+        verify: bool | None = None,
     ) -> Any:
         """Forward and backward of one mini-batch, with the loss inside the pipeline.
 
@@ -210,12 +220,13 @@ class Pipe(Partitioned):
             input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
                 first device.
             target: the same, on any device; it goes to the last one micro-batch by micro-batch.
-                None: the loss function takes the output alone.
+                None: the loss function takes the output alone. The key of a dict, or a function
+                of the input, takes it from there.
             loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
                 micro-batch, on the last device. It returns the loss, one number, or
-                ``(loss, weight)``. A mean over samples is the default: micro-batches count by
-                their number of samples, so that the result is the mini-batch's. With weights
-                (tokens that are not masked, for example) it is ``sum(loss * weight) /
+                ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
+                by the targets that are not ignored, any other mean by samples, so that the
+                result is the mini-batch's. With weights it is ``sum(loss * weight) /
                 sum(weight)``.
             schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
                 stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
@@ -229,18 +240,26 @@ class Pipe(Partitioned):
                 ``"overlap"``, or a list with a number for each stage. It is short for
                 ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
             loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
-                ``"sum"``.
-            data_iter: instead of ``input`` and ``target`` an iterator that yields pairs of them,
-                micro-batches, on any device. Exactly ``chunks`` of them are taken, each when the
-                first stage is ready for it, on the thread of that stage.
+                ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
+            weight: how much a micro-batch counts, where that is not by its samples: a function of
+                its target, or a number for each.
+            data_iter: instead of ``input`` an iterator that yields pairs with the target, longer
+                tuples that end in it, or dicts in which ``target`` is its key: micro-batches, on
+                any device. Exactly ``chunks`` of them are taken, each when the first stage is
+                ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
+                mini-batch in each call, epoch after epoch.
+            accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
             grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
                 (the loss that is returned is not scaled).
             return_outputs: return the outputs as well.
+            verify: compare the loss with that of several micro-batches at once, and warn if it is
+                another one. None: in the first call with a loss function that is not PyTorch's.
 
         Returns:
             The loss of the mini-batch, detached, without dimensions, on the last device. With
-            ``return_outputs`` a pair: the loss, and the outputs gathered as by ``pipe(input)``,
-            detached.
+            ``return_outputs`` a tuple: the loss, and the outputs gathered as by ``pipe(input)``,
+            detached. Metrics come last, as a dict: numbers combined as the losses are, anything
+            else as a list with a value for each micro-batch.
 
         Raises:
             TypeError, ValueError: an argument does not fit, or what the iterator or the loss
@@ -257,6 +276,7 @@ class Pipe(Partitioned):
         with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
         of micro-batches, before that.
         """
+        loss_fn = check_arguments(unexpected, loss_fn)
         source = self._source(input, target, data_iter)
         if schedule is None and slots is None:
             schedule = self._schedule
@@ -269,6 +289,9 @@ class Pipe(Partitioned):
             source,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            weight=weight,
+            verify=verify,
+            accumulate=accumulate,
             grad_scaler=grad_scaler,
             return_outputs=return_outputs,
             **how,
@@ -285,8 +308,9 @@ class Pipe(Partitioned):
         target: Any = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
-        loss_reduction: str = "mean",
-        data_iter: Iterator[Any] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
 
@@ -298,11 +322,12 @@ class Pipe(Partitioned):
             target: as for :meth:`train_batch`.
             loss_fn: as for :meth:`train_batch`; None to get the outputs.
             loss_reduction: as for :meth:`train_batch`.
+            weight: as for :meth:`train_batch`.
             data_iter: as for :meth:`train_batch`.
 
         Returns:
-            The loss of the mini-batch, without dimensions; or without ``loss_fn`` the outputs,
-            gathered as by ``pipe(input)``. On the last device.
+            The loss of the mini-batch, without dimensions, and metrics if there are any; or
+            without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
 
         Raises:
             TypeError, ValueError: as :meth:`train_batch`.
@@ -317,6 +342,7 @@ class Pipe(Partitioned):
             modules=[*self.modules(), *self._partitions],
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            weight=weight,
             **self._running(),
         )
 
@@ -351,7 +377,7 @@ class Pipe(Partitioned):
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
 
-    def _source(self, input: Any, target: Any, data_iter: Iterator[Any] | None) -> Source:
+    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
         own = [kind for kind in _HOOKS if getattr(self, kind)]
@@ -365,9 +391,7 @@ class Pipe(Partitioned):
                 f"{type(self).__name__} has a {method} of its own, which train_batch and "
                 "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
             )
-        if data_iter is None and input is not None:
-            check_input(input, self._workers[0].device)
-        return source_of(input, target, data_iter, self._chunks)
+        return source_of(input, target, data_iter, self._chunks, self._workers[0].device)
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
@@ -388,13 +412,8 @@ class Pipe(Partitioned):
         return {**self.__dict__, "_pipeline": None, "_trace": None, "_measured": Measured()}
 
     def __repr__(self) -> str:
-        lines = [
+        shown = (
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
-        ]
-        layers = iter(self._modules.items())
-        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
-            lines.append(f"  stage {j} on {device}:")
-            for name, layer in islice(layers, size):
-                lines.append(indent(f"({name}): {layer!r}", "    "))
-        return "\n".join([*lines, ")"])
+        )
+        return "\n".join([shown, *self._shown_stages(), ")"])

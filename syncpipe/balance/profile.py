@@ -39,6 +39,8 @@ class LayerProfile:
         parameter_bytes: its parameters.
         frozen_bytes: the part of these that needs no gradient.
         buffer_bytes: its buffers.
+        interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
+            size (:mod:`syncpipe.balance.interpreter`); 0 where nobody knows.
     """
 
     name: str
@@ -50,6 +52,7 @@ class LayerProfile:
     parameter_bytes: int = 0
     frozen_bytes: int = 0
     buffer_bytes: int = 0
+    interpreter: float = 0.0
 
     def memory(self, param_scale: float) -> float:
         """Bytes that stay on its device however many micro-batches there are.
@@ -102,7 +105,7 @@ class Profile:
                 if what == "shared_bytes" and not layer.shared_bytes:
                     continue
                 _check(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
-            for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes"):
+            for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes", "interpreter"):
                 _check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
             if layer.frozen_bytes > layer.parameter_bytes:
                 raise ValueError(

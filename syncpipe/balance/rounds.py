@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.balance.interpreter import python_time
 from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
@@ -137,6 +138,12 @@ class Progress:
             fourth = mark()
         self.backward.append(between(third, fourth) if roots and leaves else 0.0)
         self.forward.append(between(first, second))
+
+    def python(self, layer: nn.Module) -> float:
+        """Seconds of Python in one forward of a layer."""
+        inputs = self._fresh(copied=self._mutates)
+        with _current(self.device):
+            return python_time(lambda: self._call(layer, inputs))
 
     def forget(self) -> None:
         """Lets go of the inputs of the layer."""

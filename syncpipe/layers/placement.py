@@ -310,20 +310,18 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:
-    """Whether a function that ``nn.Module._apply`` is given changes devices.
+    """Whether what ``nn.Module._apply`` is given changes devices, or gives tensors without values.
 
-    It is tried on empty tensors: on a meta tensor, which every move shows, and on the real devices,
-    for a move to meta.
+    It is tried on a tensor on each device.
     """
-    try:
-        if fn(torch.empty(0, device="meta")).device.type != "meta":
+    for device in dict.fromkeys(devices):
+        probe = torch.arange(1.0, 65.0, device=device)
+        try:
+            found = fn(probe)
+        except (NotImplementedError, AssertionError, RuntimeError):
+            return True  # no such device, or no data to move
+        if found.device != probe.device:
             return True
-    except (NotImplementedError, AssertionError):  # no data to move, no such device
-        return True
-    except RuntimeError:  # share_memory_() and the like: not for meta, but no move either
-        pass
-    probes = [torch.empty(0, device=device) for device in dict.fromkeys(devices)]
-    try:
-        return any(fn(probe).device != probe.device for probe in probes)
-    except RuntimeError:  # a device that cannot be reached
-        return True
+        if found is not probe and device.type != "meta" and not found.to(probe.dtype).equal(probe):
+            return True
+    return False

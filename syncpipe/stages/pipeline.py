@@ -89,6 +89,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
+        self.checked: set[Any] = set()  # names of loss functions
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j, stage in enumerate(self.stages):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-__all__ = ["RepeatingLoader"]
+__all__ = ["RepeatingLoader", "next_of"]
 
 _T = TypeVar("_T")
 
@@ -51,3 +52,21 @@ class RepeatingLoader(Generic[_T]):
             return item
         self._pass = None
         raise ValueError(f"RepeatingLoader: there is nothing in {self._iterable!r}")
+
+
+_running: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
+
+
+def next_of(loader: Iterable[_T]) -> _T:
+    """What comes next from a loader that is asked once for each step; epoch after epoch.
+
+    Raises:
+        ValueError: there is nothing in it.
+    """
+    for _ in range(2):
+        if loader not in _running:
+            _running[loader] = iter(loader)
+        for item in _running[loader]:
+            return item  # type: ignore[no-any-return]
+        del _running[loader]
+    raise ValueError(f"data_iter: there is nothing in {loader!r}")

@@ -12,6 +12,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.stages.pipeline import Call
 from syncpipe.training.leaves import Leaves, leaves_of
+from syncpipe.training.loss_check import LossCheck
 from syncpipe.training.objective import Objective
 from syncpipe.training.pending_backward import PendingBackward, cut, ends_of
 from syncpipe.tree import compact, distinct, map_tensors
@@ -27,6 +28,7 @@ class LossHead:
         objective: makes losses of the outputs; None if the outputs are all that is wanted.
         leaves: what gets gradients; None if nothing does.
         keep_outputs: whether the outputs are wanted.
+        check: is shown what the loss function is given.
 
     Attributes:
         outputs: for each micro-batch its output, detached; None if they are not wanted.
@@ -41,12 +43,15 @@ class LossHead:
         leaves: Leaves | None = None,
         *,
         keep_outputs: bool,
+        check: LossCheck | None = None,
     ) -> None:
         self._context = call.context
         self._stage = call.pipeline.stages[-1]
         self._objective = objective
         self._leaves: Any = leaves
         self._call = call
+        self._begun_losses = False
+        self._check = check
         self._draws: int | None = None  # generators that the loss function draws from
         self.outputs: list[Any] | None = [None] * call.context.m if keep_outputs else None
         self.extra_gradients: dict[Tensor, Tensor] = {}
@@ -93,15 +98,25 @@ class LossHead:
 
     def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
         try:
+            if self._check is not None:
+                self._check.keep(i, *given)
             result, self._draws = self._stage.run_loss(
                 i, self._context, objective.call, given, self._draws, objective.name
             )
-            root = objective.root(i, result, size)
+            if not self._begun_losses and objective.known is not None:
+                objective.known = self._call.to_stage(objective.known, self._stage.j)
+            self._begun_losses = True
+            root = objective.root(i, result, size, *given)
             self._call.release_to_caller(-1, objective.noted(i))
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
             raise
+
+    @property
+    def draws(self) -> bool:
+        """Whether the loss function drew random numbers."""
+        return bool(self._draws)
 
     def go_back(self, pending: PendingBackward) -> None:
         """Backward of the loss of a micro-batch, and of the cell where their graphs are one."""

@@ -1,80 +1,92 @@
 """The loss of a mini-batch, put together from those of its micro-batches.
 
-With a mean loss ``l_i`` over ``s_i`` samples the mini-batch's is ``sum(s_i l_i) / sum(s_i)``, so
-micro-batch ``i`` goes back from ``(s_i / S) l_i``, ``S`` the sum. Where ``S`` is known only in the
-end, because the weights come with the losses or the micro-batches from an iterator, ``m s`` stands
-in for it, ``s`` the first weight. In the end all gradients are multiplied by ``m s / S``; which is
-1, and nothing to be done, when all weights are equal.
+A mean loss ``l_i`` counts by its weight ``w_i``: the number of samples, or of targets that are
+not masked. The mini-batch's is ``sum(w_i l_i) / W``, ``W`` the sum of weights, so micro-batch ``i``
+goes back from ``(w_i / W) l_i``; one without any weight has no part, whatever its mean (``0 / 0``).
+Where ``W`` is known only in the end, because the weights come with the losses or the micro-batches
+from an iterator, ``m w`` stands in for it, ``w`` the first weight. In the end all gradients are
+multiplied by ``m w / W``; which is 1, and nothing to be done, when all weights are equal.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncpipe.runtime.streams import moved
-from syncpipe.tree import compact, described
+from syncpipe.training.losses import Loss, Weight, number
+from syncpipe.tree import compact, described, distinct
 
-__all__ = ["REDUCTIONS", "Objective"]
-
-REDUCTIONS = ("mean", "sum")
-_Weight = float | Tensor
+__all__ = ["Objective"]
 
 
 class Objective:
     """The losses of one mini-batch. Used by one thread at a time.
 
     Args:
-        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target. It
-            returns the loss, or the loss and its weight.
-        reduction: ``"mean"`` or ``"sum"``.
+        loss: the loss function, and how much micro-batches count.
         m: number of micro-batches.
         total: the number of samples in the mini-batch, where it is known.
+        weights: for each micro-batch how much it counts, where that is known before it runs.
         scaler: a ``GradScaler``.
+        accumulate: what gradients are divided by.
+
+    Attributes:
+        known: these weights and their sum, which may be on another device than the last stage.
     """
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss: Loss,
         *,
-        reduction: str,
         m: int,
         total: int | None,
+        weights: list[Weight] | None = None,
         scaler: Any = None,
+        accumulate: float = 1,
     ) -> None:
-        self._loss_fn = loss_fn
-        self._reduction = reduction
+        self._loss = loss
         self._m = m
         self._scaler = scaler
+        self._accumulate = accumulate
         self._losses: list[Any] = [None] * m
-        self._weights: list[_Weight] = [1] * m
-        self._total = total
-        self._assumed_total: _Weight | None = total
-        self._weighted: bool | None = None  # whether the loss comes with a weight; not known yet
+        self._weights: list[Weight] = [1] * m
+        self._metrics: list[dict[str, Any]] = [{} for _ in range(m)]
+        self.known: tuple[list[Weight], Weight] | None = None
+        if weights is not None:
+            self.known = weights, _sum(weights)
+        self._by_size = not loss.weighted  # until the loss comes with a weight
+        self._total = total if self._by_size else None
+        self._assumed_total: Weight | None = self._total
+        self._returned: tuple[bool, frozenset[str] | None] | None = None  # what loss_fn returns
 
     @property
     def name(self) -> Any:
         """Tells apart loss functions that do different things: their code, if they have any."""
-        function = self._loss_fn
+        function: Any = self._loss.function
         function = getattr(function, "func", getattr(function, "__func__", function))
         return getattr(function, "__code__", type(function))
 
     def call(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function with output and target."""
         output, target = given
-        return self._loss_fn(output) if target is None else self._loss_fn(output, target)
+        function = self._loss.function
+        return function(output) if target is None else function(output, target)
 
-    def root(self, i: int, result: Any, size: int) -> Tensor:
+    def root(self, i: int, result: Any, size: int, output: Any, target: Any) -> Tensor:
         """Notes the loss of a micro-batch.
 
         Args:
             i: the micro-batch.
             result: what the loss function returned.
             size: how many samples there are in the micro-batch.
+            output: what the loss function was given.
+            target: the same.
 
         Returns:
             What the micro-batch goes back from.
@@ -82,80 +94,166 @@ class Objective:
         Raises:
             TypeError, ValueError: the result is no loss, or its weight is no weight.
         """
-        loss, weight = self._checked(result, size)
+        loss, weight, metrics = self._checked(i, result, size, target)
         self._losses[i], self._weights[i] = compact(loss.detach()), weight
+        self._metrics[i] = {name: _detached(value) for name, value in metrics.items()}
         if self._assumed_total is None:
             self._assumed_total = self._m * _not_zero(weight)
-        loss = self._part(loss, weight, self._assumed_total)
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        if not (self._by_size or (self._loss.exact and isinstance(weight, Tensor))):
+            loss = _with_a_part(loss, weight, output)
+        part: Tensor = self._part(loss, weight, self._assumed_total)
+        if self._accumulate != 1:
+            part = part / self._accumulate
+        return part if self._scaler is None else self._scaler.scale(part)
+
+    @property
+    def came_with_weights(self) -> bool:
+        """Whether the loss function returned a weight with each loss."""
+        return self._returned is not None and self._returned[0]
 
     def noted(self, i: int) -> tuple[Any, ...]:
         """What was noted of a micro-batch, with which the caller goes on."""
-        return self._losses[i], self._weights[i], self._assumed_total
+        return self._losses[i], self._weights[i], self._assumed_total, self._metrics[i]
 
-    def factor(self) -> _Weight | None:
+    def factor(self) -> Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""
         total, assumed = self._sum(), self._assumed_total
-        if self._reduction == "sum" or assumed is None:
+        if self._loss.reduction == "sum" or assumed is None or self.known is not None:
             return None
         if not isinstance(total, Tensor) and total == assumed:
             return None
         return _ratio(assumed, total)
 
-    def loss(self) -> Tensor:
-        """The loss of the mini-batch, detached."""
-        whole = self._sum()
-        parts = [
-            self._part(loss, weight, whole)
-            for loss, weight in zip(self._losses, self._weights, strict=True)
-        ]
-        loss = parts[0]
-        for part in parts[1:]:
-            loss = loss + part
+    def loss(self, of: Sequence[int] | None = None) -> Tensor:
+        """The loss of the mini-batch, detached; or of some of its micro-batches."""
+        if of is None:
+            loss: Tensor = self._combined(self._losses, self._weights, self._sum())
+        else:
+            weights = [self._weights[i] for i in of]
+            loss = self._combined([self._losses[i] for i in of], weights, _sum(weights))
         return loss
 
-    def _part(self, loss: Tensor, weight: _Weight, whole: _Weight) -> Tensor:
+    def metrics(self) -> dict[str, Any] | None:
+        """What came beside the losses, detached; None if nothing did.
+
+        Numbers are combined as the losses are, everything else is a list with a value for each
+        micro-batch.
+        """
+        if self._returned is None or self._returned[1] is None:
+            return None
+        found: dict[str, Any] = {}
+        for name in self._metrics[0]:
+            values = [metrics[name] for metrics in self._metrics]
+            single = all(_is_number(value) for value in values)
+            found[name] = self._combined(values, self._weights, self._sum()) if single else values
+        return found
+
+    def _combined(self, values: list[Any], weights: list[Weight], whole: Weight) -> Any:
+        if not self._by_size and not isinstance(whole, Tensor) and not whole:
+            return values[0] * math.nan
+        parts = [
+            self._part(value, weight, whole)
+            for value, weight in zip(values, weights, strict=True)
+            if self._by_size or isinstance(weight, Tensor) or weight
+        ]
+        combined = parts[0]
+        for part in parts[1:]:
+            combined = combined + part
+        return (
+            torch.where(whole == 0, math.nan, combined) if isinstance(whole, Tensor) else combined
+        )
+
+    def _part(self, value: Any, weight: Weight, whole: Weight) -> Any:
         """What a micro-batch contributes."""
-        if self._reduction == "sum":
-            return loss
+        if self._loss.reduction == "sum":
+            return value
         share = _ratio(weight, whole)
-        if isinstance(share, Tensor):
-            return loss * share.to(loss.dtype)
-        return loss if share == 1 else loss * share
+        if not isinstance(share, Tensor):
+            return value if share == 1 else value * share
+        if isinstance(value, Tensor):
+            share = share.to(value.dtype) if value.is_floating_point() else share
+        return torch.where(share == 0, 0.0, value * share)
 
-    def _sum(self) -> _Weight:
-        if self._total is not None:
-            return self._total
-        total: _Weight = 0
-        for weight in self._weights:
-            total = total + weight
-        return total
+    def _sum(self) -> Weight:
+        return _sum(self._weights) if self._total is None else self._total
 
-    def _checked(self, result: Any, size: int) -> tuple[Tensor, _Weight]:
-        """Loss and weight."""
-        weighted = isinstance(result, tuple)
-        if self._weighted is None:
-            self._weighted = weighted
+    def _checked(
+        self, i: int, result: Any, size: int, target: Any
+    ) -> tuple[Tensor, Weight, dict[str, Any]]:
+        """Loss, weight and metrics."""
+        metrics: dict[str, Any] | None = None
+        parts = list(result) if isinstance(result, tuple) else [result]
+        if len(parts) > 1 and isinstance(parts[-1], dict):
+            metrics = parts.pop()
+        if len(parts) > 2:
+            raise ValueError(
+                f"loss_fn returned a tuple of {len(result)}; it returns a loss, (loss, weight), "
+                "(loss, metrics) or (loss, weight, metrics), with metrics in a dict"
+            )
+        loss = _checked_loss(parts[0])
+        self._check_kind(i, len(parts) == 2, metrics)
+        if len(parts) == 2:
+            weight = number(parts[1], "loss_fn returned")
+        elif self.known is not None:
+            weight = self.known[0][i]
+        else:
+            found = self._loss.weight(i, target)
+            weight = size if found is None else found
+        return loss, _beside(weight, loss), metrics or {}
+
+    def _check_kind(self, i: int, weighted: bool, metrics: dict[str, Any] | None) -> None:
+        """Refuses results that differ, and weights from two sides."""
+        names = None if metrics is None else frozenset(metrics)
+        if self._returned is None:
+            self._returned = weighted, names
+            if self.known is not None:
+                self._assumed_total = self.known[1]
             if weighted:
-                self._total = self._assumed_total = None
-        if weighted != self._weighted:
+                self._by_size, self._total, self._assumed_total = False, None, None
+        if weighted and self._loss.reduction == "sum":
+            raise ValueError(
+                "loss_fn returned (loss, weight), but its losses are sums (loss_reduction='sum'), "
+                "which have no use for a weight: return the loss alone, or a mean"
+            )
+        if weighted and self._loss.weighted:
+            raise ValueError(
+                "loss_fn returned a weight, and train_batch was given one (weight=...): give either"
+            )
+        if weighted != self._returned[0]:
             raise ValueError(
                 "loss_fn returned a weight for some micro-batches only: return (loss, weight) for "
                 "each of them, or for none"
             )
-        if not weighted:
-            return _checked_loss(result), size
-        if self._reduction == "sum":
+        if names != self._returned[1]:
             raise ValueError(
-                "loss_fn returned (loss, weight), but loss_reduction='sum' has no use for a "
-                "weight: return the loss alone, or use loss_reduction='mean'"
+                f"loss_fn returned metrics {_named(names)} for micro-batch {i}, and "
+                f"{_named(self._returned[1])} for the first one: return the same for each"
             )
-        if len(result) != 2:
-            raise ValueError(
-                f"loss_fn returned a tuple of {len(result)}; it returns a loss, or (loss, weight)"
-            )
-        loss = _checked_loss(result[0])
-        return loss, _checked_weight(result[1], loss)
+
+
+def _with_a_part(loss: Tensor, weight: Weight, output: Any) -> Tensor:
+    """A loss whose gradient is zero where its weight is, even if it is a mean over nothing."""
+    given = [t for t in distinct(output) if t.requires_grad]
+    if isinstance(weight, Tensor):  # nobody waits for its value
+
+        def masked(grad: Tensor) -> Tensor:
+            return torch.where(weight == 0, 0.0, grad)
+
+        for tensor in given:
+            tensor.register_hook(masked)  # type: ignore[no-untyped-call]
+    elif not weight and loss.requires_grad:
+        nothing = loss.detach() * 0
+        for tensor in given:
+            nothing = nothing + tensor.reshape(-1)[:0].abs().sum()
+        return torch.nan_to_num(nothing)
+    return loss
+
+
+def _beside(weight: Weight, loss: Tensor) -> Weight:
+    """A weight where the loss is. Counts are often integers, and too large for half precision."""
+    if not isinstance(weight, Tensor):
+        return weight
+    return compact(moved(weight, loss.device, torch.promote_types(loss.dtype, torch.float32)))
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -172,29 +270,34 @@ def _checked_loss(loss: Any) -> Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
-def _checked_weight(weight: Any, loss: Tensor) -> _Weight:
-    if isinstance(weight, numbers.Real):
-        return float(weight)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"loss_fn returned a weight of type {type(weight).__name__}: not a number")
-    if weight.numel() != 1 or weight.requires_grad:
-        kind = "which requires grad" if weight.requires_grad else "not one number"
-        raise ValueError(
-            f"loss_fn returned a weight {described(weight)}, {kind}; a weight is one number, such "
-            "as the number of tokens, and no gradient goes through it"
-        )
-    # Counts are often integers, and too large for half precision.
-    dtype = torch.promote_types(loss.dtype, torch.float32)
-    return compact(moved(weight.reshape(()), loss.device, dtype))
+def _detached(value: Any) -> Any:
+    return compact(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _not_zero(weight: _Weight) -> _Weight:
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _named(names: frozenset[str] | None) -> str:
+    return "none" if names is None else str(sorted(map(str, names)))
+
+
+def _sum(weights: list[Weight]) -> Weight:
+    total: Weight = 0
+    for weight in weights:
+        total = total + weight
+    return total
+
+
+def _not_zero(weight: Weight) -> Weight:
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, torch.ones_like(weight), weight)
     return weight or 1
 
 
-def _ratio(a: _Weight, b: _Weight) -> _Weight:
+def _ratio(a: Weight, b: Weight) -> Weight:
     if isinstance(a, Tensor) or isinstance(b, Tensor) or b:
         return a / b
-    return float("nan")
+    return math.nan

@@ -1,15 +1,25 @@
-"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator."""
+"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator.
+
+Both give pairs of input and target, tuples whose last entry is the target, or dicts in which
+``target`` names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from syncpipe.layers.placement import check_input
 from syncpipe.microbatch import scatter_pair, unwrapped
 from syncpipe.runtime.errors import annotate
-from syncpipe.tree import tensors_in
+from syncpipe.runtime.streams import moved
+from syncpipe.training.loader import next_of
+from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["Source", "source_of"]
 
@@ -53,6 +63,11 @@ class Source:
         """What came with the input of a micro-batch: the target, as long as it is here."""
         return self._targets[i]
 
+    @property
+    def targets(self) -> list[Any] | None:
+        """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
+        return None if self.lazy else self._targets
+
     def inputs(self, i: int) -> list[Tensor]:
         """The tensors in the input of a micro-batch that need a gradient, once it was pulled."""
         return self._inputs[i] or []
@@ -88,15 +103,17 @@ class FromIterator(Source):
     """Takes micro-batches from an iterator, each only when the first stage is ready for it.
 
     Args:
-        iterator: yields pairs ``(input, target)``.
+        iterator: yields them.
         m: so many are taken.
+        target: where each has its target.
     """
 
     lazy = True
 
-    def __init__(self, iterator: Iterator[Any], m: int) -> None:
+    def __init__(self, iterator: Iterator[Any], m: int, target: Any) -> None:
         super().__init__(m)
         self._iterator = iterator
+        self._where = target
 
     def pull(self, i: int) -> Any:
         try:
@@ -110,39 +127,108 @@ class FromIterator(Source):
         except BaseException as error:
             annotate(error, f"in data_iter, when asked for micro-batch {i}")
             raise
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise TypeError(
-                f"data_iter gave {type(item).__name__}{_length(item)} for micro-batch {i}; it "
-                "gives pairs (input, target), with None for a target that there is not"
-            )
-        input, self._sizes[i] = unwrapped(item[0])
-        self._targets[i], _ = unwrapped(item[1])
+        given, target = _pair(item, self._where, f" for micro-batch {i}")
+        input, self._sizes[i] = unwrapped(given)
+        self._targets[i], _ = unwrapped(target)
         return self._pulled(i, input)
 
 
-def _length(item: Any) -> str:
-    return f" of {len(item)}" if isinstance(item, tuple | list) else ""
-
-
-def source_of(input: Any, target: Any, data_iter: Iterator[Any] | None, chunks: int) -> Source:
+def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torch.device) -> Source:
     """Where micro-batches come from, by what ``train_batch`` is given.
 
+    Args:
+        input: a mini-batch, or None.
+        target: its target, or what says where that is.
+        data_iter: an iterator that gives micro-batches, or a loader that gives mini-batches.
+        chunks: so many micro-batches.
+        device: where inputs have to be.
+
     Raises:
-        TypeError: ``data_iter`` is no iterator.
+        TypeError: ``data_iter`` is no iterator, or ``input`` is one.
         ValueError: there is a mini-batch beside it, or neither.
     """
     if data_iter is None:
         if input is None:
             raise ValueError("there is neither an input nor a data_iter to take it from")
+        if isinstance(input, Iterator | DataLoader):
+            raise TypeError(
+                f"input is a {type(input).__name__}, which gives inputs, and not one itself: "
+                "did you mean data_iter=...?"
+            )
+        input, target = _named(input, target)
+        check_input(input, device)
         return FromMiniBatch(input, target, chunks)
-    if input is not None or target is not None:
+    if input is not None:
+        raise ValueError("data_iter gives the inputs, so there can be none beside it: give either")
+    if target is not None and not _says_where(target):
         raise ValueError(
-            "data_iter gives the micro-batches, so there can be no input and no target "
-            "beside it: give either"
+            "data_iter gives the targets, too: target can only say where they are, by a key, an "
+            f"index or a function of what data_iter gives, and is {type(target).__name__}"
         )
-    if not isinstance(data_iter, Iterator):
+    if isinstance(data_iter, Iterator):
+        return FromIterator(data_iter, chunks, target)
+    if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
-            f"data_iter must be an iterator, not {type(data_iter).__name__}: make one by "
-            "iter(...), once for all steps, or every step would begin with the same micro-batches"
+            f"data_iter must be an iterator, not {type(data_iter).__name__}: make "
+            "one by iter(...), once for all steps, or every step would begin with the same "
+            "micro-batches; or give a DataLoader, which is asked for a mini-batch in each step"
         )
-    return FromIterator(data_iter, chunks)
+    try:
+        item = next_of(data_iter)
+    except BaseException as error:
+        annotate(error, "in data_iter, when asked for a mini-batch")
+        raise
+    input, target = _pair(item, target, "")
+    input = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
+    return FromMiniBatch(input, target, chunks)
+
+
+def _says_where(target: Any) -> bool:
+    function = callable(target) and not isinstance(target, Tensor | nn.Module)
+    return function or isinstance(target, str | int)
+
+
+def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
+    """Input and target, of what ``data_iter`` gave.
+
+    Args:
+        item: a pair, a longer tuple, or a dict.
+        where: the key, the index, or a function of the item, of the target; None for the last of a
+            tuple, and for a dict without one.
+        at: for which micro-batch, in words.
+
+    Raises:
+        TypeError: it is nothing of the kind.
+        ValueError: there is no such key or index.
+    """
+    if callable(where):
+        return _named(item, where)
+    if isinstance(item, Mapping):
+        if where is not None and where not in item:
+            keys = ", ".join(map(repr, item))
+            raise ValueError(f"target={where!r}, but data_iter gave a dict with {keys}{at}")
+        return _named(item, where)
+    length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        raise TypeError(
+            f"data_iter gave {type(item).__name__}{length}{at}; it gives pairs (input, target), "
+            "with None for a target that there is not, longer tuples with the target at their "
+            "end, or dicts with target= as its key"
+        )
+    index = -1 if where is None else where
+    if not isinstance(index, int) or not -len(item) <= index < len(item):
+        raise ValueError(f"target={where!r}, but data_iter gave {type(item).__name__}{length}{at}")
+    parts = list(item)
+    target = parts.pop(index)
+    return (parts[0] if len(parts) == 1 else tuple(parts)), target
+
+
+def _named(input: Any, target: Any) -> tuple[Any, Any]:
+    """A mini-batch and its target, which may be a key of it, or a function of it."""
+    if callable(target) and _says_where(target):
+        return input, target(input)
+    if isinstance(target, str) and isinstance(input, MutableMapping) and target in input:
+        rest = copy(input)  # of its own kind
+        target = rest.pop(target)
+        return rest, target
+    return input, target

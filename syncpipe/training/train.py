@@ -6,9 +6,11 @@ forward. What the workers do is in ``task``; here is what comes before and after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
+from numbers import Real
 from operator import setitem
 from typing import Any
 
@@ -26,8 +28,10 @@ from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.pipeline import Call, Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
+from syncpipe.training.loss_check import LossCheck
 from syncpipe.training.loss_head import LossHead
-from syncpipe.training.objective import REDUCTIONS, Objective
+from syncpipe.training.losses import Loss, Weight, known_loss
+from syncpipe.training.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
@@ -40,7 +44,10 @@ def train(
     *,
     loss_fn: Callable[..., Any],
     schedule: ScheduleLike,
-    loss_reduction: str,
+    loss_reduction: str | None,
+    weight: Any,
+    verify: bool | None,
+    accumulate: float,
     grad_scaler: Any,
     return_outputs: bool,
     checkpoint: Sequence[StageMode],
@@ -53,7 +60,7 @@ def train(
             "train_batch needs gradients, but grad mode is off (torch.no_grad or "
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
-    _check_loss_fn(loss_fn, loss_reduction)
+    loss = known_loss(loss_fn, loss_reduction, weight)
     if pipeline.engine.running() is not None:
         raise RuntimeError(
             "train_batch was called inside of a call of the same pipe (by its loss_fn, its "
@@ -65,22 +72,28 @@ def train(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
     plan = build(schedule, source.m, pipeline.worker_of)
-    objective = Objective(
-        loss_fn, reduction=loss_reduction, m=source.m, total=source.total, scaler=grad_scaler
-    )
+    if not (isinstance(accumulate, Real) and 0 < float(accumulate) < math.inf):
+        raise ValueError(
+            f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
+            "by which gradients are divided"
+        )
+    objective = _objective(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
         gradients = Gradients()
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
             leaves = Leaves(call, gradients)
-            head = LossHead(call, objective, leaves, keep_outputs=return_outputs)
+            check = _check(pipeline, loss, objective, source, verify)
+            head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
             steps = training_steps(
                 pipeline.edges, plan, call.rematerialized, targets=task.targets_travel
             )
             call.run(steps, task, source.entering())
             results = _results(call, head, objective)
+            if check is not None and not head.draws:
+                check.compare()
             _complete(task, head, objective, gradients)
         except BaseException:
             gradients.restore()
@@ -126,7 +139,8 @@ def evaluate(
     module: nn.Module,
     modules: Sequence[nn.Module],
     loss_fn: Callable[..., Any] | None,
-    loss_reduction: str,
+    loss_reduction: str | None,
+    weight: Any,
     checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
@@ -134,8 +148,7 @@ def evaluate(
     """Forward of a mini-batch; see ``Pipe.eval_batch``."""
     objective = None
     if loss_fn is not None:
-        _check_loss_fn(loss_fn, loss_reduction)
-        objective = Objective(loss_fn, reduction=loss_reduction, m=source.m, total=source.total)
+        objective = _objective(known_loss(loss_fn, loss_reduction, weight), source)
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
@@ -157,15 +170,49 @@ def evaluate(
         return _in_eval_mode(module, list(modules), run)
 
 
+def _objective(loss: Loss, source: Source, **options: Any) -> Objective:
+    """The losses of a mini-batch, with the weights of its micro-batches if they can be known."""
+    weights: list[Weight] | None = None
+    if loss.numbers is not None and len(loss.numbers) != source.m:
+        raise ValueError(
+            f"weight has {len(loss.numbers)} numbers, but there are {source.m} micro-batches: give "
+            "one for each of them, or a function of the target"
+        )
+    if loss.weighted and source.targets is not None:
+        found = [loss.weight(i, target) for i, target in enumerate(source.targets)]
+        sizes = [source.size(i) for i in range(source.m)]
+        weights = [size if w is None else w for w, size in zip(found, sizes, strict=True)]
+    return Objective(loss, m=source.m, total=source.total, weights=weights, **options)
+
+
+def _check(
+    pipeline: Pipeline, loss: Loss, objective: Objective, source: Source, verify: bool | None
+) -> LossCheck | None:
+    """What checks the loss function: in its first call, or when it is asked for."""
+    asked = bool(verify)
+    if verify is None and not loss.exact and objective.name not in pipeline.checked:
+        verify = True
+    pipeline.checked.add(objective.name)
+    if not verify or source.m == 1:
+        return None
+    return LossCheck(objective, source.targets, asked=asked)
+
+
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
-    """What the caller gets: the loss, the outputs, or both."""
+    """What the caller gets: the loss, the outputs, the metrics, or several of them."""
     with torch.no_grad():
         loss = None if objective is None else objective.loss()
-        call.release_to_caller(-1, (loss, head.outputs))
-        if head.outputs is None:
-            return loss
-        outputs = gather(head.outputs)
-    return outputs if loss is None else (loss, outputs)
+        metrics = None if objective is None else objective.metrics()
+        call.release_to_caller(-1, (loss, head.outputs, metrics))
+        outputs = None if head.outputs is None else gather(head.outputs)
+    if loss is None:
+        return outputs
+    found = [
+        loss,
+        *([outputs] if head.outputs is not None else []),
+        *([metrics] if metrics else []),
+    ]
+    return loss if len(found) == 1 else tuple(found)
 
 
 def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:
@@ -204,15 +251,3 @@ def _back_in(modules: list[nn.Module], modes: list[bool]) -> None:
         for module, mode in zip(modules, modes, strict=True):
             if module.training != mode:
                 module.train(mode)
-
-
-def _check_loss_fn(loss_fn: Any, reduction: str) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn must be callable, as loss_fn(output, target), not {type(loss_fn).__name__}"
-        )
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"loss_reduction={reduction!r}: must be one of {', '.join(map(repr, REDUCTIONS))}, "
-            "whichever loss_fn does over the samples of a micro-batch"
-        )

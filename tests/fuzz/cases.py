@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from syncpipe import Pipe
 from tests.fuzz.models import Model, drawn_model
 from tests.support.models import CHECKPOINT_MODES
@@ -51,12 +53,14 @@ class Case:
     by_hand: bool
     input_grad: bool
     calls: tuple[Call, ...]
+    listed: bool = False
     unpack: bool = False
 
     def pipe(self, devices: Sequence[Any] | None = None) -> Pipe:
         """The pipe, by default on CPU workers."""
+        torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.build(),
+            self.model.listed() if self.listed else self.model.build(),
             self.balance,
             devices=devices or [f"cpu:{k}" for k in self.devices],
             chunks=self.chunks,
@@ -105,6 +109,7 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         chance.random() < 0.1,
         chance.random() < 0.6,
         tuple(calls),
+        chance.random() < 0.3,
     )
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice"} & {*model.layers}  # what these make is one argument

@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from syncpipe import LayerSpec
 from syncpipe.skip import Namespace
 from tests.fuzz.layers import (
     Checkpointed,
@@ -41,6 +43,7 @@ from tests.support.models import (
     Receive,
     Send,
     Tied,
+    on_x,
 )
 
 __all__ = ["KINDS", "Model", "drawn_model"]
@@ -175,7 +178,15 @@ KINDS: dict[str, Kind] = {
     "send_none": Kind(lambda: Send("none"), passes=True),
     "receive": Kind(Receive, passes=True),  # what it pops may be None
 }
+#: Those that are functions only.
+_FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
 _ENDS = {"fork": "join", "twice": "meet"}
+
+
+def _isolated(kind: str, space: Namespace) -> nn.Module:
+    layer: Any = KINDS[kind].make()
+    isolated: nn.Module = layer.isolate(space)
+    return isolated
 
 
 def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -221,6 +232,26 @@ class Model:
             return self._built()
         finally:
             torch.set_default_dtype(before)
+
+    def listed(self) -> list[Any]:
+        """The same layers as functions, where they are no more than that, and specs.
+
+        Built one after another after ``torch.manual_seed(seed)`` they are those of ``build``.
+        """
+        waiting: list[Namespace] = []
+        layers: list[Any] = []
+        for kind in self.layers:
+            if kind in _FUNCTIONS:
+                made: Any = partial(on_x, cast("Do", KINDS[kind].make()).function)
+            elif kind.startswith("send"):
+                waiting.append(Namespace())
+                made = LayerSpec(_isolated, kind, waiting[-1])
+            elif kind == "receive":
+                made = LayerSpec(_isolated, kind, waiting.pop(0))
+            else:
+                made = LayerSpec(KINDS[kind].make)
+            layers.append(made)
+        return layers
 
     def _built(self) -> nn.Sequential:
         torch.manual_seed(self.seed)

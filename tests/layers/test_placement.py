@@ -23,41 +23,51 @@ def pipe_and_parent() -> tuple[Pipe, nn.Module]:
 MOVES: dict[str, Callable[[nn.Module], Any]] = {
     "cuda()": lambda module: module.cuda(),
     "cuda(0)": lambda module: module.cuda(0),
-    "cpu()": lambda module: module.cpu(),
     "xpu()": lambda module: module.xpu(),
-    "to('cpu')": lambda module: module.to("cpu"),
     "to('meta')": lambda module: module.to("meta"),
-    "to(device=...)": lambda module: module.to(device=torch.device("cpu")),
-    "to('cpu', dtype)": lambda module: module.to("cpu", torch.float64),
-    "to(tensor)": lambda module: module.to(torch.zeros(())),
     "to_empty": lambda module: module.to_empty(device="cpu"),
     "to_empty meta": lambda module: module.to_empty(device="meta"),
 }
+STAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "cpu()": lambda module: module.cpu(),
+    "to('cpu')": lambda module: module.to("cpu"),
+    "to(device=...)": lambda module: module.to(device=torch.device("cpu")),
+    "to(tensor)": lambda module: module.to(torch.zeros(())),
+}
 
 
+@pytest.mark.parametrize("through_parent", [False, True])
 @pytest.mark.parametrize("move", MOVES)
-def test_a_move_is_refused_with_the_way_out_and_changes_nothing(move: str) -> None:
-    pipe, _ = pipe_and_parent()
-    before = copy.deepcopy(pipe.state_dict())
-    with pytest.raises(TypeError, match=r"Pipe.*devices") as caught:
-        MOVES[move](pipe)
-    assert move.split("(")[0].split()[0] in str(caught.value)
+def test_a_move_is_refused_with_the_way_out_and_changes_nothing(
+    move: str, through_parent: bool
+) -> None:
+    pipe, parent = pipe_and_parent()
+    before, x = copy.deepcopy(pipe.state_dict()), torch.randn(4, 3)
+    with pytest.raises(TypeError, match=r"Pipe.*devices"):
+        MOVES[move](parent if through_parent else pipe)
     for name, tensor in pipe.state_dict().items():
         assert tensor.device.type == "cpu"
         assert tensor.dtype == before[name].dtype
         assert torch.equal(tensor, before[name])
-
-
-@pytest.mark.parametrize("move", MOVES)
-def test_a_move_of_a_parent_module_is_refused_and_leaves_the_pipe_alone(move: str) -> None:
-    pipe, parent = pipe_and_parent()
-    before, x = copy.deepcopy(pipe.state_dict()), torch.randn(4, 3)
-    with pytest.raises(TypeError, match=r"Pipe.*devices"):
-        MOVES[move](parent)
-    for name, tensor in pipe.state_dict().items():
-        assert tensor.dtype == before[name].dtype
-        assert torch.equal(tensor, before[name])
     pipe(x)
+
+
+@pytest.mark.parametrize("through_parent", [False, True])
+@pytest.mark.parametrize("move", STAYS)
+def test_what_moves_nothing_is_allowed(move: str, through_parent: bool) -> None:
+    pipe, parent = pipe_and_parent()
+    module, parameters = parent if through_parent else pipe, list(pipe.parameters())
+    before = [p.data_ptr() for p in parameters]
+    assert STAYS[move](module) is module
+    assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
+    assert [p.data_ptr() for p in parameters] == before
+
+
+def test_a_device_that_is_that_of_some_partitions_is_no_place_for_all() -> None:
+    pipe = Pipe(linear_model(2), [1, 1], devices=["cpu", "meta"])
+    for device in ("cpu", "meta"):
+        with pytest.raises(TypeError, match="Pipe"):
+            pipe.to(device)
 
 
 def test_a_move_of_a_parent_that_uses_meta_is_refused_for_a_pipe_on_meta_too() -> None:
@@ -74,6 +84,7 @@ CASTS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
     "half": (lambda module: module.half(), torch.float16),
     "bfloat16": (lambda module: module.bfloat16(), torch.bfloat16),
     "float": (lambda module: module.float(), torch.float32),
+    "to('cpu', dtype)": (lambda module: module.to("cpu", torch.float64), torch.float64),
     "share_memory": (lambda module: module.share_memory(), torch.float32),
     "type": (lambda module: module.type(torch.float64), torch.float64),
 }

@@ -159,7 +159,7 @@ class OwnCall(nn.Sequential):
         return super().__call__(input) + 1
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), None])
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU()}), None])
 def test_what_is_not_a_sequential_is_refused_with_its_type(module: Any) -> None:
     with pytest.raises(TypeError, match=rf"nn\.Sequential.*not {type(module).__name__}"):
         Pipe(module, [1])

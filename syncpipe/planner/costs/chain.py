@@ -38,6 +38,7 @@ class Chain:
         shared: the part of these that the layer before it keeps already.
         fixed: bytes that stay on the device of each layer.
         skips: ``(layer that stashes, layer that pops, bytes)``.
+        interpreter: seconds that the forward of each layer holds the interpreter's lock.
     """
 
     forward: tuple[float, ...]
@@ -47,6 +48,7 @@ class Chain:
     shared: tuple[float, ...]
     fixed: tuple[float, ...]
     skips: tuple[tuple[int, int, float], ...] = ()
+    interpreter: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, samples: float, param_scale: float) -> Chain:
@@ -73,6 +75,7 @@ class Chain:
                 for layer in layers
             ),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
+            interpreter=tuple(layer.interpreter for layer in layers),
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -94,6 +97,10 @@ class Chain:
     def time_to(self) -> tuple[float, ...]:
         """Forward and backward of all layers before each border."""
         return tuple(map(sum, zip(self.forward_to, self.backward_to, strict=True)))
+
+    @cached_property
+    def interpreter_to(self) -> tuple[float, ...]:
+        return _sums(self.interpreter or (0.0,) * len(self))
 
     @cached_property
     def fixed_to(self) -> tuple[float, ...]:

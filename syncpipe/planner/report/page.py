@@ -17,6 +17,9 @@ __all__ = ["page"]
 
 _NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _WIDTH = 96
+#: Time of the interpreter is told from this part of the step on, and is the bottleneck from this
+#: part of the devices' on: it is a lower bound.
+_NOTICED, _TIGHT = 0.1, 0.9
 
 
 def page(
@@ -38,6 +41,8 @@ def page(
     blocks = [start, table, _figures(chosen, batch_size)]
     if rivals:
         blocks.append(_comparison(rivals, chosen.time))
+    if bottleneck := _bottleneck(chosen):
+        blocks.append(bottleneck)
     fewer = len(chosen.balance) == 1 < len(machine) and not fixed
     blocks.append(textwrap.wrap(_verdict(rivals, chosen.time, fewer), _WIDTH))
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -117,7 +122,25 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
             f"bound       {duration(chosen.bound)}; the simulated step is "
             f"{chosen.certificate:.3f} times that",
         ]
+    if chosen.interpreter > _NOTICED * chosen.time:
+        lines.append(
+            f"interpreter {duration(chosen.interpreter)} of Python in all forwards, one at a time; "
+            "what the pipe itself does is not in it"
+        )
     return lines
+
+
+def _bottleneck(chosen: Candidate) -> list[str]:
+    """Whether the interpreter holds the devices up."""
+    if chosen.interpreter < _TIGHT * chosen.simulation.makespan:
+        return []
+    return textwrap.wrap(
+        "The interpreter is the bottleneck: one process runs the Python of one stage at a time, "
+        f"and that alone takes {duration(chosen.interpreter)} a step, the devices "
+        f"{duration(chosen.simulation.makespan)}. Fewer micro-batches, compiled layers, CUDA "
+        "graphs in layers or a free-threaded Python make it faster, more devices do not.",
+        _WIDTH,
+    )
 
 
 def _comparison(rivals: Sequence[Rival], step_time: float) -> list[str]:

@@ -103,6 +103,15 @@ class Plan:
         """Simulated time by the bound: 1 is perfect."""
         return self.chosen.certificate
 
+    @property
+    def interpreter_time(self) -> float:
+        """Seconds of Python in the forwards of all stages, which no two threads do at a time.
+
+        No step is shorter, but for free-threaded builds of CPython, where it is 0. As measured by
+        :mod:`syncpipe.balance.interpreter`; what the pipe itself does for each cell comes on top.
+        """
+        return self.chosen.interpreter
+
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """What each stage has and does."""
@@ -143,6 +152,7 @@ class Plan:
             "bubble": self.bubble,
             "bound": self.bound,
             "certificate": self.certificate,
+            "interpreter_time": self.interpreter_time,
             "stages": [
                 {**vars(stage), "layers": list(stage.layers), "limit": _finite(stage.limit)}
                 for stage in self.stages

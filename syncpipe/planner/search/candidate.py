@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -11,6 +12,7 @@ from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.gpipe import GPipeCuts
 from syncpipe.planner.cuts.one_f_one_b import FAMILIES, Family, OneFOneBCuts, slots_of
+from syncpipe.runtime.free_threading import has_lock
 from syncpipe.schedules import gpipe, one_f_one_b
 from syncpipe.schedules.simulation import Simulation, simulate
 
@@ -33,6 +35,7 @@ class Candidate:
         bound: seconds that this cut takes at least, by the closed form.
         simulation: in seconds.
         memory: bytes that each stage takes at most.
+        interpreter: seconds that all forwards hold the interpreter's lock, recomputed ones twice.
     """
 
     schedule: str
@@ -43,11 +46,12 @@ class Candidate:
     bound: float
     simulation: Simulation
     memory: tuple[float, ...]
+    interpreter: float = 0.0
 
     @property
     def time(self) -> float:
-        """Seconds for one mini-batch, simulated."""
-        return self.simulation.makespan
+        """Seconds for one mini-batch, simulated; no less than one interpreter needs for it."""
+        return max(self.simulation.makespan, self.interpreter)
 
     @property
     def certificate(self) -> float:
@@ -106,6 +110,22 @@ class Terms:
             decided.append(kept > self.machine.memory[s] and again < kept)
         return tuple(decided)
 
+    def interpreter(
+        self, balance: Sequence[int], chunks: int, schedule: str, recomputes: Sequence[bool]
+    ) -> float:
+        """Seconds that a step takes at least, as only one thread at a time can run Python.
+
+        Nothing without the lock, in a free-threaded build.
+        """
+        if not has_lock():
+            return 0.0
+        again = chunks - 1 if schedule == "gpipe" else chunks
+        sums = self.chain(chunks).interpreter_to
+        return math.fsum(
+            (sums[j] - sums[i]) * (chunks + again * bool(recomputes[s]))
+            for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0)))
+        )
+
     def candidate(
         self,
         balance: Sequence[int],
@@ -125,6 +145,7 @@ class Terms:
         simulation = simulate(
             plan, costs_of(chain, self.machine, balance), [again * bool(r) for r in recomputes]
         )
+        python = self.interpreter(balance, chunks, schedule, recomputes)
         memory = tuple(
             chain.memory(i, j, slots[s], slots[0], recomputes[s])
             for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0)))
@@ -135,9 +156,10 @@ class Terms:
             chunks=chunks,
             slots=None if schedule == "gpipe" else tuple(slots),
             recomputes=tuple(map(bool, recomputes)),
-            bound=self.cuts(schedule, chunks, slots).value(balance, recomputes),
+            bound=max(self.cuts(schedule, chunks, slots).value(balance, recomputes), python),
             simulation=simulation,
             memory=memory,
+            interpreter=python,
         )
 
 

@@ -63,6 +63,7 @@ def drafted(
     costs = costs_of(terms.chain(chunks), terms.machine, balance)
     fixed = None if schedule == "gpipe" else slots
     time = makespan(chunks, fixed, costs, cut.recomputes)
+    time = max(time, terms.interpreter(balance, chunks, schedule, cut.recomputes))
     return Draft(schedule, tuple(balance), chunks, tuple(slots), cut.recomputes, time)
 
 

@@ -1,0 +1,109 @@
+"""Whether the loss of a mini-batch is what the losses of its micro-batches were taken for.
+
+A mean over what is not masked, a loss that compares samples with each other, a mean over something
+else than samples: put together from micro-batches by their sizes, all of these come out wrong, and
+so do the gradients. So the outputs of some micro-batches are kept until the end of a call, and
+``loss_fn`` is called once more, with all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncpipe.microbatch import gather
+from syncpipe.training.objective import Objective
+from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
+
+__all__ = ["LossCheck"]
+
+#: So many bytes of outputs are kept at most, but two micro-batches in any case.
+_MOST = 2**26
+#: Beyond that, relative to the loss, it is not rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class LossCheck:
+    """Compares the loss of a mini-batch with that of its micro-batches.
+
+    Args:
+        objective: of the call.
+        targets: of all micro-batches, if they are known.
+        asked: an exception of ``loss_fn``, or outputs that cannot be put together, is the caller's
+            to know; otherwise nothing is checked then.
+    """
+
+    def __init__(self, objective: Objective, targets: list[Any] | None, *, asked: bool) -> None:
+        self._objective = objective
+        self._asked = asked
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._bytes = 0
+        first, second = [flatten(target)[0] for target in (targets or [None, None])[:2]]
+        # What all micro-batches have in common was not cut, and is not to be put together.
+        self._common = [a is b for a, b in zip(first, second, strict=False)]
+
+    def keep(self, i: int, output: Any, target: Any) -> None:
+        """Keeps what the loss function is going to be given, as long as there is room."""
+        size = sum(tensor.nbytes for tensor in tensors_in(output))
+        if len(self._kept) < 2 or self._bytes + size <= _MOST:
+            self._bytes += size
+            self._kept[i] = map_tensors(lambda ts: [t.detach().clone() for t in ts], output), target
+
+    def compare(self) -> None:
+        """Warns if the losses differ by more than rounding; on the caller's thread."""
+        if self._objective.came_with_weights and not self._asked:
+            return  # somebody has thought about it
+        with torch.no_grad():
+            try:
+                found = self._whole()
+            except Exception:
+                if self._asked:
+                    raise
+                return
+            if type(found) is not Tensor or found.device.type == "meta":
+                return
+            combined = self._objective.loss(list(self._kept))
+            whole, parts = float(found), float(combined)
+        rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(whole)
+        if math.isfinite(whole) and not abs(whole - parts) <= rounding:  # parts may be no number
+            warnings.warn(self._message(whole, parts), stacklevel=_outside())
+
+    def _whole(self) -> Any:
+        """The loss of all micro-batches that were kept, at once."""
+        outputs, targets = zip(*self._kept.values(), strict=True)
+        result = self._objective.call((gather(list(outputs)), self._together(list(targets))))
+        return result[0] if isinstance(result, tuple) else result
+
+    def _together(self, targets: list[Any]) -> Any:
+        together = gather(targets)
+        if not any(self._common):
+            return together
+        leaves, structure = flatten(together)
+        first = flatten(targets[0])[0]
+        chosen = zip(self._common, first, leaves, strict=True)
+        return unflatten([one if common else all for common, one, all in chosen], structure)
+
+    def _message(self, whole: float, parts: float) -> str:
+        return (
+            f"loss_fn gives {whole:.6g} for {len(self._kept)} micro-batches at once, but put "
+            f"together from each of them the loss is {parts:.6g}, and gradients are off likewise: "
+            "it is no mean over samples. A mean over what is not masked needs weight=, such as "
+            "weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn; a sum "
+            "over samples needs loss_reduction='sum'; a loss that compares samples needs them all, "
+            "as loss_fn(pipe(input), target). If it is meant to be so: verify=False"
+        )
+
+
+def _outside() -> int:
+    """The stack level of whoever called the pipe."""
+    inside = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level
