@@ -60,9 +60,9 @@ class Partitioned(Editable):
         balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
-        unpack: bool,
         init_fn: Any = None,
         seed: Any = None,
+        unpack: bool = False,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         module = as_sequential(layers)

@@ -74,12 +74,12 @@ class Pipe(Partitioned):
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
             it had gone through whole. These layers get a class of their own that differs from
             BatchNorm within such a pipe only.
-        unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
-            arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
         init_fn: called with each module, children first, of layers that are built here (specs) or
             given values (``meta``), after their constructor or ``reset_parameters()``.
         seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
             alone, on devices of one kind; global generators stay as they are.
+        unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
+            arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
 
     Raises:
         TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
@@ -100,16 +100,16 @@ class Pipe(Partitioned):
         schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
-        unpack: bool = False,
         init_fn: Callable[[nn.Module], Any] | None = None,
         seed: int | None = None,
+        unpack: bool = False,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm, unpack, init_fn, seed)
+        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed, unpack)
 
     @property
     def chunks(self) -> int:
