@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.names import in_order
@@ -38,6 +37,7 @@ from syncpipe.layers.placement import (
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.ties import check_memory, find_ties
 from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.options.checkpoint import modes_of_stages
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables

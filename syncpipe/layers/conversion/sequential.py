@@ -193,7 +193,11 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
 def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the first layer gets where the layers are called with these arguments."""
     signature = _signature(layers)
-    return _one(*args, **kwargs) if signature is None else signature.packed(args, kwargs)
+    if signature is not None:
+        return signature.packed(args, kwargs)
+    if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
+        return args or kwargs  # as the layers take them
+    return _one(*args, **kwargs)
 
 
 def batch_input(layers: nn.Module, input: Any) -> Any:
