@@ -8,8 +8,10 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.checkpoint import Selective
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
+from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -24,8 +26,10 @@ __all__ = [
     "LayerSpec",
     "NoChunk",
     "Pipe",
+    "PipeSequential",
     "Plan",
     "RepeatingLoader",
+    "Selective",
     "TiedLayerSpec",
     "Worker",
     "inline",

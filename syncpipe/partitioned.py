@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
+from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.names import in_order
@@ -27,7 +28,6 @@ from syncpipe.layers.placement import (
     check_devices,
     check_module,
     check_no_hooks,
-    check_shared,
     default_devices,
     missing_balance,
     move_layers,
@@ -36,6 +36,9 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.ties import check_memory, find_ties
+from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -51,6 +54,7 @@ class Partitioned(Editable):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
+    _checkpoint: Any
 
     def _cut(
         self,
@@ -60,6 +64,7 @@ class Partitioned(Editable):
         deferred_batch_norm: bool,
         init_fn: Any = None,
         seed: Any = None,
+        unpack: bool = False,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         module = as_sequential(layers)
@@ -73,6 +78,7 @@ class Partitioned(Editable):
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
+        self._unpack = unpack or unpacks(module)
         self._place(sizes, self._resolve(len(sizes)), how)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
@@ -108,19 +114,28 @@ class Partitioned(Editable):
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
             partition.training, partition.defers = self.training, self._defers
+            partition.unpack = self._unpack
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
         built = build_specs(partitions, workers, how)
-        check_shared(partitions, workers)
-        materialize(partitions, workers, how)
+        modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
+        ties = find_ties(partitions)
+        if not all(same_memory(worker.device, workers[0].device) for worker in workers):
+            check_memory(partitions)
+        if materialize(partitions, workers, how):  # which makes other tensors
+            ties = find_ties(partitions)
         if built:
             for partition in partitions:
                 self._modules.update(partition._modules)
         if self._defers:
             defer_batch_norm(self)
-        move_layers(partitions, workers)
+        move_layers(partitions, workers, ties)
+        for j, partition in enumerate(partitions):
+            places = [place for tie in ties for place in tie.places if place.stage == j]
+            partition.tied = frozenset(place.full_name for place in places)
         self._balance, self._workers, self._partitions = balance, workers, partitions
+        self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
 
@@ -167,7 +182,7 @@ class Partitioned(Editable):
     def __getitem__(self, index: int | slice) -> nn.Module:
         items = cast("list[tuple[str, nn.Module]]", list(self._modules.items()))
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(items[index]))
+            return (PipeSequential if self._unpack else nn.Sequential)(OrderedDict(items[index]))
         try:
             return items[operator.index(index)][1]
         except IndexError:

@@ -35,7 +35,7 @@ def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
     """
     seen: set[int] = set()
     cost = []
-    for name, layer in on_meta(module)._modules.items():
+    for name, layer in on_meta(module)._modules.items():  # named_children() has each once
         count = 0
         for parameter in layer.parameters():
             if nn.parameter.is_lazy(parameter):

@@ -29,6 +29,7 @@ from syncpipe.balance.sandbox import (
 from syncpipe.balance.stored import size_of
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
+from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import NoChunk, scatter
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
@@ -119,7 +120,10 @@ def profile(
     def run() -> Profile:
         with place.mode:
             lanes = [
-                Progress(size, _cut(sample, samples, size, place), len(module)) for size in chosen
+                Progress(
+                    size, _cut(sample, samples, size, place), len(module), unpack=unpacks(module)
+                )
+                for size in chosen
             ]
             until = deadline if time else None
             return _Profiler(module, known, lanes, place, until, timeout, bar).run()

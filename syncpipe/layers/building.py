@@ -136,7 +136,7 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
     if layer is None:
         with torch.device("cpu" if device.type == "meta" else memory_of(device)):
             layer = spec.build()
-    move_layers([layer], [Worker.shared(device)])  # what the constructor put elsewhere
+    move_layers([layer], [Worker.shared(device)], [])  # what the constructor put elsewhere
     return layer
 
 

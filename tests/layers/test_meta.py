@@ -268,3 +268,16 @@ def test_copies_and_checkpoints_of_what_was_materialised() -> None:
     other.load_state_dict(pipe.state_dict())
     x = torch.randn(4, WIDTH)
     assert torch.equal(copy.deepcopy(pipe).eval()(x), other.eval()(x))
+
+
+def test_a_weight_may_be_tied_across_stages() -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        model[2].weight = model[0].weight
+        return model
+
+    one, two = (Pipe(meta(tied), balance, seed=1, chunks=2) for balance in ([3], [1, 2]))
+    assert two[2].weight is two[0].weight
+    assert_same_tree(states(two), states(one), "values")
+    x = torch.randn(4, WIDTH)
+    assert_same_tree(vars(step(two, two, x)), vars(step(one, one, x)), "step")
