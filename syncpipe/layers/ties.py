@@ -7,7 +7,7 @@ it. What the other stages compute with is for ``stages.ties`` to say; here is wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -85,7 +85,7 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
         return []
     found: dict[int, tuple[Tensor, list[Place]]] = {}
     for j, partition in enumerate(partitions):
-        for prefix, module in partition.named_modules():
+        for prefix, module in _inside(partition, "", set()):
             for name, tensor in chain(module._parameters.items(), module._buffers.items()):
                 if tensor is not None and id(tensor) in shared:
                     place = Place(j, module, name, f"{prefix}.{name}" if prefix else name)
@@ -97,6 +97,17 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
     for tie in ties:
         _check(tie, partitions)
     return ties
+
+
+def _inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it, each once, by the way to them (which may not be their name)."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _inside(child, f"{path}.{name}" if path else name, seen)
 
 
 def _shared(partitions: Sequence[nn.Module]) -> set[int]:
