@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -147,7 +148,7 @@ def _forget_what_does_not_matter(model: nn.Module, layers: Converted, opening: O
     """
     found = False
     for tensors in [] if opening.device.type == "meta" else opening.unlike:
-        call = opening.signature.call(tensors)
+        call = partial(opening.signature.call, tensors)
         token = COLLECTED.set([])
         try:
             same = evaluated_alike(model, layers, call)
@@ -164,7 +165,7 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
     Raises:
         RuntimeError: they differ; with the first layer that does.
     """
-    call = opening.signature.call(opening.tensors)
+    call = partial(opening.signature.call, opening.tensors)
     found = compared(model, layers, call)
     if found is None:
         return
@@ -177,7 +178,7 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
                 list(layers),  # type: ignore[arg-type]
                 [piece.given for piece in pieces],
                 values.get,
-                opening.signature.packed(*call),
+                opening.signature.packed(*call()),
             )
         what = f"the output in {found}"
     else:
