@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
-from syncpipe.stages.pipeline import Call
+from syncpipe.stages.call import Call
 from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.loss_check import LossCheck
 from syncpipe.training.objective import Objective

@@ -25,7 +25,8 @@ from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.steps import forward_steps, training_steps
-from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.call import Call
+from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss_check import LossCheck

@@ -240,7 +240,7 @@ def test_a_graph_goes_back_in_a_child_that_was_forked_while_a_layer_ran():
 def test_a_pipe_on_cpu_workers_does_not_ask_for_accelerators(name, monkeypatch):
     """Whoever counts GPUs cannot fork a child that uses them."""
     pipe = pipe_of(model(), checkpoint="always")
-    syncpipe.stages.pipeline._accelerators.cache_clear()
+    syncpipe.stages.call._accelerators.cache_clear()
     monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("asked"))
     trained(pipe, pipe, torch.randn(8, 4))
     pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import syncpipe.stages.pipeline
+import syncpipe.stages.call
 import syncpipe.training.loss_head
 import syncpipe.training.task
 import syncpipe.training.train
@@ -99,7 +99,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
-    monkeypatch.setattr(syncpipe.stages.pipeline, "same_memory", lambda a, b: a == b)
+    monkeypatch.setattr(syncpipe.stages.call, "same_memory", lambda a, b: a == b)
     # Weight gradients are not put off where a dispatch mode looks on, but for this one.
     monkeypatch.setattr(_Recording, "_may_split", lambda *args: torch.is_grad_enabled())
     return world
@@ -190,7 +190,7 @@ def test_all_sites_are_known(world):
 @pytest.mark.parametrize("layout", [ONE, TWO])
 def test_race_if_the_iterator_is_on_other_streams_than_the_caller(world, layout, monkeypatch):
     """It reads what the caller made, and a worker's thread has streams of its own."""
-    monkeypatch.setattr(syncpipe.stages.pipeline.Call, "as_caller", contextlib.nullcontext)
+    monkeypatch.setattr(syncpipe.stages.call.Call, "as_caller", contextlib.nullcontext)
     scenario = Training(world, layout, "1f1b", checkpoint="never")
     scenario.iterate()
     assert bool(world.reports) == (layout == TWO)
