@@ -55,6 +55,7 @@ FLOORS = [
     ["balance", "stages"],
     ["forward", "partitioned", "planner", "training"],
     ["pipe"],
+    ["verification"],
     [""],  # the public names
     ["commands"],
     ["__main__"],
