@@ -17,7 +17,6 @@ from syncpipe.training.losses import Loss, known_loss
 from syncpipe.training.sources import _named as input_and_target
 from syncpipe.verification.compare import Comparison, compare
 from syncpipe.verification.observe import Observation, Prints, observe
-from syncpipe.verification.plain import Layer
 from syncpipe.verification.reasons import far, reason_of_error, reason_of_layer, reason_of_loss
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 from syncpipe.verification.runs import Result, Runs, orders_of
@@ -136,14 +135,14 @@ class _Check:
         together = self._tried(Run("micro-batches", "plain", _PLAIN), self._on_micro_batches)
         if together is not None:
             self._beside_whole(together, whole)
-            del whole
             self._losses(together)
             run = Run("pipe(x)", "pipe", _PIPE)
             if (found := self._tried(run, runs.forward)) is not None:
                 self._compared(run, found, together)
                 self._explained(run, runs.forward, [runs.m - 1])
-            for schedule in self._schedules:
-                self._under(schedule)
+        del whole, together
+        for schedule in self._schedules:
+            self._under(schedule)
         if not runs.pipe.training:
             report.notes.append(
                 "the pipe is in eval() mode, and was checked in that: call train() first to check "
@@ -167,13 +166,14 @@ class _Check:
             run.outputs = _worst([o for o in self._observed() if not o.draws])
             who = [o.layer for o in self._observed() if o.draws]
             self._report.notes.append(
-                "the mini-batch as a whole cannot be compared with its micro-batches, for "
-                f"{_all_of(who, 'loss_fn')} draw(s) random numbers: instead each other layer was, "
+                "the mini-batch as a whole cannot be compared with its micro-batches, for random "
+                f"numbers are drawn by {', '.join(map(str, who))}: instead each other layer was, "
                 "by itself, on the same inputs"
             )
         if not run.different:
             return
-        culprit = next((o for o in self._observed() if _off(o)), None)
+        off = [o for o in self._observed() if not o.draws and o.comparison.status == "different"]
+        culprit = next(iter(off), None)
         column = run.different[0]
         what = f"{column} differ from the mini-batch's, {far(getattr(run, column))}"
         if culprit is None:
@@ -196,7 +196,10 @@ class _Check:
                 "the loss of the mini-batch cannot be compared with those of its micro-batches, "
                 "for loss_fn draws random numbers"
             )
-        if run.different:
+        if run.outputs.status == "different":
+            what = "outputs differ from those of another plain run"
+            self._find(run, what, "", "a layer does not give the same twice, see above")
+        elif run.different:
             parts, all_at_once = (float(r.loss["loss"]) for r in (apart, together))
             self._find(
                 run,
@@ -218,10 +221,12 @@ class _Check:
             self._report.runs.append(run)
             return
         orders = orders_of(plan)
+        expected = self._tried(run, partial(self._expected, orders))
+        if expected is None:
+            return
         train = partial(self._runs.train, schedule)
-        found = self._tried(run, train)
-        if found is not None:
-            self._compared(run, found, self._expected(orders))
+        if (found := self._tried(run, train)) is not None:
+            self._compared(run, found, expected)
             self._explained(run, train, orders[-1])
 
     def _in_order(self, order: tuple[int, ...]) -> Result:
@@ -242,7 +247,8 @@ class _Check:
 
     def _tried(self, run: Run, make: Callable[[], Result]) -> Result | None:
         """The result; None if it failed."""
-        self._report.runs.append(run)
+        if run not in self._report.runs:
+            self._report.runs.append(run)
         try:
             return make()
         except Exception as error:
@@ -307,10 +313,6 @@ class _Check:
         return self._seen
 
 
-def _off(seen: Observation) -> bool:
-    return not seen.draws and seen.comparison.status == "different"
-
-
 def _worst(seen: list[Observation]) -> Comparison:
     order = ["none", "equal", "rounding", "different"]
     return max(
@@ -318,10 +320,6 @@ def _worst(seen: list[Observation]) -> Comparison:
         key=lambda c: (order.index(c.status), c.distance),
         default=Comparison("none"),
     )
-
-
-def _all_of(layers: list[Layer], otherwise: str) -> str:
-    return ", ".join(map(str, layers)) or otherwise
 
 
 def _name(schedule: ScheduleLike) -> str:

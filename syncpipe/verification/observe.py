@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.runtime.rematerialization.checkpoint import is_recomputing
 from syncpipe.skip.store import Store
-from syncpipe.tree import flatten, leaf_names, tensors_in, unflatten
+from syncpipe.tree import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
 from syncpipe.verification.compare import SIMPLE, Comparison, compare, named
 from syncpipe.verification.plain import Layer, PlainRun
 from syncpipe.verification.runs import Runs
@@ -34,6 +34,7 @@ class Observation:
     Attributes:
         layer: the layer.
         comparison: of its outputs for the micro-batches with that for the mini-batch.
+        repeats: it gives the same twice for the same input, from the same state.
         draws: it draws random numbers as PyTorch's layers do, so that these have to differ.
         changes: what its forwards changed in it.
         writes: it modifies its input in place.
@@ -42,6 +43,7 @@ class Observation:
 
     layer: Layer
     comparison: Comparison
+    repeats: bool
     draws: bool
     changes: list[Change]
     writes: bool
@@ -66,25 +68,33 @@ def _observed(runs: Runs) -> list[Observation]:
             whole = other.enter(layer, whole, store)
             pieces = [run.enter(layer, *each) for each in zip(pieces, stores, strict=True)]
         state = State({"": layer.module}, leave=[runs.pipe])
-        whole = state.restored(partial(_without_grad, other, layer, whole, store), [layer.device])
+        once = partial(_copied_run, other, layer, whole, store)
+        (first, _), (whole, store) = (state.restored(once, [layer.device]) for _ in range(2))
         entering = tensors_in(pieces[0])
         versions = [tensor._version for tensor in entering]
         pieces = [run.layer(layer, i, piece, stores[i]) for i, piece in enumerate(pieces)]
         joined, comparison = _joined(whole, pieces)
-        changes = [c for c in state.changes() if not c.name.endswith("_hooks")]
-        writes = [tensor._version for tensor in entering] != versions
-        found.append(
-            Observation(
-                layer, comparison, layer.index in run.drew, changes, writes, _norms(layer.module)
-            )
+        seen = Observation(
+            layer,
+            comparison,
+            repeats=compare(named("", first), named("", whole)).status != "different",
+            draws=layer.index in run.drew,
+            changes=[change for change in state.changes() if not change.name.endswith("_hooks")],
+            writes=[tensor._version for tensor in entering] != versions,
+            norms=_norms(layer.module),
         )
-        whole = joined  # whatever this layer did, the next one is seen by itself
+        found.append(seen)
+        if seen.draws or comparison.status == "different":  # the next one is seen by itself
+            whole = joined
     return found
 
 
-def _without_grad(run: PlainRun, layer: Layer, value: Any, store: Store) -> Any:
-    with torch.no_grad():
-        return run.layer(layer, 0, value, store)
+@torch.no_grad()
+def _copied_run(run: PlainRun, layer: Layer, value: Any, store: Store) -> tuple[Any, Store]:
+    """The output of a layer, and the skips after it; for copies, into which it may write."""
+    value, skips = map_tensors(clones, (value, list(store.values())))
+    store = dict(zip(store, skips, strict=True))
+    return run.layer(layer, 0, value, store), store
 
 
 def _joined(whole: Any, pieces: list[Any]) -> tuple[Any, Comparison]:

@@ -28,11 +28,12 @@ def reason_of_layer(seen: Observation, *, by: str) -> str:
         for kind in ("generator", "attribute", "parameter", "buffer")
     }
     if by == "cut" and seen.norms:
+        deferred = all("Deferred" in norm for norm in seen.norms)
         return (
             f"BatchNorm sees micro-batches ({_few(seen.norms)}): each is normalised by its own "
-            "mean and variance. That is what micro-batches mean, and often does no harm; with "
-            "deferred_batch_norm=True running statistics, at least, are those of the mini-batch. "
-            "LayerNorm and GroupNorm do not look at other samples; nor does BatchNorm in eval()"
+            "mean and variance. That is what micro-batches mean, and often does no harm; "
+            + ("" if deferred else "deferred_batch_norm=True at least for running statistics; ")
+            + "LayerNorm and GroupNorm do not look at other samples, nor does BatchNorm in eval()"
         )
     if kinds["generator"]:
         own = _few(kinds["generator"])
@@ -56,6 +57,11 @@ def reason_of_layer(seen: Observation, *, by: str) -> str:
             f"it keeps state in buffers ({_few(kinds['buffer'])}) that its output depends on, and "
             "they change with each micro-batch"
         )
+    if not seen.repeats:
+        return (
+            "it does not give the same twice: it depends on something that is not in its module (a "
+            "global, a file, the time, a thread), or on memory without a value"
+        )
     if seen.writes:
         return (
             "it works in place, on memory that others use as well: let it work on a copy (for an "
@@ -67,10 +73,12 @@ def reason_of_layer(seen: Observation, *, by: str) -> str:
             "maximum or a softmax over dimension 0, attention between samples, a shape or a number "
             "that it takes from the batch"
         )
-    return (
-        "not found. It may use something that is not in its module: a global, a file, the time, "
-        "threads of its own"
-    )
+    return "not found: by itself it gives the same for the same input"
+
+
+def _others(seen: Observation) -> list[str]:
+    running = _running(seen)
+    return [c.name for c in seen.changes if c.kind == "buffer" and c.name not in running]
 
 
 def _running(seen: Observation) -> list[str]:
@@ -105,7 +113,7 @@ def reason_of_loss(parts: float, whole: float, m: int, reduction: str, exact: bo
 
 
 def reason_of_error(error: str, seen: Sequence[Observation]) -> str:
-    """Why a run failed that did not fail on the plain model, as far as its layers tell."""
+    """Why a run failed, as far as the layers tell by what they do in plain runs."""
     if "more than 1 value per channel" in error:
         return (
             "BatchNorm needs two samples at least in each micro-batch, and the last one is smaller "
@@ -114,6 +122,12 @@ def reason_of_error(error: str, seen: Sequence[Observation]) -> str:
     writers = [str(o.layer) for o in seen if o.writes]
     if "place" in error and writers:
         return f"a layer works in place: {_few(writers)}; let it work on a copy (inplace=False)"
+    buffers = [f"{o.layer}: {c.name}" for o in seen for c in o.changes if c.name in _others(o)]
+    if "inplace operation" in error and buffers:
+        return (
+            f"a layer modifies in place what the backward of an earlier micro-batch needs "
+            f"({_few(buffers)}): let it use a copy (self.buffer.clone()) for what it computes"
+        )
     keeps = [f"{o.layer}: {_few(_names(o.changes))}" for o in seen if _names(o.changes)]
     also = f"; there are layers that keep state ({_few(keeps)})" if keeps else ""
     return f"the message says it{also}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from syncpipe.microbatch import NoChunk, gather
 from syncpipe.pipe import Pipe
+from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Schedule
@@ -96,7 +97,11 @@ class Runs:
 
     def alone(self, run: Callable[[], Any]) -> Any:
         """Calls a function of the plain model, and puts all back."""
-        return self._state.restored(run, self._devices, self._share)
+        try:
+            return self._state.restored(run, self._devices, self._share)
+        except BaseException as error:
+            annotate(error, "in the plain model, which verify runs beside the pipe")
+            raise
 
     def together(self, chunks: int) -> Result:
         """The plain model on so many micro-batches, with one loss."""
