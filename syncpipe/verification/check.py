@@ -17,6 +17,7 @@ from syncpipe.training.losses import Loss, known_loss
 from syncpipe.training.sources import _named as input_and_target
 from syncpipe.verification.compare import Comparison, compare
 from syncpipe.verification.observe import Observation, Prints, observe
+from syncpipe.verification.plain import Layer
 from syncpipe.verification.reasons import far, reason_of_error, reason_of_layer, reason_of_loss
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 from syncpipe.verification.runs import Result, Runs, orders_of
@@ -255,11 +256,7 @@ class _Check:
             notes = "; ".join(getattr(error, "__notes__", ()))
             run.error = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
         what = f"raised {run.error}"
-        try:
-            reason = reason_of_error(run.error, self._observed())
-        except Exception:  # micro-batches that the layers do not take
-            reason = "the message says it"
-        self._find(run, what, "", reason)
+        self._find(run, what, "", reason_of_error(run.error, self._observed()))
         return None
 
     # --- what differs ----------------------------------------------------------------------------
@@ -273,23 +270,30 @@ class _Check:
         """Says what differs in a run of the pipe, and why."""
         if not run.different:
             return
-        plain, ours = Prints(), Prints()
-        self._runs.apart(order, plain.watch)
-        make(ours.watch)
-        other = ours.first_other(plain, self._runs.layers)
-        column = run.different[0]
-        what = f"{column} differ from the plain model's, {far(getattr(run, column))}"
-        if other is None:
-            where, culprit, again = self._last(run), None, False
-        else:
+        where, culprit, again = self._last(run), None, False
+        if (other := self._first_other(make, order)) is not None:
             layer, again = other
             where = f"{layer}" + (", when it is recomputed" if again else "")
-            culprit = next(o for o in self._observed() if o.layer == layer)
+            culprit = next((o for o in self._observed() if o.layer == layer), None)
         if culprit is None:
             reason = "not found: each layer gives the same in the pipe as plainly"
         else:
             reason = reason_of_layer(culprit, by="recomputation" if again else "pipe")
+        column = run.different[0]
+        what = f"{column} differ from the plain model's, {far(getattr(run, column))}"
         self._find(run, what, where, reason)
+
+    def _first_other(
+        self, make: Callable[[Any], Result], order: Sequence[int]
+    ) -> tuple[Layer, bool] | None:
+        """The first layer that gives something else in the pipe; once more, and watched."""
+        plain, ours = Prints(), Prints()
+        try:
+            self._runs.apart(order, plain.watch)
+            make(ours.watch)
+        except Exception:  # in the loss of a micro-batch, say, of which another run tells
+            return None
+        return ours.first_other(plain, self._runs.layers)
 
     def _find(self, run: Run, what: str, where: str, reason: str) -> None:
         """One finding for all runs of a kind in which it is the same."""
@@ -309,7 +313,10 @@ class _Check:
 
     def _observed(self) -> list[Observation]:
         if self._seen is None:
-            self._seen = observe(self._runs)
+            try:
+                self._seen = observe(self._runs)
+            except Exception:  # micro-batches that the layers do not take
+                self._seen = []
         return self._seen
 
 

@@ -81,7 +81,7 @@ class Runs:
         if isinstance(loss.function, nn.Module):
             self._modules["loss_fn"] = loss.function
         stages = {f"stage {stage.j}": stage.partition for stage in self.pipeline.stages}
-        self._state = State({**self._modules, **stages}, leave=[pipe])
+        self._state = State({**stages, **self._modules}, leave=[pipe])
         self._others: list[Tensor] = []  # leaves that belong to no layer
         # The last bit depends on how many threads compute it: layers of CPU workers share them.
         self._threads = torch.get_num_threads()
