@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from syncpipe import NoChunk, Pipe, verify
 from syncpipe.schedules import SCHEDULES
 from syncpipe.verification.report import COLUMNS, Report
-from tests.support.training import FOUR, ROUND, V, fitting
-from tests.verification.models import WIDTH, Receive, Scale, Send, batch, linear, pipe_of
+from tests.support.training import FOUR, ROUND, V, any_schedule, fitting
+from tests.verification.models import WIDTH, Receive, Scale, Send, TwoBiases, batch, linear, pipe_of
 
 MODELS: dict[str, Any] = {
     "plain": lambda: [linear(), nn.Tanh(), linear(), nn.GELU(), linear()],
@@ -88,6 +88,20 @@ def test_every_schedule_runs_where_the_devices_allow_it(devices: list[str]) -> N
         fits = name in fitting(numbers)
         assert bool(report[name].not_applicable) is not fits
         assert report[name].outputs.status == ("equal" if fits else "none")
+
+
+@given(seed=st.integers(0, 999), n=st.integers(2, 4))
+@settings(max_examples=15)
+def test_stages_that_go_back_in_orders_of_their_own(seed: int, n: int) -> None:
+    schedule = any_schedule(4, range(n), seed=seed, halves=False, in_order=True)
+    pipe = pipe_of(*(linear() for _ in range(n)), balance=[1] * n)
+    report = verify(pipe, *batch(11), loss_fn=F.cross_entropy, schedules=[schedule])
+    assert report.runs[-1].exact, report
+
+
+def test_gradients_that_are_one_tensor() -> None:
+    report = verify(pipe_of(linear(), TwoBiases(), linear()), *batch(4), loss_fn=F.cross_entropy)
+    assert_exact(report)
 
 
 def test_trees_and_targets_by_key() -> None:

@@ -195,7 +195,7 @@ def test_ctrl_c_at_any_place() -> None:
     check()
     before, counted = seen(pipe, x, y), Interrupt(0)
     counted.during(check)
-    places = range(1, counted.calls, max(1, counted.calls // 40))
+    places = range(1, counted.calls, max(1, counted.calls // 20))
     stopped = 0
     for at in places:
         stopped += Interrupt(at).during(check)
