@@ -38,6 +38,7 @@ setup(
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],
         "bench": ["torchgpipe>=0.0.7", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
+        "integrations": ["lightning>=2.5", "accelerate>=1.10", "torchmetrics>=1.6"],
         "test": TEST,
         "dev": DEV,
     },

@@ -8,6 +8,9 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.checkpoint import Selective
+from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
+from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
@@ -20,10 +23,14 @@ from syncpipe.verification.check import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "LayerSpec",
     "NoChunk",
     "Pipe",
+    "PipeSequential",
     "Plan",
     "RepeatingLoader",
+    "Selective",
+    "TiedLayerSpec",
     "Worker",
     "inline",
     "is_checkpointing",

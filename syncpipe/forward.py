@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather, scatter
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import Recorder
@@ -34,7 +35,7 @@ def forward(
     input: Any,
     *,
     chunks: int,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -44,17 +45,23 @@ def forward(
         pipeline: the pipeline.
         input: a tree of tensors and other values, on the first device.
         chunks: at most so many micro-batches.
-        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
     """
     micro_batches = scatter(input, chunks)
     call = Call(
-        pipeline, len(micro_batches), checkpoint=checkpoint, inline=inline, recorder=recorder
+        pipeline,
+        len(micro_batches),
+        checkpoint=checkpoint,
+        inline=inline,
+        recorder=recorder,
+        graph=True,
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    call.run(forward_steps(pipeline.edges, call.context.m, pipeline.worker_of), run, first)
+    steps = forward_steps(pipeline.edges, call.context.m, pipeline.worker_of)
+    call.run(steps, run, first)
     call.release_to_caller(-1, run.outputs)
     return gather(run.outputs)
 
@@ -88,6 +95,8 @@ class _Forward:
             marks: Sequence[int] = ()
         else:
             inputs, marks = unpacked(parcels)
+        if self._call.ties is not None:
+            inputs, marks = self._call.ties.joined(i, j, inputs, marks)
         stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
         outputs, frame = stage.forward(
             i, inputs, self._context, rematerialize=rematerialize, marks=marks

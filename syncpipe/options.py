@@ -1,10 +1,9 @@
-"""What ``chunks``, ``checkpoint`` and ``schedule`` of a pipe may be."""
+"""What ``chunks`` and ``schedule`` of a pipe may be; ``checkpoint`` has a file of its own."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -13,19 +12,11 @@ from syncpipe.schedules.builtin import one_f_one_b
 from syncpipe.schedules.schedule import Schedule
 
 __all__ = [
-    "Modes",
-    "check_length",
     "check_slots",
     "checked_chunks",
-    "checked_modes",
     "checked_schedule",
     "shown_schedule",
 ]
-
-#: A checkpoint mode for all stages, or one for each.
-Modes = str | tuple[str, ...]
-
-_CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 def checked_chunks(chunks: Any) -> int:
@@ -44,35 +35,6 @@ def checked_chunks(chunks: Any) -> int:
     if count <= 0:
         raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
     return count
-
-
-def checked_modes(checkpoint: Any) -> Modes:
-    """The mode for all stages, or those for each.
-
-    Raises:
-        ValueError: neither, or an unknown mode.
-    """
-    modes = (checkpoint,) if isinstance(checkpoint, str) else checkpoint
-    names = ", ".join(map(repr, _CHECKPOINT_MODES))
-    if not isinstance(modes, Sequence) or not all(isinstance(mode, str) for mode in modes):
-        raise ValueError(f"checkpoint={checkpoint!r}: must be one of {names}, or one per stage")
-    for mode in modes:
-        if mode not in _CHECKPOINT_MODES:
-            raise ValueError(f"checkpoint={checkpoint!r}: {mode!r} is not one of {names}")
-    return checkpoint if isinstance(checkpoint, str) else tuple(modes)
-
-
-def check_length(modes: Modes, stages: int) -> None:
-    """Refuses modes for another number of stages.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    if not isinstance(modes, str) and len(modes) != stages:
-        raise ValueError(
-            f"checkpoint={modes} has {len(modes)} modes, but there are {stages} stages: give one "
-            "for each stage, or one mode for all"
-        )
 
 
 def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:

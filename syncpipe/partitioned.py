@@ -10,19 +10,23 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from textwrap import indent
 from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
+from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
+from syncpipe.layers.building import Initialization, build_specs, materialize
+from syncpipe.layers.editing import Editable
+from syncpipe.layers.listing import Layers, as_sequential, has_specs
 from syncpipe.layers.placement import (
     check_balance,
     check_devices,
     check_module,
     check_no_hooks,
-    check_shared,
     default_devices,
     missing_balance,
     move_layers,
@@ -31,6 +35,9 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.ties import check_memory, find_ties
+from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.pipeline import Pipeline
@@ -39,21 +46,30 @@ from syncpipe.stages.run import Partition
 __all__ = ["Partitioned"]
 
 
-class Partitioned(nn.Module):
+_AS_IT_COMES = Initialization()
+
+
+class Partitioned(Editable):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
+    _checkpoint: Any
 
     def _cut(
         self,
-        module: nn.Sequential,
+        layers: Layers,
         balance: Iterable[int] | str | None,
         devices: Iterable[Any] | None,
         deferred_batch_norm: bool,
+        init_fn: Any = None,
+        seed: Any = None,
+        unpack: bool = False,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
-        check_module(module)
-        verify_skippables(module)
+        module = as_sequential(layers)
+        if not has_specs(module):
+            verify_skippables(module)
+        how = Initialization.checked(module, init_fn, seed)
         if balance is None:
             balance, devices = _placed(module, devices)
         self._asked_devices = None if devices is None else check_devices(devices)
@@ -61,7 +77,8 @@ class Partitioned(nn.Module):
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
-        self._place(sizes, self._resolve(len(sizes)))
+        self._unpack = unpack or unpacks(module)
+        self._place(sizes, self._resolve(len(sizes)), how)
 
     def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
@@ -82,7 +99,9 @@ class Partitioned(nn.Module):
             default_devices(partitions) if devices is None else devices, partitions
         )
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
+    def _place(
+        self, balance: list[int], workers: list[Worker], how: Initialization = _AS_IT_COMES
+    ) -> None:
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
         layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
@@ -94,14 +113,28 @@ class Partitioned(nn.Module):
                 partition.__dict__.update({**old[j].__dict__, "_modules": {}})
             partition._modules.update(islice(layers, size))
             partition.training, partition.defers = self.training, self._defers
+            partition.unpack = self._unpack
             partitions.append(partition)
         if not same:
             check_no_hooks(old)
-        check_shared(partitions, workers)
+        built = build_specs(partitions, workers, how)
+        modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
+        ties = find_ties(partitions)
+        if not all(same_memory(worker.device, workers[0].device) for worker in workers):
+            check_memory(partitions)
+        if materialize(partitions, workers, how):  # which makes other tensors
+            ties = find_ties(partitions)
+        if built:
+            for partition in partitions:
+                self._modules.update(partition._modules)
         if self._defers:
             defer_batch_norm(self)
-        move_layers(partitions, workers)
+        move_layers(partitions, workers, ties)
+        for j, partition in enumerate(partitions):
+            places = [place for tie in ties for place in tie.places if place.stage == j]
+            partition.tied = frozenset(place.full_name for place in places)
         self._balance, self._workers, self._partitions = balance, workers, partitions
+        self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
 
@@ -148,7 +181,7 @@ class Partitioned(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         items = cast("list[tuple[str, nn.Module]]", list(self._modules.items()))
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(items[index]))
+            return (PipeSequential if self._unpack else nn.Sequential)(OrderedDict(items[index]))
         try:
             return items[operator.index(index)][1]
         except IndexError:
@@ -158,11 +191,27 @@ class Partitioned(nn.Module):
         """Notices layers that were replaced by name (``pipe.fc = ...``, quantization, LoRA)."""
         if tuple(self._modules.values()) == self._layers:
             return
+        self._check_layers()
+        self._place(check_balance(self._balance, len(self)), self._workers)
+
+    def _check_layers(self) -> nn.Sequential:
+        """The layers by themselves, as far as they can be checked before specs are built."""
         module = nn.Sequential()
         module._modules.update(cast("dict[str, nn.Module]", self._modules))
         check_module(module)
-        verify_skippables(module)
-        self._place(check_balance(self._balance, len(self)), self._workers)
+        if not has_specs(module):
+            verify_skippables(module)
+        return module
+
+    def _edit(self, layers: dict[str, nn.Module], balance: Iterable[int] | str) -> None:
+        before = dict(self._modules)
+        try:
+            self._modules = dict(layers)
+            sizes = self._sizes(balance, self._check_layers())
+            self._place(sizes, self._resolve(len(sizes)))
+        except BaseException:
+            self._modules = before
+            raise
 
     def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``."""
@@ -193,6 +242,14 @@ class Partitioned(nn.Module):
                 if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _shown_stages(self) -> Iterator[str]:
+        """The lines of the ``repr`` that show the layers."""
+        layers = iter(self._modules.items())
+        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
+            yield f"  stage {j} on {device}:"
+            for name, layer in islice(layers, size):
+                yield indent(f"({name}): {layer!r}", "    ")
 
     def _layer_devices(self) -> list[torch.device]:
         return [

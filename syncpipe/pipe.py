@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
-from textwrap import indent
 from typing import Any
 
 from torch import nn
 
+from syncpipe.checkpoint import checked_modes, modes_of_stages
 from syncpipe.forward import forward
+from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_input, own_call
 from syncpipe.options import (
-    check_length,
     check_slots,
     checked_chunks,
-    checked_modes,
     checked_schedule,
     shown_schedule,
 )
@@ -54,7 +52,8 @@ class Pipe(Partitioned):
         loss.backward()
 
     Args:
-        module: the layers. They are moved to their devices in place.
+        module: an ``nn.Sequential`` or a list of layers: modules, which are moved to their devices
+            in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
         balance: for each partition the number of its layers; or how to find it, one partition for
             each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
             many layers), ``"type:regex"`` (as many layers whose class has a name that matches).
@@ -65,19 +64,26 @@ class Pipe(Partitioned):
             ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
             accelerators; where there is none, one CPU worker for each partition.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
-        checkpoint: which micro-batches are re-materialized, storing nothing for backward and
-            being computed again there: ``"always"`` all of them, ``"except_last"`` all but the
-            last, ``"never"`` none; or one of these for each stage. It makes no difference in
-            ``eval()`` mode and without grad.
+        checkpoint: what stores nothing for backward and is computed again there: of the
+            micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;
+            the layers that a function picks, or a list; what a :class:`Selective` does not save.
+            ``"offload"`` sends activations to the host instead. Or one of these for each stage;
+            see :attr:`checkpoint`. It makes no difference in ``eval()`` mode and without grad.
         schedule: what :meth:`train_batch` uses if it is not told otherwise.
         slots: likewise, short for a schedule with slots.
         deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
             it had gone through whole. These layers get a class of their own that differs from
             BatchNorm within such a pipe only.
+        init_fn: called with each module, children first, of layers that are built here (specs) or
+            given values (``meta``), after their constructor or ``reset_parameters()``.
+        seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
+            alone, on devices of one kind; global generators stay as they are.
+        unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
+            arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or skips do not fit
-            (``verify_skippables``), or another argument is of the wrong type.
+        TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
+            (``verify_skippables``).
         ValueError: ``balance`` does not fit the module, ``chunks`` or ``checkpoint`` is not
             possible, or layers or parameters are shared where they cannot be.
         IndexError: fewer devices than partitions.
@@ -85,22 +91,25 @@ class Pipe(Partitioned):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: Layers,
         balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Any] | None = None,
         chunks: int = 1,
-        checkpoint: str | Sequence[str] = "except_last",
+        checkpoint: Any = "except_last",
         schedule: ScheduleLike = "1f1b",
         slots: str | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        seed: int | None = None,
+        unpack: bool = False,
     ) -> None:
         super().__init__()
         self._trace: Trace | None = None
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm)
+        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed, unpack)
 
     @property
     def chunks(self) -> int:
@@ -112,15 +121,19 @@ class Pipe(Partitioned):
         self._chunks = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str | tuple[str, ...]:
-        """Which micro-batches are re-materialized: always, except_last or never; or by stage."""
+    def checkpoint(self) -> Any:
+        """What is computed again in backward, or sent to the host: for all stages, or for each.
+
+        By name; by layer, a function ``(layer) -> bool`` or a list of indices in the model (a
+        tuple or range in it is computed again together) or bools; or a :class:`Selective`.
+        """
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
-        modes = checked_modes(checkpoint)
-        check_length(modes, len(self._balance))
-        self._checkpoint = modes
+    def checkpoint(self, checkpoint: Any) -> None:
+        asked = checked_modes(checkpoint)
+        self._modes = modes_of_stages(asked, list(self), self._balance)
+        self._checkpoint = asked
 
     @property
     def schedule(self) -> ScheduleLike:
@@ -145,10 +158,9 @@ class Pipe(Partitioned):
         """
         return self._measured.schedules
 
-    def _place(self, balance: list[int], workers: list[Worker]) -> None:
-        check_length(self._checkpoint, len(balance))
+    def _place(self, balance: list[int], workers: list[Worker], *how: Any) -> None:
         check_slots(self._schedule, len(balance))
-        super()._place(balance, workers)
+        super()._place(balance, workers, *how)
         self._measured = Measured()
 
     def forward(self, input: Any) -> Any:
@@ -360,15 +372,10 @@ class Pipe(Partitioned):
     def _running(self) -> dict[str, Any]:
         """How to run a mini-batch."""
         return {
-            "checkpoint": self._modes() if self.training else ("never",) * len(self._balance),
+            "checkpoint": self._modes if self.training else ("never",) * len(self._balance),
             "inline": INLINE.get(),
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
-
-    def _modes(self) -> tuple[str, ...]:
-        """For each stage which micro-batches are re-materialized."""
-        modes = self._checkpoint
-        return (modes,) * len(self._balance) if isinstance(modes, str) else modes
 
     def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         if not self._modules:
@@ -405,13 +412,8 @@ class Pipe(Partitioned):
         return {**self.__dict__, "_pipeline": None, "_trace": None, "_measured": Measured()}
 
     def __repr__(self) -> str:
-        lines = [
+        shown = (
             f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
-        ]
-        layers = iter(self._modules.items())
-        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
-            lines.append(f"  stage {j} on {device}:")
-            for name, layer in islice(layers, size):
-                lines.append(indent(f"({name}): {layer!r}", "    "))
-        return "\n".join([*lines, ")"])
+        )
+        return "\n".join([shown, *self._shown_stages(), ")"])

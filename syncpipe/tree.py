@@ -19,6 +19,7 @@ __all__ = [
     "containers_in",
     "described",
     "distinct",
+    "extent",
     "flatten",
     "leaf_names",
     "map_tensors",
@@ -210,7 +211,7 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        start, stop = _extent(tensor)
+        start, stop = extent(tensor)
         size = (stop - start) // tensor.itemsize
         memory = tensor.new_empty(size + _ALIGNED // tensor.itemsize)
         begin = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNED // tensor.itemsize
@@ -229,7 +230,7 @@ class _Exact(torch.autograd.Function):
 _ALIGNED = 64
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after the last."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.numel():

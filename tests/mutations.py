@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "runtime/streams.py", "stages/parcel.py", "stages/pipeline.py", "stages/transfer.py",
+    "runtime/streams.py", "stages/parcel.py", "stages/pipeline.py", "stages/ties.py",
+    "stages/transfer.py",
 )  # fmt: skip
 CALLS = {
     "keep", "keep_until_copied", "receive", "record_on_stream", "record_stream", "wait",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from syncpipe.balance.cut import balance_cost
 from syncpipe.balance.measure import profile, samples_in
 from syncpipe.balance.profile import LayerProfile
+from syncpipe.layers.listing import Layers, as_sequential
 
 __all__ = ["balance_by_size", "balance_by_time", "param_scale_of"]
 
@@ -24,7 +25,7 @@ _GRADIENT_AND_ITSELF = 2.0
 
 def balance_by_time(
     partitions: int,
-    module: nn.Sequential,
+    module: Layers,
     sample: Any,
     *,
     timeout: float = 1.0,
@@ -40,7 +41,7 @@ def balance_by_time(
 
     Args:
         partitions: how many to make.
-        module: the model; it stays as it is.
+        module: the model, as for ``Pipe``; it stays as it is.
         sample: a batch, best of the size of a micro-batch: a tensor or a pytree.
         timeout: seconds to measure for; slow layers take longer.
         device: where to measure; default: where the layers are.
@@ -53,7 +54,7 @@ def balance_by_time(
         TypeError, ValueError: as :func:`syncpipe.balance.profile` and
             :func:`syncpipe.balance.balance_cost`; or the model is on ``meta`` and takes no time.
     """
-    _check_partitions(partitions, module)
+    module = _checked(partitions, module)
     found = profile(
         module,
         sample,
@@ -75,7 +76,7 @@ def balance_by_time(
 
 def balance_by_size(
     partitions: int,
-    module: nn.Sequential,
+    module: Layers,
     input: Any,
     *,
     chunks: int = 1,
@@ -95,7 +96,7 @@ def balance_by_size(
 
     Args:
         partitions: how many to make.
-        module: the model; it stays as it is.
+        module: the model, as for ``Pipe``; it stays as it is.
         input: a mini-batch of the size to train with: a tensor or a pytree.
         chunks: into how many micro-batches it will be cut.
         param_scale: bytes for each byte of a parameter that is trained. 2 stands for itself and
@@ -112,7 +113,7 @@ def balance_by_size(
             :func:`syncpipe.balance.balance_cost` and :func:`param_scale_of`; or both
             ``param_scale`` and ``optimizer`` are given.
     """
-    _check_partitions(partitions, module)
+    module = _checked(partitions, module)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch")
     if not (isinstance(param_scale, Real) and 0 <= param_scale < math.inf):
@@ -177,7 +178,9 @@ def _tensors(state: Any) -> list[Tensor]:
     return [tensor for child in children for tensor in _tensors(child)]
 
 
-def _check_partitions(partitions: int, module: nn.Sequential) -> None:
-    """Asks what cannot be right before anything is measured."""
-    if isinstance(module, nn.Sequential) and len(module):
+def _checked(partitions: int, layers: Layers) -> nn.Sequential:
+    """The layers; asks what cannot be right before anything is measured."""
+    module = as_sequential(layers)
+    if len(module):
         balance_cost([0.0] * len(module), partitions)
+    return module

@@ -12,29 +12,30 @@ from typing import Any
 from torch import nn
 
 from syncpipe.balance.cut import balance_cost
-from syncpipe.layers.placement import check_module
+from syncpipe.layers.building import on_meta
+from syncpipe.layers.listing import Layers, as_sequential, type_name
 
 __all__ = ["balance_by_parameters", "balance_by_type", "balance_named", "balance_uniform"]
 
 
-def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
+def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
     """The balance in which the largest stage has as few parameters to train as can be.
 
     Args:
         partitions: number of stages.
-        module: the layers; they may be on ``meta``. A tied parameter counts where it comes first.
+        module: the layers, as for ``Pipe``; they may be on ``meta``, and specs are looked at there.
+            A tied parameter counts where it comes first.
 
     Returns:
         For each stage the number of its layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
         ValueError: fewer layers than partitions, or a layer whose parameters have no shape yet.
     """
-    check_module(module)
     seen: set[int] = set()
     cost = []
-    for name, layer in module.named_children():
+    for name, layer in on_meta(module)._modules.items():  # named_children() has each once
         count = 0
         for parameter in layer.parameters():
             if nn.parameter.is_lazy(parameter):
@@ -49,46 +50,44 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     return balance_cost(cost, partitions)
 
 
-def balance_uniform(partitions: int, module: nn.Sequential) -> list[int]:
+def balance_uniform(partitions: int, module: Layers) -> list[int]:
     """The balance in which stages have the same number of layers, the first ones one more.
 
     Args:
         partitions: number of stages.
-        module: the layers.
+        module: the layers, as for ``Pipe``.
 
     Returns:
         For each stage the number of its layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
         ValueError: fewer layers than partitions.
     """
-    check_module(module)
-    return balance_cost([1] * len(module), partitions)
+    return balance_cost([1] * len(as_sequential(module)), partitions)
 
 
-def balance_by_type(partitions: int, module: nn.Sequential, regex: str) -> list[int]:
+def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
     """The balance in which stages have the same number of layers of some type.
 
     Args:
         partitions: number of stages.
-        module: the layers.
-        regex: matched anywhere in the name of a layer's class, upper or lower case alike, such as
-            ``"block"`` or ``"^Linear$"``. Other layers count for nothing.
+        module: the layers, as for ``Pipe``.
+        regex: matched anywhere in the name of a layer's class (of a callable in its own), upper or
+            lower case alike, such as ``"block"`` or ``"^Linear$"``. Others count for nothing.
 
     Returns:
         For each stage the number of its layers.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
         ValueError: fewer layers than partitions, or no layer matches, or ``regex`` is none.
     """
-    check_module(module)
     try:
         pattern = re.compile(regex, re.IGNORECASE)
     except (re.error, TypeError) as error:
         raise ValueError(f"regex={regex!r} is not a regular expression: {error}") from error
-    names = [type(layer).__name__ for layer in module]
+    names = [type_name(layer) for layer in as_sequential(module)]
     cost = [int(bool(pattern.search(name))) for name in names]
     if not any(cost):
         raise ValueError(
@@ -97,12 +96,12 @@ def balance_by_type(partitions: int, module: nn.Sequential, regex: str) -> list[
     return balance_cost(cost, partitions)
 
 
-def balance_named(how: Any, module: nn.Sequential, partitions: int) -> list[int]:
+def balance_named(how: Any, module: Layers, partitions: int) -> list[int]:
     """What ``Pipe(balance=...)`` takes as a string.
 
     Args:
         how: ``"parameters"``, ``"uniform"`` or ``"type:regex"``.
-        module: the layers.
+        module: the layers, as for ``Pipe``.
         partitions: number of stages.
 
     Raises:

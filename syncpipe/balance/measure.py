@@ -20,20 +20,22 @@ from syncpipe.balance.rounds import Progress, stopwatch
 from syncpipe.balance.sandbox import (
     Place,
     compiled,
-    copy_of_layer,
     copy_of_tensor,
     described_layer,
+    layer_to_run,
     place_of,
     sandboxed,
 )
 from syncpipe.balance.stored import size_of
-from syncpipe.layers.placement import check_module
+from syncpipe.layers.building import on_meta
+from syncpipe.layers.listing import Layers, as_sequential
+from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import NoChunk, scatter
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.walk import layer_skips
-from syncpipe.tree import described, flatten, unflatten
+from syncpipe.tree import described, flatten, tensors_in, unflatten
 
 __all__ = ["profile", "samples_in"]
 
@@ -46,7 +48,7 @@ SIZES = 4
 
 
 def profile(
-    module: nn.Sequential,
+    module: Layers,
     sample: Any,
     *,
     sizes: Iterable[int] | None = None,
@@ -62,6 +64,8 @@ def profile(
     skips included. It is a copy of the layer that runs, one layer after another: the model, its
     gradients and the random generators are afterwards as they were, come what may. (Hooks of the
     layers run as well. What a function, such as a hook, does to objects elsewhere stays done.)
+    Specs are built one after another, likewise, and layers on ``meta`` get memory if ``device``
+    is a real one.
 
     Time is that of the device on accelerators, and that of the clock on the CPU, for the number of
     intra-op threads that the calling thread has or for ``threads``; the median over the rounds.
@@ -72,7 +76,7 @@ def profile(
     times are 0, and no memory is taken, however large the model.
 
     Args:
-        module: the model; its layers may be on several devices.
+        module: the model, as for ``Pipe``; its layers may be on several devices.
         sample: a mini-batch, as one would give it to a pipe: a tensor, or any pytree with
             ``NoChunk`` where need be. It goes where the layers are.
         sizes: of the micro-batches to measure, in samples; each is a part of the sample. Default:
@@ -81,7 +85,7 @@ def profile(
             the very least once, after once to warm up.
         device: where to measure; the copies of the layers go there one by one, so that the model
             may be larger than the device. ``"meta"`` measures sizes of a real model. Default:
-            where each layer is.
+            where each layer is; of a spec, where the sample is.
         threads: how many intra-op threads a CPU worker will have.
         time: False measures sizes only, which takes one forward of each layer.
         progress: show a progress bar (it needs tqdm); None: if tqdm is there, stderr is a terminal,
@@ -98,8 +102,9 @@ def profile(
 
     An exception in a layer comes as itself, with a note that names the layer.
     """
-    check_module(module)
-    verify_skippables(module)
+    module = as_sequential(module)
+    known = on_meta(module)
+    verify_skippables(known)
     if not len(module):
         raise ValueError("module has no layers to measure")
     if not (isinstance(timeout, (int, float)) and timeout >= 0):
@@ -115,10 +120,13 @@ def profile(
     def run() -> Profile:
         with place.mode:
             lanes = [
-                Progress(size, _cut(sample, samples, size, place), len(module)) for size in chosen
+                Progress(
+                    size, _cut(sample, samples, size, place), len(module), unpack=unpacks(module)
+                )
+                for size in chosen
             ]
-            profiler = _Profiler(module, lanes, place, deadline if time else None, timeout, bar)
-            return profiler.run()
+            until = deadline if time else None
+            return _Profiler(module, known, lanes, place, until, timeout, bar).run()
 
     try:
         return sandboxed(run, place.used, threads)
@@ -190,15 +198,19 @@ class _Profiler:
     def __init__(
         self,
         module: nn.Sequential,
+        known: nn.Sequential,
         lanes: list[Progress],
         place: Place,
         deadline: float | None,
         timeout: float,
         bar: Any,
     ) -> None:
-        self._layers = list(module._modules.items())
+        self._layers = list(known._modules.items())
+        self._given = list(module)  # the same, but for specs
         self._lanes = lanes
         self._place = place
+        tensors = tensors_in(lanes[0].value)
+        self._home = place.device or (tensors[0].device if tensors else torch.device("cpu"))
         self._deadline = None if place.fake else deadline
         self._timeout = timeout
         self._bar = bar
@@ -228,7 +240,7 @@ class _Profiler:
     def _measure(self, index: int, name: str, layer: nn.Module) -> dict[str, Any]:
         exchanged = layer_skips(layer)
         self._stashed_by.update(dict.fromkeys(exchanged.stashed, index))
-        made = copy_of_layer(name, layer, self._place.device, eager=bool(self._place.fake))
+        made = layer_to_run(name, self._given[index], self._place, self._home)
         home = next((t.device for t in chain(made.parameters(), made.buffers())), None)
         home = self._place.device or home
         size = 0

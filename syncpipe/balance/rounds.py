@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from syncpipe.balance.interpreter import python_time
 from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
+from syncpipe.layers.unpack import Unpacked, call_note
+from syncpipe.runtime.errors import annotate
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
 from syncpipe.tree import clones, map_tensors, tensors_in
@@ -55,6 +57,7 @@ class Progress:
         size: in samples.
         value: the input of the first layer.
         layers: how many there are.
+        unpack: whether tuples and dicts are spread over the arguments of the next layer.
 
     Attributes:
         value: the input of the next layer: leaves, which require a gradient as they do in training.
@@ -65,8 +68,9 @@ class Progress:
         forward, backward: seconds that the current layer took, for each round so far.
     """
 
-    def __init__(self, size: int, value: Any, layers: int) -> None:
+    def __init__(self, size: int, value: Any, layers: int, *, unpack: bool = False) -> None:
         self.size = size
+        self._unpack = unpack
         self.value = value
         self.skips: dict[SkipKey, Any] = {}
         self.keeping = Keeping(layers)
@@ -147,8 +151,14 @@ class Progress:
 
     def _call(self, layer: nn.Module, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
         value, popped = inputs
+        call: Any = Unpacked(layer) if self._unpack else layer
         with use_store(dict(zip(self._popped, popped, strict=True))) as store:
-            return layer(value), store
+            try:
+                return call(value), store
+            except TypeError as error:
+                if note := call_note(error, layer, value, unpack=self._unpack):
+                    annotate(error, note)
+                raise
 
     def _fresh(self, *, copied: bool) -> Any:
         """The inputs as leaves without gradients; or as copies of these, to be written into."""

@@ -23,6 +23,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from syncpipe.layers.building import build_alone
+from syncpipe.layers.callables import Function
+from syncpipe.layers.materialize import Materializer, waiting
+from syncpipe.layers.spec import LayerSpec
 from syncpipe.microbatch import NoChunk
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
@@ -33,6 +37,7 @@ __all__ = [
     "copy_of_layer",
     "copy_of_tensor",
     "described_layer",
+    "layer_to_run",
     "place_of",
     "sandboxed",
 ]
@@ -74,14 +79,13 @@ def place_of(module: nn.Module, sample: Any, device: torch.device | str | int | 
             )
         home = target or tensors[0].device
         return Place(target, [], modes[0], "fake", f"fake {home.type}")
-    if any(tensor.is_meta for tensor in tensors):
-        if target is not None and target.type != "meta":
-            raise ValueError(
-                f"device={device!r}, but the model or the sample is on meta and has no values to "
-                f"put there: leave device out to measure sizes, or give the model values "
-                f"(module.to_empty(device={device!r})) to measure time"
-            )
+    if target is None and any(tensor.is_meta for tensor in tensors):
         target = torch.device("meta")
+    if any(tensor.is_meta for tensor in tensors[len(own) :]) and target != torch.device("meta"):
+        raise ValueError(
+            f"device={device!r}, but the sample is on meta and has no values to put there: leave "
+            "device out to measure sizes, or make the sample elsewhere to measure time"
+        )
     if target is not None and target.type == "meta":
         return Place(target, [], nullcontext(), "meta", "meta")
     used = list(dict.fromkeys([tensor.device for tensor in tensors] if target is None else []))
@@ -153,6 +157,27 @@ def _undo(devices: Iterable[torch.device], threads: int | None) -> list[partial[
 def described_layer(name: str, layer: nn.Module) -> str:
     """A layer in the words of error messages."""
     return f"layer {name!r} ({type(layer).__name__})"
+
+
+def layer_to_run(name: str, layer: nn.Module, place: Place, home: torch.device) -> nn.Module:
+    """A layer in train mode to try and to throw away: a copy; of a spec what it builds.
+
+    Args:
+        name: of the layer.
+        layer: the layer, or a spec.
+        place: where it runs.
+        home: the device, if it has none yet.
+
+    Raises:
+        TypeError: as :func:`copy_of_layer`.
+    """
+    if isinstance(layer, LayerSpec):
+        return build_alone(layer, home).train()
+    if home.type != "meta" and waiting(layer):
+        made = copy_of_layer(name, layer, None)
+        Materializer(zeros=True).run(made, home, None)
+        return made.to(home)
+    return copy_of_layer(name, layer, place.device, eager=bool(place.fake))
 
 
 def copy_of_layer(
@@ -232,6 +257,7 @@ def compiled(layer: nn.Module) -> bool:
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        or hasattr(vars(module).get("function"), "_torchdynamo_orig_callable")
         for module in layer.modules()
     )
 
@@ -246,6 +272,8 @@ def _bind_forwards(layer: nn.Module, made: nn.Module, eager: bool) -> None:
     for old, new in zip(layer.modules(), made.modules(), strict=False):
         if old._compiled_call_impl is not None and not eager:
             new.compile()
+        if eager and isinstance(new, Function):
+            new.function = getattr(new.function, "_torchdynamo_orig_callable", new.function)
         if eager and "_orig_mod" in new._modules and "dynamo_ctx" in vars(new):
             vars(new)["forward"] = new._orig_mod  # made by torch.compile(module)
         forward = vars(new).get("forward")

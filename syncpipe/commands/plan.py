@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from syncpipe.balance import Profile
+from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
 from syncpipe.planner.choose import measured_for
 from syncpipe.planner.costs.devices import machine_of
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="PACKAGE.MODULE:FACTORY",
-        help="a function that returns the nn.Sequential, or the pair of it and a sample; or the "
-        "nn.Sequential itself",
+        help="a function that returns the nn.Sequential or list of layers, or the pair of it and a "
+        "sample; or the nn.Sequential itself",
     )
     parser.add_argument(
         "--sample",
@@ -189,7 +190,8 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
         whole = not (dtype.is_floating_point or dtype.is_complex)
         sample = torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
         parameter = next(iter(module.parameters()), None)
-        sample = sample if parameter is None else sample.to(parameter.device)
+        if parameter is not None and not parameter.is_meta:
+            sample = sample.to(parameter.device)
     if sample is None:
         raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
     found = measured_for(devices, module, sample, timeout=args.timeout)
@@ -218,9 +220,11 @@ def _model(name: str) -> tuple[nn.Sequential, Any]:
             raise _Refused(f"{name} is a {type(found).__name__}, no function and no nn.Sequential")
         found = found()
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(module, nn.Sequential):
-        raise _Refused(f"{name} gives a {type(module).__name__}, not an nn.Sequential")
-    return module, sample
+    if not isinstance(module, nn.Sequential | list):
+        raise _Refused(
+            f"{name} gives a {type(module).__name__}, not an nn.Sequential or a list of layers"
+        )
+    return as_sequential(module), sample
 
 
 def _sample(text: str) -> tuple[list[int], torch.dtype]:

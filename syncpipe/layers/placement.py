@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.ties import Tie
+from syncpipe.layers.unpack import PipeSequential, unpacks
 from syncpipe.microbatch import NoChunk
 from syncpipe.runtime.streams import accelerators, same_memory
 from syncpipe.runtime.worker import Worker
@@ -21,7 +23,6 @@ __all__ = [
     "check_input",
     "check_module",
     "check_no_hooks",
-    "check_shared",
     "default_devices",
     "missing_balance",
     "move_layers",
@@ -53,28 +54,22 @@ def check_module(module: Any) -> None:
 
     Raises:
         TypeError: not an ``nn.Sequential``, or one with a ``forward`` of its own.
-        ValueError: a layer in two places, or parameters or hooks on the container itself.
+        ValueError: parameters or hooks on the container itself.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
             "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
         )
-    if (method := own_call(module, nn.Sequential)) is not None:
+    kind = PipeSequential if unpacks(module) else nn.Sequential
+    if (method := own_call(module, kind)) is not None:
         raise TypeError(
             f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "
             "which a pipe would not run: put what it does into layers"
         )
-    places: dict[int, str] = {}
     for name, layer in module._modules.items():
         if layer is None:
             raise ValueError(f"module has no layer under the name {name!r} (it is None)")
-        if id(layer) in places:
-            raise ValueError(
-                f"module has one layer ({type(layer).__name__}) in two places, "
-                f"{places[id(layer)]!r} and {name!r}: use two layers (copy.deepcopy)"
-            )
-        places[id(layer)] = name
     own = [name for name, _ in chain(module._parameters.items(), module._buffers.items())]
     if own:
         raise ValueError(
@@ -154,8 +149,11 @@ def missing_balance(layers: int, devices: int) -> ValueError:
     )
 
 
-def _device_of(name: str, layer: nn.Module) -> torch.device | None:
-    devices = {t.device for t in chain(layer.parameters(), layer.buffers())}
+def _device_of(name: str, layer: nn.Module, seen: set[int]) -> torch.device | None:
+    """The device of a layer, going by the tensors that are in no layer before it."""
+    own = [t for t in chain(layer.parameters(), layer.buffers()) if id(t) not in seen]
+    seen.update(map(id, own))
+    devices = {t.device for t in own}
     if len(devices) > 1:
         raise ValueError(
             f"layer {name!r} ({type(layer).__name__}) is on several devices "
@@ -173,7 +171,8 @@ def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]
     Returns:
         Balance and devices; of length one or zero where there is nothing to tell layers apart.
     """
-    found = [_device_of(name, layer) for name, layer in module.named_children()]
+    seen: set[int] = set()
+    found = [_device_of(name, layer, seen) for name, layer in module._modules.items()]
     current = next((device for device in found if device is not None), None)
     balance: list[int] = []
     devices: list[torch.device] = []
@@ -255,26 +254,6 @@ def _check_device(device: Any) -> torch.device:
     return torch.device(found.type, index)
 
 
-def check_shared(partitions: Sequence[nn.Module], workers: Sequence[Worker]) -> None:
-    """Refuses parameters and buffers that partitions on different devices share.
-
-    Raises:
-        ValueError: with the names of both places.
-    """
-    homes: dict[int, tuple[int, str]] = {}
-    for j, partition in enumerate(partitions):
-        named = chain(partition.named_parameters(), partition.named_buffers())
-        for name, tensor in named:
-            other, other_name = homes.setdefault(id(tensor), (j, name))
-            if workers[other] is not workers[j]:
-                raise ValueError(
-                    f"{other_name!r} in partition {other} ({workers[other].device}) and {name!r} "
-                    f"in partition {j} ({workers[j].device}) are one tensor, shared across "
-                    "devices, which is not supported: choose a balance that puts both layers on "
-                    "one device, or untie them"
-                )
-
-
 def check_input(input: Any, device: torch.device) -> None:
     """Refuses input that is not where the first partition is.
 
@@ -290,21 +269,45 @@ def check_input(input: Any, device: torch.device) -> None:
             )
 
 
-def move_layers(partitions: Sequence[nn.Module], workers: Sequence[Worker]) -> None:
-    """Moves every partition to the device of its worker, in place."""
-    for partition, worker in zip(partitions, workers, strict=True):
-        _move(partition, worker.device)
+def move_layers(
+    partitions: Sequence[nn.Module], workers: Sequence[Worker], ties: Sequence[Tie]
+) -> None:
+    """Moves every partition to the device of its worker, in place; tied tensors to their owner's.
+
+    Args:
+        partitions: by stage.
+        workers: for each its worker.
+        ties: what partitions share.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
+    for module in chain.from_iterable(partition.modules() for partition in partitions):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((tensors, name, tensor))
+    for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
+        owners = [tie.places[0] for tie in ties if tie.owner != j]
+        foreign = [owner.tensors[owner.name] for owner in owners]  # as they are by now
+        grads = [tensor.grad for tensor in foreign if tensor.is_leaf]
+        _move(partition, worker.device, {id(t) for t in (*foreign, *grads)})
+    # What was one tensor stays one: where a move makes another one (always of a buffer), all of
+    # its places get that.
+    for (tensors, name, _), *others in places.values():
+        for there, other_name, _ in others:
+            there[other_name] = tensors[name]
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
+def _move(module: nn.Module, device: torch.device, stay: set[int]) -> None:
     if getattr(module, "_syncpipe_skips_are_internal", False):
         return  # a pipe has devices of its own
     for child in module.children():
-        _move(child, device)
+        _move(child, device, stay)
     tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
-    if not all(same_memory(tensor.device, device) for tensor in tensors):
-        module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    if not all(id(tensor) in stay or same_memory(tensor.device, device) for tensor in tensors):
+        module._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if id(tensor) in stay else tensor.to(device), recurse=False
+        )
 
 
 def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from syncpipe.balance.by_cost import param_scale_of
 from syncpipe.balance.measure import profile as measured
 from syncpipe.balance.profile import Profile, in_bytes
+from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.devices import machine_of
 from syncpipe.planner.costs.machine import Machine
@@ -35,7 +36,7 @@ class NoPlan(ValueError):
 
 @overload
 def plan(
-    module: nn.Sequential | Profile,
+    module: Layers | Profile,
     sample: Any = None,
     *,
     devices: Any,
@@ -55,7 +56,7 @@ def plan(
 
 @overload
 def plan(
-    module: nn.Sequential | Profile,
+    module: Layers | Profile,
     sample: Any = None,
     *,
     devices: Any,
@@ -69,7 +70,7 @@ def plan(
 
 
 def plan(
-    module: nn.Sequential | Profile,
+    module: Layers | Profile,
     sample: Any = None,
     *,
     devices: Any,
@@ -218,9 +219,10 @@ def _profile(
         if sample is not None:
             raise ValueError("a profile is measured already: leave out the sample")
         layers = module
-    elif not isinstance(module, nn.Module):
+    elif not isinstance(module, nn.Module | Iterable):
         raise TypeError(
-            f"module must be an nn.Sequential or a Profile, not {type(module).__name__}"
+            "module must be an nn.Sequential, a list of layers or a Profile, not "
+            f"{type(module).__name__}"
         )
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")

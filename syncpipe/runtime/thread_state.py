@@ -59,7 +59,7 @@ def _saved_tensor_hooks() -> tuple[Any, Any] | None:
 class Autocast:
     """The autocast state of a thread, for every device type."""
 
-    __slots__ = ("cache", "enabled")
+    __slots__ = ("cache", "casts", "enabled")
 
     def __init__(self) -> None:
         self.cache = torch.is_autocast_cache_enabled()
@@ -67,6 +67,7 @@ class Autocast:
             (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
             for name in _autocast_types()
         ]
+        self.casts = any(enabled for _, enabled, _ in self.enabled)
 
     def set(self, present: Autocast, *, cache: bool) -> None:
         """Puts the state in force on the calling thread.

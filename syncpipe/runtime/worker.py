@@ -35,6 +35,7 @@ class Worker:
         self._given = streams
         self._private = True
         self._made: tuple[Streams | None, Any, Any, Any] | None = None
+        self._host: tuple[Any, Any] | None = None
 
     @classmethod
     def shared(cls, device: torch.device) -> Worker:
@@ -59,13 +60,19 @@ class Worker:
         compute = caller if compute is None else compute
         return Lane(self.device, streams, compute, outbound, inbound, caller)
 
+    def host_streams(self, streams: Streams) -> tuple[Any, Any]:
+        """Two streams for copies to the host and back."""
+        if self._host is None:
+            self._host = (streams.new(), streams.new())
+        return self._host
+
     def caller_lane(self) -> Lane:
         """The stream on which the caller of the pipe works on this worker's device."""
         streams = self.lane().streams
         return Lane(self.device, streams, None if streams is None else streams.current())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_made": None, "_host": None}
 
     def __repr__(self) -> str:
         return f"Worker({str(self.device)!r})"

@@ -10,7 +10,7 @@ have numbers, so that nobody has to work out on the way what anything is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -75,6 +75,11 @@ class Steps:
         """All that has to be bound."""
         return tuple({step.what: None for steps in self.of for step in steps})
 
+    def backwards(self, j: int) -> list[int]:
+        """The micro-batches in the order in which they go back on a stage."""
+        steps = (step for row in self.of for step in row if step.what[1] == j)
+        return [step.i for step in steps if KINDS[step.what[0]].sends == "gradient"]
+
     @cached_property
     def serial(self) -> tuple[Step, ...]:
         """An order in which one thread can run all of them: each worker's next one in turn.
@@ -126,6 +131,7 @@ def training_steps(
     rematerialized: tuple[int, ...],
     *,
     targets: bool = False,
+    returns: tuple[Edge, ...] = (),
 ) -> Steps:
     """The steps of :func:`training_program`.
 
@@ -134,11 +140,19 @@ def training_steps(
         schedule: a valid one.
         rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
         targets: the first stage sends targets to the last one.
+        returns: more edges, over which only gradients go.
     """
-    return compiled(edges, training_program(schedule, rematerialized), targets=targets)
+    program = training_program(schedule, rematerialized)
+    return compiled(edges, program, targets=targets, returns=returns)
 
 
-def compiled(edges: Iterable[Edge], program: Program, *, targets: bool = False) -> Steps:
+def compiled(
+    edges: Iterable[Edge],
+    program: Program,
+    *,
+    targets: bool = False,
+    returns: Sequence[Edge] = (),
+) -> Steps:
     """Works out who needs and sends which messages.
 
     Args:
@@ -147,17 +161,21 @@ def compiled(edges: Iterable[Edge], program: Program, *, targets: bool = False) 
         program: for each worker its actions in order. A cell belongs to the worker that has its
             forward.
         targets: the first stage sends targets, last, to the last stage, which takes them last.
+        returns: more edges, numbered after the others, over which only gradients go.
     """
     edges = list(edges)
+    count = len(edges) + len(returns)
     worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
     last = max(j for _, j in worker_of)
 
     def there(edge: Edge, i: int) -> int:
-        return 2 * (i * len(edges) + edge.number)
+        return 2 * (i * count + edge.number)
 
     stages = range(last + 1)
     incomings = [[edge for edge in edges if edge.target == j] for j in stages]
     outgoings = [[edge for edge in edges if edge.source == j] for j in stages]
+    back_to = [[*incomings[j], *[edge for edge in returns if edge.target == j]] for j in stages]
+    back_from = [[*outgoings[j], *[edge for edge in returns if edge.source == j]] for j in stages]
 
     def step(action: Action) -> Step:
         kind, i, j = action
@@ -174,9 +192,9 @@ def compiled(edges: Iterable[Edge], program: Program, *, targets: bool = False) 
                 sends.append(~i)
                 to.append(last)
         elif KINDS[kind].sends == "gradient":
-            needs = [there(edge, i) + 1 for edge in outgoing]
-            sends = [there(edge, i) + 1 for edge in incoming]
-            to = [edge.source for edge in incoming]
+            needs = [there(edge, i) + 1 for edge in back_from[j]]
+            sends = [there(edge, i) + 1 for edge in back_to[j]]
+            to = [edge.source for edge in back_to[j]]
         return Step((kind, j), i, tuple(needs), tuple(sends), tuple(worker_of[i, k] for k in to))
 
     return Steps(tuple(tuple(map(step, row)) for row in program))

@@ -69,6 +69,11 @@ class _HeldValues(threading.local):
 _held = _HeldValues()
 
 
+def current_store() -> Store | None:
+    """The place of skips within the innermost ``use_store`` of this thread."""
+    return _current.get()
+
+
 def put(key: SkipKey, value: Any, layer: nn.Module) -> None:
     """Stashes a value on behalf of ``layer``."""
     store = _current.get()

@@ -6,7 +6,8 @@ What a cell is given may belong to somebody else, too:
   is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
   it was handed on to: a cell that writes into it works on a copy.
 * What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
-  is written, but would not, and so it is refused.
+  is written, but would not, and so it is refused. A *tied* weight that comes from another stage is
+  never copied either.
 
 All other inputs are the cell's own, and it gets them as they are. So whether a layer writes is
 learned from version counters, and makes no difference to what is computed, also not in the first
@@ -25,10 +26,10 @@ from torch import Tensor
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.tree import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 
-__all__ = ["ALIASED", "LENT", "Given", "entering", "handed_on", "sent"]
+__all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "sent"]
 
 #: Marks of a tensor; 0 for one that belongs to the cell alone.
-ALIASED, LENT = 1, 2
+ALIASED, LENT, TIED = 1, 2, 4
 
 
 def entering(inputs: Any, target: Any) -> list[int]:
@@ -62,7 +63,7 @@ def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
     lent = {
         storage_of(tensor)
         for k, tensor in enumerate(tensors_in(inputs))
-        if not marks or marks[k] & LENT
+        if not marks or marks[k] & (LENT | TIED)
     }
     found = [LENT if storage_of(tensor) in lent else 0 for tensor in tensors_in(outputs)]
     return found if LENT in found else []
@@ -122,7 +123,10 @@ class Given:
         if True in self._copied:
             self.tree = _copied(inputs, self._copied)
         if copy and kept is not None:
-            self.kept = _copied(kept, [not flag for flag in self._copied])
+            spare = [
+                not flag and mark != TIED for flag, mark in zip(self._copied, marks, strict=True)
+            ]
+            self.kept = _copied(kept, spare)
         self._tensors = tensors_in(self.tree)
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [
@@ -139,9 +143,9 @@ class Given:
             for now, then in zip(self._tensors, self._before, strict=True)
         ]
 
-    def aliased(self, written: list[bool]) -> bool:
+    def aliased(self, written: list[bool], mark: int = ALIASED) -> bool:
         """Whether somebody else should have seen what was written."""
-        return any(flag and mark & ALIASED for flag, mark in zip(written, self._marks, strict=True))
+        return any(flag and own & mark for flag, own in zip(written, self._marks, strict=True))
 
     def lost(self, written: list[bool]) -> bool:
         """Whether something was written over from which the cell would be computed again."""

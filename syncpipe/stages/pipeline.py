@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
+from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
@@ -29,8 +32,10 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.stages.by_layer import divided
 from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.stage import Stage
+from syncpipe.stages.ties import CallTies, SharedTensors
 from syncpipe.stages.transfer import Note, send
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
@@ -85,6 +90,7 @@ class Pipeline:
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
+        self.shared = SharedTensors(partitions, workers)
         self.checked: set[Any] = set()  # names of loss functions
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
@@ -108,14 +114,16 @@ class Call:
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
-        checkpoint: for each stage ``"always"``, ``"except_last"`` or ``"never"``.
+        checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
+        graph: the caller gets an autograd graph.
 
     Attributes:
         context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
         rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
+        ties: the tensors that stages share; None if there are none.
     """
 
     def __init__(
@@ -123,9 +131,10 @@ class Call:
         pipeline: Pipeline,
         m: int,
         *,
-        checkpoint: Sequence[str],
+        checkpoint: Sequence[StageMode],
         inline: bool,
         recorder: Recorder | None,
+        graph: bool = False,
     ) -> None:
         state = CallerState()
         self.pipeline = pipeline
@@ -134,9 +143,12 @@ class Call:
         )
         # Inside of a re-materialized cell of another pipe everything is dropped anyway.
         nested = is_checkpointing() or is_recomputing()
-        counts = {"always": m, "except_last": m - 1, "never": 0}
+        counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
         recorded = state.grad and not nested
-        self.rematerialized = tuple(counts[mode] if recorded else 0 for mode in checkpoint)
+        modes = checkpoint if recorded else ["never"] * len(checkpoint)
+        self.rematerialized = tuple(
+            counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
+        )
         stages = pipeline.stages
         self.context = CallContext(
             m,
@@ -148,14 +160,42 @@ class Call:
             statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
             recorder=recorder,
             plain=[stage.plain for stage in stages],
+            divided={
+                stage: divided(stage, mode.spans)
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, ByLayer) and mode.spans
+            },
+            selective={
+                stage: mode
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, Selective)
+            },
         )
         self.lanes = [worker.lane() for worker in pipeline.workers]
-        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in pipeline.edges]
+        self._offloads = {
+            j: self._offload(j)
+            for j, mode in enumerate(modes)
+            if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
+        }
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.worker_of)
+        self.ties: CallTies | None = None
+        if ties := pipeline.shared.find():
+            self._wait_for_caller()
+            lanes = [self.lane_of(stage.j) for stage in stages]
+            self.ties = CallTies(
+                ties, pipeline.shared, stages, lanes, pipeline.edges, self.context, recorder,
+                graph=graph,
+            )  # fmt: skip
+        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
+
+    def _wait_for_caller(self) -> None:
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.wait_for(caller)
 
     def run(self, steps: Steps, task: Task, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
@@ -165,9 +205,10 @@ class Call:
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
         """
-        for lane, caller in zip(self.lanes, self._callers, strict=True):
-            lane.wait_for(caller)
+        self._wait_for_caller()
         self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        for j, offload in self._offloads.items():
+            offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
         run = partial(
             self.pipeline.engine.run,
             steps,
@@ -178,8 +219,12 @@ class Call:
         try:
             outside_of_turn(run)  # the order of locks is: stage before random state
         finally:
+            for offload in self._offloads.values():
+                offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
+        if self.ties is not None:
+            self.ties.finish()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
@@ -190,6 +235,9 @@ class Call:
             j: the stage.
         """
         lane, recorder = self.lane_of(j), self.recorder
+        offload = self._offloads.get(j)
+        if offload is not None and kind == "forward":
+            run = offload.around(run)
         if lane.streams is None and recorder is None:
             return run
 
@@ -200,6 +248,15 @@ class Call:
                     return run(i, parcels)
 
         return on_streams
+
+    def _offload(self, j: int) -> Offload:
+        """What sends the activations of a stage to the host."""
+        lane = self.lane_of(j)
+        assert lane.streams is not None
+        worker = self.pipeline.workers[self.pipeline.worker_of[j]]
+        partition = self.pipeline.stages[j].partition
+        own = chain(partition.parameters(), partition.buffers())
+        return Offload(lane, *worker.host_streams(lane.streams), own)
 
     def lane_of(self, j: int) -> Lane:
         """The lane of stage ``j``."""

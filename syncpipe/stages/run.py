@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncpipe.checkpoint import Selective
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
+from syncpipe.layers.unpack import Unpacked, call_note, chained
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
@@ -30,6 +32,7 @@ from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
+from syncpipe.stages.stand_ins import StandIns
 
 __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
@@ -42,10 +45,14 @@ class Partition(nn.Sequential):
     """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
 
     defers = False  #: whether running statistics of context normalisations move once per mini-batch
+    unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
+    tied: frozenset[str] = frozenset()  #: the tensors that it shared with others when it was cut
 
     def forward(self, input: Any) -> Any:
         cell = _current_cell.get()
         if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
+            if self.unpack:
+                return chained(self._modules.values(), input)
             return super().forward(input)  # type: ignore[no-untyped-call]
         return cell.layers(input)
 
@@ -64,7 +71,10 @@ class CallContext:
         statistics: accumulators of deferred BatchNorm, for each stage that has any.
         recorder: writes down what runs when, for a trace.
         plain: for each stage ``StageLayers.plain``.
+        stand_ins: for each stage that computes with other tensors than its modules hold.
         modules: for each stage that re-materializes its modules as they are.
+        divided: for each stage that re-materializes some of its layers how it runs them.
+        selective: for each stage that saves some operations which.
         backward_draws: for each stage that went back the generators that its backward draws from.
     """
 
@@ -77,7 +87,10 @@ class CallContext:
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
     plain: list[bool]
-    modules: dict[int, ModuleState] = field(default_factory=dict)
+    stand_ins: dict[StageLayers, StandIns] = field(default_factory=dict)
+    modules: dict[StageLayers, ModuleState] = field(default_factory=dict)
+    divided: dict[StageLayers, Any] = field(default_factory=dict)
+    selective: dict[StageLayers, Selective] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
 
 
@@ -115,6 +128,7 @@ class StageLayers:
         self.defers = partition.defers and any(
             isinstance(child, DeferredBatchNorm) for child in partition.modules()
         )
+        self.device = device
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self.own = [True] * len(self.names)  # for each layer: a private generator may stand in
@@ -123,6 +137,7 @@ class StageLayers:
         self.python_behind = False  # whether there is Python code in the graph
         self._nests = False
         self._new = True  # never re-materialized
+        self.divided: Any = None  # its units, if it was ever divided into some
 
     @property
     def layers_in_words(self) -> str:
@@ -174,10 +189,12 @@ class StageLayers:
 class StageRun:
     """One run of a stage for one micro-batch."""
 
-    __slots__ = ("context", "drawn", "i", "recomputing", "stage")
+    __slots__ = ("context", "drawn", "i", "partition", "recomputing", "stage", "tied")
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
+        self.partition = stage.partition
+        self.tied: tuple[Any, ...] = ()  # tensors of its own in the place of shared ones
         self.i = i
         self.context = context
         self.recomputing = False
@@ -215,8 +232,17 @@ class StageRun:
             return self._with_skips(inputs)
 
     def _with_skips(self, inputs: Inputs) -> Inputs:
-        stage = self.stage
+        stand_ins = self.context.stand_ins.get(self.stage)
+        if stand_ins is None:
+            return self._stashing(*inputs)
         value, skips = inputs
+        count = len(self.stage.pops)
+        self.tied = skips[count:]
+        with stand_ins.holding(self.tied) as self.partition:
+            return self._stashing(value, skips[:count])
+
+    def _stashing(self, value: Any, skips: tuple[Any, ...]) -> Inputs:
+        stage = self.stage
         if not stage.has_skips:
             return self._partition(value), ()
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
@@ -248,17 +274,23 @@ class StageRun:
     def layers(self, value: Any) -> Any:
         """The layers of the partition, one after another."""
         stage = self.stage
+        if self.context.divided and (units := self.context.divided.get(stage)) is not None:
+            return units.run(self, value)
         first = not self.recomputing and not self.context.forwards[stage.j]
         care = first or self.drawn is not None
+        unpack = stage.partition.unpack
         k = 0
         try:
-            for k, layer in enumerate(stage.partition._modules.values()):
+            for k, layer in enumerate(self.partition._modules.values()):
+                call: Any = Unpacked(layer) if unpack else layer
                 if stage.draws[k] or (care and not never_draws(layer)):
-                    value = self._drawing(k, layer, value, first)
+                    value = self._drawing(k, call, value, first)
                 else:
-                    value = layer(value)
+                    value = call(value)
         except BaseException as error:
             annotate(error, f"in {self._layer(k)} of {self}")
+            if note := call_note(error, layer, value, unpack=unpack):
+                annotate(error, note)
             raise
         return value
 

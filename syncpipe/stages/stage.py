@@ -18,8 +18,9 @@ from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
-from syncpipe.stages.inplace import Given, entering, handed_on
+from syncpipe.stages.inplace import TIED, Given, entering, handed_on
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
+from syncpipe.stages.selective import SelectiveRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
@@ -65,7 +66,7 @@ class Stage(StageLayers):
             The output of the last layer with the skips for other stages; and the frame that
             recomputes the cell, if there is anything to recompute.
         """
-        cell = StageRun(self, i, context)
+        cell = self._cell(i, context) if rematerialize else StageRun(self, i, context)
         if rematerialize:
             self._modules(context)  # so that `_locked` knows whether there is anything to lock
         outputs, frame = self._locked(self._run, cell, inputs, rematerialize, marks, target)
@@ -96,7 +97,7 @@ class Stage(StageLayers):
         Returns:
             The outputs, and how to compute them again.
         """
-        cell = StageRun(self, i, context)
+        cell = self._cell(i, context)
         self._modules(context)
         outputs, recomputation = self._locked(
             self._run_without_storing, cell, inputs, detached, marks, target
@@ -184,6 +185,13 @@ class Stage(StageLayers):
 
         self._locked(seeded)  # the order of locks is: stage before random state
 
+    def _cell(self, i: int, context: CallContext) -> StageRun:
+        """A run that will be computed again."""
+        policy = context.selective.get(self)
+        if policy is None:
+            return StageRun(self, i, context)
+        return SelectiveRun(self, i, context, policy)
+
     def _locked(self, run: Callable[..., _T], *args: Any) -> _T:
         """Runs something that may touch the buffers of this stage."""
         lock = self.changes.lock if self.changes.any and OUTERMOST.get() is None else None
@@ -238,7 +246,7 @@ class Stage(StageLayers):
             marks = self._marked(cell, inputs, marks, target)
             outputs, frame = self._rematerialized(cell, inputs, marks)
         else:
-            if self.j == 0 and self._mutates_inputs(cell.context) is not False:
+            if self.j == 0 and (marks or self._mutates_inputs(cell.context) is not False):
                 marks = self._marked(cell, inputs, marks, target)
             if any(marks):
                 outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
@@ -269,12 +277,12 @@ class Stage(StageLayers):
     def _marked(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
     ) -> Sequence[int]:
-        """The marks of the inputs; stage 0, which gets the caller's tensors, finds them here."""
+        """The marks of the inputs; stage 0, which gets the caller's tensors, finds theirs here."""
         if self.j > 0:
             return marks
         if self._mutates_inputs(cell.context) is False:
-            return [0] * len(tensors_in(inputs))
-        return entering(inputs, target)
+            return [*[0] * (len(tensors_in(inputs)) - len(marks)), *marks]
+        return [*entering(inputs[0], target), *marks]
 
     def _mutates_inputs(self, context: CallContext) -> bool | None:
         """Whether the layers write into inputs as they are now; None: that is not known."""
@@ -314,13 +322,13 @@ class Stage(StageLayers):
             self._new = False
             after = ModuleState(self.partition, self.changes)
             if state.modules.lazy or not after.like(state.modules):
-                state.modules = context.modules[self.j] = after
+                state.modules = context.modules[self] = after
 
     def _modules(self, context: CallContext) -> ModuleState:
         """The modules as they are in this call; looked at before its first cell."""
-        if self.j not in context.modules:
-            context.modules[self.j] = ModuleState(self.partition, self.changes)
-        return context.modules[self.j]
+        if self not in context.modules:
+            context.modules[self] = ModuleState(self.partition, self.changes)
+        return context.modules[self]
 
     def _recorded(self, cell: StageRun) -> Callable[[Inputs], Inputs]:
         """The recomputation of a cell, for the trace if there is one."""
@@ -349,6 +357,13 @@ class Stage(StageLayers):
         if not torch.is_inference_mode_enabled():
             modes = self.partition.training, cell.context.state.grad
             self._mutating[modes] = mutated or self._mutating.get(modes, False)
+        if mutated and given.aliased(written, TIED):
+            raise RuntimeError(
+                f"{cell} modified in place a parameter that it shares with another stage (as an "
+                "embedding with max_norm does), which sees the micro-batches in another order than "
+                "the plain model does: choose a balance that puts these layers into one stage, or "
+                "untie them"
+            )
         if mutated and given.aliased(written):
             raise RuntimeError(
                 f"{cell} modified in place a tensor whose memory others use as well (another "

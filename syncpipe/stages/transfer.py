@@ -142,3 +142,38 @@ class Send(torch.autograd.Function):
         ctx.target.keep_until_copied(there)
         arrived = iter(back)
         return None, None, None, None, *(None if grad is None else next(arrived) for grad in grads)
+
+
+class Uses(torch.autograd.Function):
+    """``apply(count, tensor)``: the tensor for one more, and for each of ``count`` uses.
+
+    Backward adds up the gradients of these in a fixed order, whenever they come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for _ in range(1 + count)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        total = None
+        for grad in grads:
+            if grad is not None:
+                total = grad if total is None else total + grad
+        return None, total
+
+
+class SendCopy(Send):
+    """``apply(source, target, note, copy, tensor)``: a copy that is there already.
+
+    Its gradient goes the way that those of :class:`Send` go.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, source: Lane, target: Lane, note: Any, copy: Tensor, tensor: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.target, ctx.note = source, target, note
+        return copy.detach()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.layers.placement import check_shared
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.stages.pipeline import Call
 from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
@@ -33,7 +32,6 @@ class Leaves:
 
     Raises:
         RuntimeError: a layer starts collectives of its own in backward.
-        ValueError: stages on different devices share a parameter.
     """
 
     def __init__(self, call: Call, gradients: Gradients) -> None:
@@ -43,13 +41,18 @@ class Leaves:
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
         self._parameters = [_parameters_of(stage.partition) for stage in stages]
         self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+        if call.ties is not None:  # what is tied is the first stage's
+            for j, parameters in enumerate(self._parameters):
+                foreign = call.ties.foreign(j)
+                self._parameters[j] = [p for p in parameters if id(p) not in foreign]
+                self._known[j] -= foreign
+                self._known[j].update(map(id, call.ties.leaves[j]))
         #: The nodes of leaves that are known, so that nobody walks there again.
         self._nodes: list[set[Any]] = [set() for _ in stages]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(self._parameters):
-            if not all(self._own(j, parameter) for parameter in parameters):  # tied since the cut
-                workers = [call.pipeline.workers[w] for w in self._worker_of]
-                check_shared([stage.partition for stage in stages], workers)
+            for parameter in parameters:
+                self._own(j, parameter)
         gradients.register(chain(*self._parameters))
 
     def new(self, j: int, nodes: Iterable[Any], borders: Sequence[Border | None]) -> list[Tensor]:

@@ -76,6 +76,9 @@ class TrainingTask:
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
         self._casts: list[Casts] = [{} for _ in stages]
         self._hooked: list[dict[int, bool]] = [{} for _ in stages]
+        self._ties = call.ties
+        if call.ties is not None:  # their gradients go on with the input half
+            self._hooked = [{id(leaf): True for leaf in leaves} for leaves in call.ties.leaves]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
         self.returned: list[tuple[Tensor, Tensor]] = []
 
@@ -113,6 +116,8 @@ class TrainingTask:
         if j < self._last:
             prepare = partial(_detached, pending)
             made = packed(self._call, i, j, outputs, lent, prepare, graph=False)
+            if self._ties is not None:
+                self._expect_tied(j, pending)
             return made if came is None else [*made, came]
         if came is None:
             target = self._call.to_stage(self._source.target(i), j)
@@ -184,6 +189,8 @@ class TrainingTask:
             pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
             pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
+        if self._ties is not None:
+            pending.ends += map(ends_of, self._ties.receivers(j))
         if [len(ends) for ends in pending.ends] != pending.expected:
             raise RuntimeError(
                 f"{stage.describe(i)} gave other outputs when it was recomputed. Its layers must "
@@ -216,7 +223,18 @@ class TrainingTask:
         for edge, flags in zip(self._pipeline.incoming[j], pending.flags, strict=False):
             grads_there = list(islice(following, sum(flags)))
             made.append(Parcel(*self._call.send(edge, i, grads_there, backward=True)))
+        for edge, tied in () if self._ties is None else self._ties.gradients(j):
+            made.append(Parcel(*self._call.send(edge, i, tied, backward=True)))
         return made
+
+    def _expect_tied(self, j: int, pending: PendingBackward) -> None:
+        """Lets the gradients that later stages have for tied weights go back with a cell."""
+        assert self._ties is not None
+        receivers = self._ties.receivers(j)
+        if pending.recomputation is None:
+            pending.ends += map(ends_of, receivers)
+        else:
+            pending.expected += map(len, receivers)
 
     def _go_back(self, j: int, pending: PendingBackward, grads: list[Any]) -> None:
         """Backward through the graph of a cell.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
@@ -49,7 +50,7 @@ def train(
     accumulate: float,
     grad_scaler: Any,
     return_outputs: bool,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:
@@ -87,7 +88,11 @@ def train(
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
             steps = training_steps(
-                pipeline.edges, plan, call.rematerialized, targets=task.targets_travel
+                pipeline.edges,
+                plan,
+                call.rematerialized,
+                targets=task.targets_travel,
+                returns=() if call.ties is None else call.ties.edges,
             )
             call.run(steps, task, source.entering())
             results = _results(call, head, objective)
@@ -140,7 +145,7 @@ def evaluate(
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str | None,
     weight: Any,
-    checkpoint: Sequence[str],
+    checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
 ) -> Any:

@@ -240,9 +240,9 @@ def test_another_error_on_meta_stays_what_it_is() -> None:
         profile(nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4)), torch.rand(4, 3), device="meta")
 
 
-def test_values_cannot_be_made_up() -> None:
-    with pytest.raises(ValueError, match=r"device='cpu'.*to_empty"):
-        profile(everything().to("meta"), torch.rand(8, 3, 8, 8), device="cpu")
+def test_a_sample_without_values_cannot_be_given_any() -> None:
+    with pytest.raises(ValueError, match=r"device='cpu'.*sample is on meta"):
+        profile(everything(), torch.rand(8, 3, 8, 8, device="meta"), device="cpu")
 
 
 def test_storages_hold_what_tensors_do_not_show() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from syncpipe import LayerSpec
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.commands.main import main
 from tests.support.models import linear_model
@@ -37,6 +39,10 @@ def bad_layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 5))
 
 
+def listed() -> list[Any]:
+    return [LayerSpec(nn.Linear, 5, 3), torch.relu, LayerSpec(nn.Linear, 3, 2)]
+
+
 ready = linear_model(2)
 nothing = 3
 
@@ -60,7 +66,7 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize(
     "model", [[f"{HERE}:factory", "--sample", "8x3"], [f"{HERE}:with_sample"],
-              [f"{HERE}:ready", "--sample", "8x3:float32"]]
+              [f"{HERE}:ready", "--sample", "8x3:float32"], [f"{HERE}:listed", "--sample", "8x5"]]
 )  # fmt: skip
 def test_a_model_is_measured_and_planned(
     model: list[str], capsys: pytest.CaptureFixture[str]

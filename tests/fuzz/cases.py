@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from syncpipe import Pipe
 from tests.fuzz.models import Model, drawn_model
@@ -47,15 +49,17 @@ class Case:
     balance: tuple[int, ...]
     devices: tuple[int, ...]
     chunks: int
-    checkpoint: str | tuple[str, ...]
+    checkpoint: Any
     by_hand: bool
     input_grad: bool
     calls: tuple[Call, ...]
+    listed: bool = False
 
     def pipe(self, devices: Sequence[Any] | None = None) -> Pipe:
         """The pipe, by default on CPU workers."""
+        torch.manual_seed(self.model.seed)
         return Pipe(
-            self.model.build(),
+            self.model.listed() if self.listed and not self.model.ties else self.model.build(),
             self.balance,
             devices=devices or [f"cpu:{k}" for k in self.devices],
             chunks=self.chunks,
@@ -94,7 +98,7 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
                 sizes = [chance.randint(1, 3) for _ in range(chunks)]
         loss = chance.choice(["mean", "mean", "mean", "sum", "weighted"])
         calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, chance.random() < 0.6))
-    return Case(
+    case = Case(
         model,
         tuple(b - a for a, b in pairwise(edges)),
         tuple(devices),
@@ -103,4 +107,32 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         chance.random() < 0.1,
         chance.random() < 0.6,
         tuple(calls),
+        chance.random() < 0.3,
     )
+    return replace(case, checkpoint=_by_layer(chance, modes, edges) or case.checkpoint)
+
+
+def _by_layer(chance: random.Random, modes: Sequence[str], edges: Sequence[int]) -> Any:
+    """Layers to be computed again, of all stages or of some; mostly nothing."""
+    if chance.random() < 0.7:
+        return None
+    if chance.random() < 0.5:
+        return _layers(chance, edges[0], edges[-1]) or None
+    each = [
+        (chance.random() < 0.6 and _layers(chance, *edge)) or mode
+        for mode, edge in zip(modes, pairwise(edges), strict=True)
+    ]
+    named = any(isinstance(mode, str) for mode in each)
+    return tuple(each) if named else sum(each, ())
+
+
+def _layers(chance: random.Random, first: int, last: int) -> tuple[Any, ...]:
+    runs: list[tuple[int, ...]] = []
+    for k in range(first, last):
+        if chance.random() < 0.4:
+            continue
+        if runs and runs[-1][-1] == k - 1 and chance.random() < 0.3:
+            runs[-1] = (*runs[-1], k)
+        else:
+            runs.append((k,))
+    return tuple(run if len(run) > 1 else run[0] for run in runs)

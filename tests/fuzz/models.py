@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from syncpipe import LayerSpec
 from syncpipe.skip import Namespace
 from tests.fuzz.layers import (
     Checkpointed,
@@ -41,6 +43,7 @@ from tests.support.models import (
     Receive,
     Send,
     Tied,
+    on_x,
 )
 
 __all__ = ["KINDS", "Model", "drawn_model"]
@@ -175,7 +178,15 @@ KINDS: dict[str, Kind] = {
     "send_none": Kind(lambda: Send("none"), passes=True),
     "receive": Kind(Receive, passes=True),  # what it pops may be None
 }
+#: Those that are functions only.
+_FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
 _ENDS = {"fork": "join", "twice": "meet"}
+
+
+def _isolated(kind: str, space: Namespace) -> nn.Module:
+    layer: Any = KINDS[kind].make()
+    isolated: nn.Module = layer.isolate(space)
+    return isolated
 
 
 def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -184,10 +195,18 @@ def _doubled(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model in words: the kinds of its layers, and the seed of their parameters."""
+    """A model in words.
+
+    Attributes:
+        layers: the kinds of its layers.
+        seed: of their parameters.
+        ties: triples: the place of a layer, that of a later one of its kind, and whether it is the
+            same module (or another one with the same parameters).
+    """
 
     layers: tuple[str, ...]
     seed: int
+    ties: tuple[tuple[int, int, bool], ...] = ()
 
     @property
     def draws(self) -> bool:
@@ -222,6 +241,26 @@ class Model:
         finally:
             torch.set_default_dtype(before)
 
+    def listed(self) -> list[Any]:
+        """The same layers as functions, where they are no more than that, and specs.
+
+        Built one after another after ``torch.manual_seed(seed)`` they are those of ``build``.
+        """
+        waiting: list[Namespace] = []
+        layers: list[Any] = []
+        for kind in self.layers:
+            if kind in _FUNCTIONS:
+                made: Any = partial(on_x, cast("Do", KINDS[kind].make()).function)
+            elif kind.startswith("send"):
+                waiting.append(Namespace())
+                made = LayerSpec(_isolated, kind, waiting[-1])
+            elif kind == "receive":
+                made = LayerSpec(_isolated, kind, waiting.pop(0))
+            else:
+                made = LayerSpec(KINDS[kind].make)
+            layers.append(made)
+        return layers
+
     def _built(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
         waiting: list[Namespace] = []
@@ -234,7 +273,47 @@ class Model:
             elif kind == "receive":
                 layer.isolate(waiting.pop(0))
             model.append(layer)
+        for first, second, is_one in self.ties:
+            if is_one:
+                model[second] = model[first]
+            else:
+                _tie(model[first], model[second])
         return model
+
+    @property
+    def uses_twice(self) -> bool:
+        """Whether a stage may use a weight that it shares with another one more than once."""
+        return len(self.ties) > 1 or any(self.layers[k] in _OFTEN for k, _, _ in self.ties)
+
+
+#: Layers that may be tied; those in the second set use a parameter more than once.
+_TIED = (
+    "linear", "conv", "layer_norm", "tied", "residual", "parameter_views", "embedding", "frozen",
+    "checkpoint", "reentrant", "forward_hook", "backward_hook", "parameter_hook",
+)  # fmt: skip
+_OFTEN = ("tied", "parameter_views", "reentrant")
+
+
+def _tie(first: nn.Module, second: nn.Module) -> None:
+    """Gives the second module the parameters of the first one."""
+    for here, there in zip(first.modules(), second.modules(), strict=True):
+        for name in list(there._parameters):
+            setattr(there, name, getattr(here, name))
+
+
+def _drawn_ties(
+    chance: random.Random, layers: Sequence[str], names: Sequence[str]
+) -> tuple[tuple[int, int, bool], ...]:
+    """Ties between layers of one kind, if there are any."""
+    ties = []
+    last: dict[str, int] = {}
+    for k, name in enumerate(layers):
+        if name in _TIED and name in names:
+            if name in last and chance.random() < 0.6:
+                is_one = chance.random() < 0.4
+                ties.append((last[name], k, is_one))
+            last[name] = k
+    return tuple(ties)
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
@@ -281,8 +360,10 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         if name in ("send", "twice"):
             writable, shared = False, True
 
+    has_ties = chance.random() < 0.3
     for _ in range(chance.randint(1, most)):
-        name = chance.choice(names)
+        again = [name for name in layers if name in _TIED and name in names] if has_ties else []
+        name = chance.choice(again if again and chance.random() < 0.5 else names)
         if fits(name):
             add(name)
         elif fits("linear"):
@@ -291,4 +372,5 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         add(_ENDS[tree])
     while waiting:
         add("receive")
-    return Model(tuple(layers), chance.randrange(1000))
+    seed = chance.randrange(1000)
+    return Model(tuple(layers), seed, _drawn_ties(chance, layers, names) if has_ties else ())

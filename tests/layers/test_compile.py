@@ -69,3 +69,19 @@ def test_a_compiled_step_around_a_pipe_runs_the_pipe():
     x = torch.randn(8, 6)
     step = torch.compile(lambda x: pipe(x * 2) + 1, backend="eager")
     assert torch.equal(step(x), plain(nn.Sequential(*pipe), x * 2) + 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_is_compiled_once_for_forward_and_recomputation(mode):
+    class Other(Block):
+        def forward(self, x):
+            return super().forward(x)
+
+    layers = nn.Sequential(Block(), Other(), nn.Linear(6, 3))
+    for k in (0, 1):
+        layers[k].compile(backend="eager")
+    pipe = pipe_of(layers, [1, 2], checkpoint=mode)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        pipe(torch.randn(12, 6, requires_grad=True)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -13,8 +13,8 @@ from torch import nn
 from syncpipe import Pipe
 from tests.support.models import (
     CHECKPOINT_MODES,
-    assert_close,
     assert_equals_plain,
+    assert_same,
     in_turn,
     linear_model,
     named_model,
@@ -159,7 +159,7 @@ class OwnCall(nn.Sequential):
         return super().__call__(input) + 1
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), None])
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU()}), None])
 def test_what_is_not_a_sequential_is_refused_with_its_type(module: Any) -> None:
     with pytest.raises(TypeError, match=rf"nn\.Sequential.*not {type(module).__name__}"):
         Pipe(module, [1])
@@ -235,12 +235,6 @@ def test_an_unknown_checkpoint_mode_is_refused_with_the_known_ones(checkpoint: A
     assert all(repr(mode) in str(caught.value) for mode in CHECKPOINT_MODES)
 
 
-def test_one_layer_in_two_places_is_refused_with_both_places() -> None:
-    layer = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"Linear.*two places.*'0'.*'2'.*deepcopy"):
-        Pipe(nn.Sequential(layer, nn.ReLU(), layer), [3])
-
-
 def tied_model() -> nn.Sequential:
     model = linear_model(3)
     model[2].weight = model[0].weight
@@ -261,25 +255,10 @@ def test_layers_on_one_device_may_share_parameters(
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parameters_shared_around_another_device_have_the_same_gradients_to_rounding(
-    checkpoint: str,
-) -> None:
-    # The two stages go back as their gradients come, so which adds first is open.
+def test_parameters_shared_around_another_device_have_the_same_gradients(checkpoint: str) -> None:
     model, x = tied_model(), torch.randn(5, 3, requires_grad=True)
     plain = copy.deepcopy(model)
     devices = ["cpu:0", "cpu:1", "cpu:0"]
     pipe = Pipe(model, [1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint)
     expected = step(in_turn(plain, 3), plain, x)
-    assert_close(step(pipe, pipe, x), expected)
-
-
-def test_a_parameter_shared_across_devices_is_refused_with_both_names() -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight'.*cpu:0.*'2\.weight'.*cpu:1.*shared"):
-        Pipe(tied_model(), [2, 1], devices=["cpu:0", "cpu:1"])
-
-
-def test_a_layer_with_a_buffer_shared_across_devices_is_refused() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-    model[1].running_mean = model[0].running_mean
-    with pytest.raises(ValueError, match=r"'0\.running_mean'.*'1\.running_mean'"):
-        Pipe(model, [1, 1], devices=["cpu:0", "cpu:1"])
+    assert_same(step(pipe, pipe, x), expected)

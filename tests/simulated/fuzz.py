@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
+from syncpipe.runtime import offload
 from syncpipe.runtime.worker import Worker
 from syncpipe.tree import tensors_in
 from tests import simulated
@@ -43,6 +44,7 @@ from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]
 
+offload.SMALL = 1  # so that small models move as well
 WIDE = torch.float64
 #: The reference is the CPU's, so nothing that draws. And moved to a backend that PyTorch does not
 #: know by name, a parameter is another one: its hooks, and ties to it, stay behind.
@@ -104,7 +106,7 @@ def drawn(chance: random.Random) -> Placed:
     if chance.random() < 0.2:
         devices[chance.randrange(count)] = "cpu"
     late = chance.randrange(simulated.DEVICES) if chance.random() < 0.5 else None
-    return Placed(
+    placed = Placed(
         case,
         tuple(devices),
         by_hand,
@@ -115,6 +117,9 @@ def drawn(chance: random.Random) -> Placed:
         chance.choice([0.1, 0.3]) if late is not None else 0.2,
         chance.randrange(1000),
     )
+    if chance.random() < 0.3:
+        placed = replace(placed, case=replace(case, checkpoint="offload"))
+    return placed
 
 
 class Caller:
@@ -204,7 +209,10 @@ class Caller:
     def go_back(self, loss: Tensor, xs: list[Tensor]) -> None:
         """Backward; or twice, while the caller still reads what the first one gave."""
         case = self.placed.case
-        once = {"checkpoint", "reentrant"} & {*case.model.layers} or case.checkpoint != "never"
+        once = {"checkpoint", "reentrant"} & {*case.model.layers} or case.checkpoint not in (
+            "never",
+            "offload",
+        )
         loss.backward(retain_graph=not once)
         if once:
             return

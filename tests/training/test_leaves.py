@@ -170,16 +170,6 @@ def test_a_leaf_that_only_some_micro_batches_use_is_found():
 # -- ties that the pipe was not told of
 
 
-@every_run
-def test_weights_tied_after_the_pipe_was_made_are_refused(run):
-    pipe = pipe_of(shifted(True), run)
-    pipe[2].weight = pipe[0].weight
-    with pytest.raises(ValueError, match=r"'0.weight'.*partition 0.*'2.weight'.*partition 1"):
-        pipe.train_batch(torch.randn(8, 4), torch.randn(8, 4), loss_fn=loss_of, **RUNS[run][0])
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert torch.isfinite(pipe(torch.randn(8, 4))).all()  # where it is no harm
-
-
 def test_weights_tied_on_one_device_train():
     layers = shifted(True)
     plain = copy.deepcopy(layers)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, NoDispatch, NoFunctions
 
-__all__ = ["PrivateGenerator", "nobody_looks", "others_may_draw"]
+__all__ = ["PrivateGenerator", "is_random", "nobody_looks", "others_may_draw"]
 
 _T = TypeVar("_T")
 _C: Any = torch._C
@@ -50,7 +50,7 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._generator is not None and _is_random(func) and not kwargs.get("generator"):
+        if self._generator is not None and is_random(func) and not kwargs.get("generator"):
             own = _with_generator(func)
             if own is None:
                 return self._borrowed(lambda: func(*args, **kwargs))
@@ -106,7 +106,8 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _is_random(func: Any) -> bool:
+def is_random(func: Any) -> bool:
+    """Whether an operation may draw."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

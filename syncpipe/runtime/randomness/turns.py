@@ -26,7 +26,7 @@ from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.seen import Seen
 
-__all__ = ["draw_seed", "in_turn", "outside_of_turn", "quiet", "undisturbed_draws"]
+__all__ = ["draw_seed", "in_a_turn", "in_turn", "outside_of_turn", "quiet", "undisturbed_draws"]
 
 _T = TypeVar("_T")
 
@@ -58,6 +58,11 @@ class _Turns:
 _turns = _Turns()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.renew)
+
+
+def in_a_turn() -> bool:
+    """Whether the calling thread has generators to itself."""
+    return getattr(_here, "turn", None) is not None
 
 
 class _Turn:

@@ -302,8 +302,10 @@ class _As:
         self._autocast = Autocast()
         self._threads = torch.get_num_threads()
         torch._C._set_grad_enabled(True)
-        # Outside of its `with autocast` nobody would ever clear the cache, so it stays off.
-        self._state.autocast.set(self._autocast, cache=False)
+        # Outside of its `with autocast` nobody would ever clear the cache, so it stays off. Without
+        # one the flag stays, for which compiled layers would be compiled again.
+        then = self._state.autocast
+        then.set(self._autocast, cache=then.cache and not then.casts)
         here = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._modes = [mode for mode in self._state.function_modes if mode not in here]
         for mode in self._modes:

@@ -65,12 +65,14 @@ class Changes:
         lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
         renorming: the embeddings that keep their rows short.
         renormed: for each of their parameters that is alive how often forwards modified it.
+        guarded: whether the lock is taken in any case.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.lock: _Lock = forkable()
         self.renorming: list[nn.Module] = []
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self.guarded = False
         self._swapped = False  # whether a recomputation ever had to put something back
         self._owners: list[nn.Module] = []  # of buffers
         self._modes: list[bool] = []
@@ -82,7 +84,7 @@ class Changes:
     @property
     def any(self) -> bool:
         """Whether there is anything that two runs of the stage at a time would disturb."""
-        return bool(self._owners or self.renorming or self._swapped)
+        return bool(self._owners or self.renorming or self._swapped or self.guarded)
 
     def renorm(self, run: Callable[[], Any]) -> Any:
         """Runs a forward, and counts how often it modified the parameters of embeddings."""

@@ -1,0 +1,1 @@
+"""How much memory building a pipe takes, and a step of it."""

@@ -1,0 +1,119 @@
+"""Memory: what making a pipe takes on the host and on the devices, and what a step takes.
+
+    python -m benchmarks.memory [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
+
+Two parts for GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host,
+on ``meta``, or layer by layer as specs) and ``step`` (nothing re-materialized, whole cells, layers,
+all but some operations; activations on the host). The devices are accelerators; where there are
+none, simulated ones, whose memory is counted in the same way (they need a C++ compiler, and the
+tests' folder).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Part
+from benchmarks.group import Group, Options
+from benchmarks.memory.models import ENTRIES
+
+__all__ = ["GROUP"]
+
+MB = 1e6
+
+
+def measured(model: str, what: str, quick: bool) -> dict[str, Any]:
+    """What a process of its own measures.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    order = json.dumps({"model": model, "what": what, "quick": quick})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory.child", order],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{model}, {what}: nothing measured\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def build(options: Options) -> Part:
+    """Peaks of making a pipe."""
+    part = Part(
+        "Building",
+        "Two devices; bytes of tensors that are alive at most, in MB.",
+        {
+            "host": "on the host, while the model and the pipe are made.",
+            "device 0": "on the first device, likewise; its parameters and buffers at least.",
+        },
+    )
+    ways = set()
+    for name, make in ENTRIES.items():
+        entry, found = make(options.quick), measured(name, "build", options.quick)
+        for row in found["rows"]:
+            ways.add(row["way"])
+            columns = {f"device {k}": peak / MB for k, peak in enumerate(row["device"])}
+            part.rows.append(
+                {"model": entry.name, "built": row["way"], "host": row["host"] / MB, **columns}
+            )
+    if ways == {"whole"}:
+        part.notes.append("This version builds models whole only.")
+    part.notes.append(f"Devices: {', '.join(found['devices'])}.")
+    return part
+
+
+def step(options: Options) -> list[Part]:
+    """Peaks of a training step, for each model."""
+    parts = []
+    for name, make in ENTRIES.items():
+        entry, found = make(options.quick), measured(name, "step", options.quick)
+        part = Part(
+            f"A step of {entry.name}",
+            f"Two devices ({', '.join(found['devices'])}), {entry.balance[0]} and "
+            f"{entry.balance[1]} layers; {entry.sample} in 4 micro-batches, float32. Bytes of "
+            "tensors that are alive at most, in MB.",
+            {
+                "device 0": "on the first device, beyond its parameters and their gradients.",
+                "host": "in copies of activations on the host.",
+                "of never": "device 0 and device 1 together, over those of never.",
+            },
+        )
+        base: dict[str, float] = {}
+        checks: dict[str, float] = {}
+        for row in found["rows"]:
+            beyond = [max(0, a - b) / MB for a, b in zip(row["device"], row["kept"], strict=True)]
+            base.setdefault(row["driver"], sum(beyond))
+            checks.setdefault(row["driver"], row["check"])
+            if row["check"] != checks[row["driver"]]:
+                raise SystemExit(f"{entry.name}, {row['mode']}: not the gradients of never")
+            part.rows.append(
+                {
+                    "driver": row["driver"],
+                    "checkpoint": row["mode"],
+                    **{f"device {k}": peak for k, peak in enumerate(beyond)},
+                    "host": row["host"] / MB,
+                    "of never": sum(beyond) / base[row["driver"]],
+                }
+            )
+        kept = ", ".join(f"{size / MB:.0f}" for size in found["rows"][0]["kept"])
+        part.notes += [
+            f"Parameters and gradients, on top of this: {kept} MB.",
+            "The sum of all gradients is the same to the last bit in every row of a driver.",
+        ]
+        parts.append(part)
+    return parts
+
+
+GROUP = Group(
+    "memory",
+    "Memory of building a pipe, and of a step",
+    __doc__,
+    {"build": build, "step": step},
+    one_thread=True,
+)

@@ -1,0 +1,223 @@
+"""Tied tensors: parameters and buffers that are in layers of several stages.
+
+``head.weight = embedding.weight``, one module at two places, ``tie_weights()``: outside of running
+cells there is one tensor, which all of these modules hold. Its owner is the first stage that has
+it. What the other stages compute with is for ``stages.ties`` to say; here is who shares what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from syncpipe.runtime.streams import same_memory
+from syncpipe.runtime.worker import Worker
+from syncpipe.tree import overlap, storage_of
+
+__all__ = ["Place", "Tie", "check_memory", "check_modes", "find_ties", "move_tensors"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is: the stage, the module in it, and the names."""
+
+    stage: int
+    module: nn.Module
+    name: str
+    full_name: str
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The dict of the module that holds it."""
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one of the module's parameters, not of its buffers."""
+        return self.name in self.module._parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A tensor that several stages have.
+
+    Attributes:
+        tensor: the parameter or buffer.
+        places: where it is, in the order of the layers.
+        stages: the stages that have it, the owner first.
+    """
+
+    tensor: Tensor
+    places: tuple[Place, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        """The stage that has it first."""
+        return self.stages[0]
+
+    def __str__(self) -> str:
+        """Its names."""
+        return " and ".join(
+            f"{name!r} (stage {j})"
+            for name, j in dict.fromkeys((place.full_name, place.stage) for place in self.places)
+        )
+
+
+def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
+    """What several partitions share.
+
+    Args:
+        partitions: by stage. Their children have the names that they have in the wrapped module.
+
+    Raises:
+        ValueError: it is where nothing else can be put in its place.
+    """
+    shared = _shared(partitions)
+    if not shared:
+        return []
+    found: dict[int, tuple[Tensor, list[Place]]] = {}
+    for j, partition in enumerate(partitions):
+        for prefix, module in partition.named_modules():
+            for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None and id(tensor) in shared:
+                    place = Place(j, module, name, f"{prefix}.{name}" if prefix else name)
+                    found.setdefault(id(tensor), (tensor, []))[1].append(place)
+    ties = [
+        Tie(tensor, tuple(places), tuple(dict.fromkeys(place.stage for place in places)))
+        for tensor, places in found.values()
+    ]
+    for tie in ties:
+        _check(tie, partitions)
+    return ties
+
+
+def _shared(partitions: Sequence[nn.Module]) -> set[int]:
+    """The tensors, by identity, that more than one partition has. Runs in each call."""
+    homes: dict[int, int] = {}
+    shared: set[int] = set()
+    for j, partition in enumerate(partitions):
+        pending: list[nn.Module | None] = [partition]
+        seen: set[int] = set()
+        while pending:
+            module = pending.pop()
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is not None and homes.setdefault(id(tensor), j) != j:
+                    shared.add(id(tensor))
+            pending.extend(module._modules.values())
+    return shared
+
+
+def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
+    if is_lazy(tie.tensor):
+        raise ValueError(
+            f"{tie} are one parameter that has no value yet, in stages that may want different "
+            "shapes: run the plain model once before it is made a Pipe"
+        )
+    for place in tie.places:
+        inside = place.full_name.split(".")
+        module: Any = partitions[place.stage]
+        for name in inside:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{tie} are one tensor, and {type(module).__name__} is TorchScript, which "
+                    "computes with its own tensors only: choose a balance that puts both layers "
+                    "into one stage, or untie them"
+                )
+            if getattr(module, "_syncpipe_skips_are_internal", False):
+                raise ValueError(
+                    f"{tie} are one tensor, one of them inside of another Pipe, which keeps its "
+                    "layers where they are: choose a balance that puts both layers into one "
+                    "stage, or untie them"
+                )
+            module = module._modules.get(name)
+
+
+def check_modes(ties: Sequence[Tie]) -> None:
+    """Refuses normalisations in training that have running statistics in common.
+
+    Raises:
+        ValueError: with their names.
+    """
+    for tie in ties:
+        for place in tie.places:
+            module = place.module
+            if not place.is_parameter and isinstance(module, _NormBase) and module.training:
+                raise ValueError(
+                    f"{tie} are one buffer of a {type(module).__name__}, which moves it in "
+                    "training. Stages see the micro-batches in another order than the plain model "
+                    "does, so it would not be the same: give each stage a module of its own, "
+                    "choose a balance that puts both layers into one stage, or call eval() of this "
+                    "module"
+                )
+
+
+def check_memory(partitions: Sequence[nn.Module]) -> None:
+    """Refuses different parameters of partitions on different devices that overlap in memory.
+
+    Raises:
+        ValueError: with their names.
+    """
+    found: dict[int, list[tuple[int, str, Tensor]]] = {}
+    seen: set[int] = set()
+    for j, partition in enumerate(partitions):
+        for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
+            if id(tensor) in seen or is_lazy(tensor) or tensor.layout is not torch.strided:
+                continue
+            seen.add(id(tensor))
+            found.setdefault(storage_of(tensor), []).append((j, name, tensor))
+    for group in found.values():
+        for (j, name, tensor), (k, other_name, other) in combinations(group, 2):
+            if j != k and overlap(tensor, other):
+                raise ValueError(
+                    f"{name!r} in stage {j} and {other_name!r} in stage {k} are two tensors that "
+                    "have memory in common, which they cannot on different devices: make them one "
+                    "parameter (a.weight = b.weight), or copies of their own"
+                )
+
+
+def move_tensors(
+    partitions: Sequence[nn.Module],
+    workers: Sequence[Worker],
+    ties: Sequence[Tie],
+    places: Iterable[tuple[int, str]],
+) -> None:
+    """Moves single parameters and buffers to the devices of their stages, in place.
+
+    Args:
+        partitions: by stage.
+        workers: for each its worker.
+        ties: what partitions share.
+        places: stages and names; what is not there any more is left out.
+    """
+    owners = {id(tie.tensor): tie for tie in ties}
+    for j, full_name in places:
+        path, _, name = full_name.rpartition(".")
+        try:
+            module = partitions[j].get_submodule(path)
+        except AttributeError:
+            continue
+        tensor = {**module._buffers, **module._parameters}.get(name)
+        if tensor is None:
+            continue
+        tie = owners.get(id(tensor))
+        device = workers[j if tie is None else tie.owner].device
+        if same_memory(tensor.device, device):
+            continue
+        moved = (tensor, tensor.grad if tensor.is_leaf else None)
+        module._apply(  # type: ignore[no-untyped-call]
+            lambda t, moved=moved, device=device: t.to(device) if any(t is m for m in moved) else t,
+            recurse=False,
+        )
+        for place in () if tie is None else tie.places:
+            place.tensors[place.name] = {**module._buffers, **module._parameters}[name]

@@ -1,0 +1,294 @@
+"""Activations that wait for backward in the memory of the host.
+
+A stage on an accelerator that offloads runs its forwards under saved-tensor hooks. What autograd
+would store is copied to the host, on a stream of its own, and comes back on another one, a few
+tensors ahead of the node of the graph that asks for it:
+
+    compute   | cell 0 |e cell 1 |   ...   | backward of 0 |w        e: event, w: waits for it
+    out                |w copy |
+    back                             |w copy  | copy |e
+
+What goes is memory, not tensors: views of one storage share one copy, and what comes back has the
+strides and the alignment that it had, so kernels do what they would have done. What stays on the
+device: parameters and buffers, what is small, and what is no plain tensor. What others hold there
+all the same is not fetched, but used.
+
+The host runs ahead of the device. So memory must not be free when a copy is done, which the host
+would learn late, but when the compute stream is past it, as all other memory: that stream takes and
+gives it, and waits for copies to the host when more than a few are under way.
+
+Who owns what: nodes of the graph own what was packed, that owns its copy. A call that fails drops
+its graph, and with it all copies. Pinned memory is kept by its allocator until copies are done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.streams import Lane
+from syncpipe.tree import described, extent, storage_of
+
+__all__ = ["Offload"]
+
+#: What is smaller (in bytes) stays: a copy takes longer to start than to run.
+SMALL = 1 << 18
+#: So many copies to the host may be under way, and so many back before they are asked for.
+AHEAD = 4
+#: Copies begin at a multiple of this, as memory of the allocator does.
+_ALIGNED = 512
+
+_graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
+
+
+class Offload:
+    """The activations of one stage on the host, in one call.
+
+    Args:
+        lane: the stage's.
+        out: a stream for copies to the host.
+        back: one for those that come back.
+        own: the parameters and buffers of the stage.
+    """
+
+    def __init__(self, lane: Lane, out: Any, back: Any, own: Iterable[Tensor]) -> None:
+        assert lane.streams is not None
+        self.device = lane.device
+        self.streams = lane.streams
+        self.compute, self.out, self.back = lane.compute, out, back
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # to the host, and still here
+        self._own = {storage_of(tensor) for tensor in own}
+        self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # for each micro-batch, in order
+        self._following: dict[int, int] = {}
+        self._known: dict[tuple[int, int, int, int], weakref.ref[_Copy]] = {}
+
+    def goes_back(self, order: Sequence[int]) -> None:
+        """Says in which order micro-batches go back."""
+        self._following = dict(pairwise(order))
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a micro-batch, whose activations go to the host."""
+
+        def offloading(i: int, *args: Any) -> Any:
+            disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+            if disabled is not None:  # by torch.func.grad, for one
+                raise RuntimeError(
+                    f"checkpoint='offload' cannot be used here ({disabled}): use 'never'"
+                )
+            copies = self._copies.setdefault(i, [])
+            try:  # by hand, as in a re-materialized forward
+                torch._C._autograd._push_saved_tensors_default_hooks(
+                    lambda tensor: self._pack(tensor, i, copies), _unpack
+                )
+                return run(i, *args)
+            finally:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+
+        return offloading
+
+    def _pack(self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]) -> _Stays | _Away:
+        if type(tensor) is not Tensor or not _is_plain(tensor) or tensor.device != self.device:
+            return _Stays(tensor)
+        if self.streams.current() != self.compute:  # a layer has streams of its own
+            return _Stays(tensor)
+        start, stop = extent(tensor)
+        storage = storage_of(tensor)
+        if stop - start < SMALL or storage in self._own:
+            return _Stays(tensor)
+        size = tensor.untyped_storage().nbytes()
+        if 2 * (stop - start) >= size:
+            start, stop = 0, size
+        else:  # a part of something larger, such as the mini-batch
+            start -= start % _ALIGNED
+        key = (storage, start, stop, version_of(tensor))
+        known = self._known.get(key)
+        copy = None if known is None else known()
+        if copy is None:
+            copy = _Copy(self, tensor, start, stop, i, len(copies))
+            copies.append(weakref.ref(copy))
+            self._known[key] = weakref.ref(copy)
+        return _Away(copy, tensor)
+
+    def leave(self, copied: Any, memory: Tensor) -> None:
+        """Keeps memory until the compute stream has waited for its copy to be done."""
+        self._leaving.append((copied, memory))
+        self.let_go(AHEAD)
+
+    def let_go(self, most: int = 0) -> None:
+        """Waits for copies to the host, until so many are under way, and frees what they read."""
+        while len(self._leaving) > most:
+            copied, memory = self._leaving.popleft()
+            self.streams.wait(self.compute, copied)
+            del memory  # not before
+
+    def coming(self, i: int, k: int) -> None:
+        """Starts the copies that will be asked for next, before number ``k`` of a micro-batch."""
+        left = AHEAD
+        while True:
+            copies = self._copies.get(i, [])
+            for reference in reversed(copies[:k]):
+                copy = reference()
+                if copy is not None:
+                    copy.fetch()
+                    left -= 1
+                    if not left:
+                        return
+            if i not in self._following:
+                return
+            i = self._following[i]
+            k = len(self._copies.get(i, []))
+
+
+class _Copy:
+    """A part of a storage, on the host.
+
+    Attributes:
+        start: the byte of the storage at which it starts.
+        memory: the bytes on the device, from when they are asked for.
+    """
+
+    __slots__ = (
+        "__weakref__", "_host", "_i", "_k", "_offload", "_source", "_there", "memory",
+        "start", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, offload: Offload, tensor: Tensor, start: int, stop: int, i: int, k: int
+    ) -> None:
+        self._offload = offload
+        self._i, self._k = i, k
+        self.start, self.stop = start, stop
+        self.memory: Tensor | None = None
+        self._there: Any = None
+        storage = tensor.untyped_storage()
+        # Weakly; and no other storage has its address meanwhile.
+        self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        streams, out = offload.streams, offload.out
+        memory = _view(storage, tensor.device, torch.uint8, start, (stop - start,), (1,))
+        self._host = _on_host(stop - start)
+        streams.wait(out, streams.record(offload.compute))
+        with streams.use(out):
+            self._host.copy_(memory, non_blocking=True)
+        offload.leave(streams.record(out), memory)
+
+    def fetch(self) -> None:
+        """Starts to bring it back, unless that was done."""
+        if self.memory is not None:
+            return
+        offload, size = self._offload, self.stop - self.start
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._source.cdata)
+        if storage is not None:  # it was never gone
+            self.memory = _view(storage, offload.device, torch.uint8, self.start, (size,), (1,))
+            return
+        streams, back = offload.streams, offload.back
+        memory = torch.empty(size, dtype=torch.uint8, device=offload.device)
+        # It has waited for the copy to the host, and for all who had this memory before.
+        streams.wait(back, streams.record(offload.compute))
+        with streams.use(back):
+            memory.copy_(self._host, non_blocking=True)
+        self._there = streams.record(back)
+        self.memory = memory
+
+    def here(self) -> Tensor:
+        """Its bytes on the device, for the stream at hand; others are then on their way."""
+        self.fetch()
+        memory, there = self.memory, self._there
+        assert memory is not None
+        offload = self._offload
+        if there is not None:
+            offload.streams.wait(offload.compute, there)
+            self._there = None
+        offload.coming(self._i, self._k)
+        if _graph_stays():
+            self.memory = None
+        return memory
+
+    def __del__(self) -> None:
+        if self._there is not None:  # nobody asked for it: its memory must not be used before
+            self._offload.streams.wait(self._offload.compute, self._there)
+
+
+class _Stays:
+    """What is stored for backward as it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Not the tensor itself: stored by the node that made it, the two would never die.
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = version_of(tensor)
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        _check_version(self._tensor, self._tensor, self._version)
+        return self._tensor
+
+
+class _Away:
+    """A tensor whose memory is on the host."""
+
+    __slots__ = ("_copy", "_layout", "_probe", "_version")
+
+    def __init__(self, copy: _Copy, tensor: Tensor) -> None:
+        self._copy = copy
+        offset = tensor.storage_offset() * tensor.itemsize - copy.start
+        self._layout = (tensor.dtype, offset // tensor.itemsize, tensor.shape, tensor.stride())
+        self._version = version_of(tensor)
+        # Without memory, but it counts the versions of what it is an alias of.
+        self._probe = tensor.detach()
+        self._probe.data = tensor.new_empty(0)
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        dtype, offset, shape, stride = self._layout
+        _check_version(self._probe, None, self._version, dtype, shape)
+        memory = self._copy.here()
+        offset += memory.storage_offset() // dtype.itemsize  # in a storage that was never gone
+        return _view(memory.untyped_storage(), memory.device, dtype, offset, shape, stride)
+
+
+def _unpack(packed: _Stays | _Away) -> Tensor:
+    return packed.value()
+
+
+def _check_version(
+    probe: Tensor, tensor: Tensor | None, version: int, dtype: Any = None, shape: Any = ()
+) -> None:
+    now = version_of(probe)
+    if now != version:  # autograd leaves this to whoever sets hooks
+        what = f"{dtype}{list(shape)}" if tensor is None else described(tensor)
+        raise RuntimeError(
+            f"a tensor ({what}) that is needed for backward was modified in place since the "
+            f"forward (version {version} became {now}): let the layer work on a copy, and call "
+            "backward before the optimizer's step"
+        )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "cpu"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _view(
+    storage: Any, device: torch.device, dtype: Any, offset: int, shape: Any, stride: Any
+) -> Tensor:
+    with torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+
+
+def _on_host(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # a backend without pinned memory
+        return torch.empty(size, dtype=torch.uint8, device="cpu")

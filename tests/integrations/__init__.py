@@ -1,0 +1,1 @@
+"""Pipes in other people's training loops."""

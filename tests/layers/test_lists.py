@@ -1,0 +1,263 @@
+"""Pipes of lists: modules and callables, which become layers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from syncpipe import Pipe, plan
+from syncpipe.balance import balance_by_type, profile
+from tests.support.models import (
+    CHECKPOINT_MODES,
+    assert_equals_plain,
+    assert_same_tree,
+    in_turn,
+    step,
+)
+from tests.support.training import RUNS, WHOLE
+
+
+class Call(nn.Module):
+    """What a callable is in the plain model."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Any) -> Any:
+        return self.function(input)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def shift_(x: Tensor) -> Tensor:
+    return x.add_(0.5)
+
+
+class Power:
+    def __init__(self, exponent: int) -> None:
+        self.exponent = exponent
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x**self.exponent
+
+
+def mixed() -> list[Any]:
+    return [
+        nn.Linear(3, 3),
+        lambda x: torch.relu(x),
+        double,
+        nn.Linear(3, 3),
+        shift_,
+        functools.partial(F.gelu, approximate="tanh"),
+        torch.tanh,
+        Power(2),
+        nn.Linear(3, 2),
+    ]
+
+
+def plain(layers: list[Any]) -> nn.Sequential:
+    return nn.Sequential(*[x if isinstance(x, nn.Module) else Call(x) for x in layers])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[9], [2, 5, 2], [1] * 9])
+def test_a_list_computes_what_the_sequential_does(balance: list[int], checkpoint: str) -> None:
+    layers, x = mixed(), torch.randn(5, 3, requires_grad=True)
+    model = copy.deepcopy(plain(layers))
+    pipe = Pipe(layers, balance, chunks=3, checkpoint=checkpoint)
+    expected, found = step(in_turn(model, 3), model, x), step(pipe, pipe, x)
+    assert_same_tree(vars(found), vars(expected), "step")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_callables_train_under_every_schedule(name: str) -> None:
+    how, devices = RUNS[name]
+    x, target = torch.randn(6, 3), torch.randn(6, 2)
+    grads = []
+    for listed in [True, False]:
+        torch.manual_seed(1)
+        layers = mixed()
+        pipe = Pipe(layers if listed else plain(layers), [2, 2, 3, 2], devices=devices, chunks=3)
+        loss = pipe.train_batch(x, target, loss_fn=F.mse_loss, **how)
+        grads.append([loss, *(p.grad for p in pipe.parameters())])
+    assert_same_tree(*grads, "gradients")
+
+
+def test_the_keys_are_those_of_a_sequential_with_the_same_places() -> None:
+    pipe = Pipe(mixed(), [4, 5])
+    assert list(pipe.state_dict()) == [
+        f"{k}.{name}" for k in (0, 3, 8) for name in ("weight", "bias")
+    ]
+    pipe.load_state_dict(plain(mixed()).state_dict())
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, nn.ModuleList])
+def test_what_yields_layers_is_a_list(kind: Any) -> None:
+    pipe = Pipe(kind([nn.Linear(3, 3), nn.ReLU()]), [1, 1])
+    assert [type(layer) for layer in pipe] == [nn.Linear, nn.ReLU]
+    assert list(pipe.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_mapping_names_its_layers(kind: Any) -> None:
+    pipe = Pipe(kind(stem=nn.Linear(3, 3), act=torch.relu, head=nn.Linear(3, 1)), [2, 1])
+    assert list(pipe.state_dict()) == ["stem.weight", "stem.bias", "head.weight", "head.bias"]
+
+
+def test_a_sequential_stays_the_container_of_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    assert list(Pipe(model, [2])) == list(model)
+
+
+def test_the_repr_shows_the_name_and_the_source_line() -> None:
+    line = double.__code__.co_firstlineno
+    shown = repr(Pipe([double, lambda x: x, functools.partial(double), torch.relu], [4]))
+    assert f"(0): Function(double, test_lists.py:{line})" in shown
+    assert re.search(r"\(1\): Function\(<lambda>, test_lists.py:\d+\)", shown)
+    assert f"(2): Function(partial(double), test_lists.py:{line})" in shown
+    assert "(3): Function(relu)" in shown
+
+
+def test_an_exception_of_a_callable_names_the_layer() -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        Pipe([nn.ReLU(), broken], [1, 1])(torch.randn(2, 3))
+    assert any("layer 1 ('1': Function)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
+def test_a_callable_that_draws_does_so_whatever_the_pipe(balance, checkpoint) -> None:
+    def run(balance: list[int], checkpoint: str) -> list[Any]:
+        torch.manual_seed(3)
+        layers = [nn.Linear(3, 3), lambda x: F.dropout(x, 0.5), nn.Linear(3, 3)]
+        pipe = Pipe(layers, balance, chunks=2, checkpoint=checkpoint)
+        x = torch.randn(6, 3)
+        output = pipe(x)
+        output.sum().backward()
+        return [output, *(p.grad for p in pipe.parameters())]
+
+    assert_same_tree(run(balance, checkpoint), run([2, 1], "never"), "step")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_pipe_of_callables_is_copied_and_pickled(again: Any) -> None:
+    pipe = Pipe([nn.Linear(3, 3), double, functools.partial(F.gelu), torch.tanh, Power(3)], [2, 3])
+    x = torch.randn(4, 3)
+    assert torch.equal(again(pipe)(x), pipe(x))
+
+
+def test_a_callable_that_cannot_be_pickled_says_so_itself() -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        pickle.dumps(Pipe([lambda x: x], [1]))
+
+
+def test_callables_are_compiled_traced_measured_and_planned() -> None:
+    compiled = torch.compile(double, backend="eager")
+    layers = [nn.Linear(3, 3), compiled, nn.Linear(3, 3), lambda x: F.dropout(x, 0.1)]
+    x = torch.randn(4, 3)
+    pipe = Pipe(layers, [2, 2], chunks=2)
+    assert "Function(double, test_lists.py" in repr(pipe)
+    with pipe.trace() as trace:
+        pipe.train_batch(x, loss_fn=lambda y: y.mean())
+    assert trace.table()
+    found = profile(layers, x, timeout=0.0)
+    assert [layer.parameter_bytes for layer in found.layers] == [48, 0, 48, 0]
+    sizes = profile(layers, x, device="meta")
+    assert [layer.output_bytes[4] for layer in sizes.layers] == [48] * 4
+    made = plan(layers, x, devices=["cpu:0", "cpu:1"], batch_size=4, memory="1GB", timeout=0.0)
+    assert sum(made.balance) == 4
+
+
+def test_a_type_matches_the_name_of_a_callable() -> None:
+    layers = [nn.Linear(3, 3), double, double, nn.Linear(3, 3), double, double]
+    assert balance_by_type(2, layers, "^double$") == [4, 2]
+    assert balance_by_type(4, layers, "DOUBLE") == [2, 2, 1, 1]
+
+
+NO_LAYERS: dict[str, tuple[Any, str]] = {
+    "class": (
+        [nn.ReLU(), nn.Linear],
+        r"layer 1 is the class Linear.*Linear\(\.\.\.\).*LayerSpec\(",
+    ),
+    "other class": ([str], r"layer 0 is the class str: a layer cannot be a class"),
+    "nested": ([[nn.ReLU()]], r"layer 0 is a list: unpack it.*nn\.Sequential\(\*layers\)"),
+    "none": ([nn.ReLU(), None], r"layer 1 is a NoneType.*a module, a callable or a LayerSpec"),
+    "number": ([3], r"layer 0 is a int \(3\)"),
+    "generator": ([lambda x: (yield x)], r"layer 0: <lambda>.*generator.*@skippable"),
+    "set": ({nn.ReLU()}, "not set"),
+    "string": ("relu", "not str"),
+    "tensor": (torch.ones(2), "not Tensor"),
+    "pipe": (Pipe([nn.ReLU()], [1]), "not Pipe"),
+}
+
+
+@pytest.mark.parametrize("what", NO_LAYERS)
+def test_what_is_no_layer_is_refused(what: str) -> None:
+    layers, message = NO_LAYERS[what]
+    with pytest.raises(TypeError, match=message):
+        Pipe(layers, [1])
+
+
+def hidden() -> dict[str, Any]:
+    linear = nn.Linear(3, 3)
+
+    def closes_over(x: Tensor) -> Tensor:
+        return linear(x)
+
+    def default(x: Tensor, layer: nn.Module = linear) -> Tensor:
+        return layer(x)
+
+    class Holds:
+        def __init__(self) -> None:
+            self.inner = linear
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    weight = linear.weight
+    return {
+        "closure": closes_over,
+        "default": default,
+        "attribute": Holds(),
+        "method": linear.forward,
+        "partial": functools.partial(F.linear, weight=linear.weight),
+        "partial of a module": functools.partial(linear),
+        "parameter": lambda x: x @ weight,
+    }
+
+
+@pytest.mark.parametrize("how", hidden())
+def test_parameters_that_the_pipe_would_not_see_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match=r"layer 1: .*parameters.*TiedLayerSpec"):
+        Pipe([nn.ReLU(), hidden()[how]], [2])
+
+
+def test_a_method_of_a_module_without_parameters_is_fine() -> None:
+    x = torch.randn(2, 3)
+    assert torch.equal(Pipe([nn.Flatten(0).forward], [1])(x), x.flatten())
+
+
+def test_skips_pass_callables() -> None:
+    from tests.support.models import Receive, Send
+
+    model = nn.Sequential(Send(), Call(torch.tanh), Receive())
+    x = torch.randn(4, 4, 3, requires_grad=True)
+    found = Pipe([Send(), torch.tanh, Receive()], [1, 1, 1], chunks=2)
+    expected = assert_equals_plain(model, x, [1, 2], chunks=2)
+    assert torch.equal(found(x), expected(x))

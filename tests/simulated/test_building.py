@@ -1,0 +1,121 @@
+"""Layers are built on their devices: nothing of them is ever on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe import LayerSpec, Pipe, TiedLayerSpec
+from syncpipe.balance import profile
+from tests import simulated
+from tests.support.allocation import HostBytes
+
+A, B = simulated.devices(2)
+WIDTH = 256
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def specs() -> list[Any]:
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(6)]
+
+
+def on_meta() -> list[nn.Module]:
+    with torch.device("meta"):
+        return [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("layers", [specs, on_meta])
+def test_layers_come_to_be_on_their_devices(layers: Any, seed: int | None) -> None:
+    before = [simulated.live_bytes(device) for device in (A, B)]
+    with HostBytes() as host:
+        pipe = Pipe(layers(), "parameters", devices=[A, B], seed=seed)
+        most = host.most
+    assert most < LAYER / 4  # states of generators
+    live = [simulated.live_bytes(device) for device in (A, B)]
+    for now, earlier in zip(live, before, strict=True):
+        assert 3 * LAYER <= now - earlier < 3.5 * LAYER
+    assert [p.device for p in pipe.parameters()] == [A] * 6 + [B] * 6
+    assert all(p.isfinite().all() for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("layers", [specs, on_meta])
+def test_every_balance_starts_from_the_same_weights(layers: Any) -> None:
+    states = []
+    for balance, devices in [([6], [B]), ([2, 4], [A, B]), ([1, 1, 4], [B, A, B])]:
+        generators = [torch.get_device_module(A).default_generators[k] for k in range(2)]
+        before = [generator.get_state() for generator in generators]
+        pipe = Pipe(layers(), balance, devices=devices, seed=7)
+        assert all(map(torch.equal, before, [g.get_state() for g in generators]))
+        states.append([p.cpu() for p in pipe.parameters()])
+    assert all(map(torch.equal, states[0], states[1]))
+    assert all(map(torch.equal, states[0], states[2]))
+
+
+def test_layers_are_measured_on_the_device_one_after_another() -> None:
+    x = torch.randn(4, WIDTH, device=A)
+    before = simulated.live_bytes(A)
+    with HostBytes() as host:
+        profile(specs(), x, timeout=0.0)
+        assert host.most < LAYER / 4
+    assert simulated.live_bytes(A) == before
+
+
+@pytest.mark.parametrize("layers", [specs, on_meta])
+def test_what_initialises_works_on_the_device(layers: Any) -> None:
+    def init(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 2.0))
+
+    with HostBytes() as host:
+        pipe = Pipe(layers(), [3, 3], devices=[A, B], init_fn=init)
+        assert host.most < LAYER / 4
+    assert [p.device for p in pipe.parameters()] == [A] * 6 + [B] * 6
+
+
+def test_a_layer_with_values_in_part_is_measured() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), *on_meta()[:1])
+    found = profile([layer], torch.randn(4, WIDTH, device=A), timeout=0.0, device=A)
+    assert found.layers[0].parameter_bytes == 2 * LAYER
+
+
+def test_a_tied_weight_is_there_once() -> None:
+    before = simulated.live_bytes(A)
+    layers = [TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
+    pipe = Pipe(layers, [4], devices=[A])
+    assert simulated.live_bytes(A) - before < 1.5 * LAYER
+    assert pipe(torch.randn(2, WIDTH, device=A)).device == A
+
+
+def test_edited_layers_are_on_the_device_of_their_stage() -> None:
+    pipe = Pipe(specs(), [3, 3], devices=[A, B])
+    pipe.insert(0, nn.Linear(WIDTH, WIDTH)).append(LayerSpec(nn.Linear, WIDTH, 2))
+    assert [pipe[0].weight.device, pipe[-1].weight.device] == [A, B]
+    assert pipe(torch.randn(2, WIDTH, device=A)).shape == (2, 2)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_tied_weight_is_on_the_device_of_its_owner(seed: int | None) -> None:
+    before = [simulated.live_bytes(device) for device in (A, B)]
+    spec = TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH, bias=False)
+    pipe = Pipe([spec, torch.tanh, spec], [1, 2], devices=[A, B], seed=seed)
+    assert pipe[2].weight is pipe[0].weight
+    assert pipe[0].weight.device == A
+    live = [simulated.live_bytes(device) for device in (A, B)]
+    assert live[0] - before[0] < 1.5 * LAYER
+    assert live[1] - before[1] < 0.5 * LAYER
+    pipe(torch.randn(4, WIDTH, device=A)).sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+def test_a_weight_that_was_tied_on_meta_is_on_the_device_of_its_owner() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        model[2].weight = model[0].weight
+    pipe = Pipe(model, [1, 2], devices=[A, B], seed=1)
+    assert pipe[2].weight is pipe[0].weight
+    assert [p.device for p in pipe.parameters()] == [A, A, B]
+    pipe(torch.randn(4, WIDTH, device=A)).sum().backward()
+    assert pipe[0].weight.grad is not None

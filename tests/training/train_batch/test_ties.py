@@ -1,0 +1,273 @@
+"""P1 of ``train_batch`` for weights that several stages share."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from syncpipe import Pipe, inline
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.ties import MAKE, WIDTH, WORDS, TiedSpec, language_model, modes, words
+from tests.support.training import (
+    RUNS,
+    any_schedule,
+    assert_same_step,
+    device_of,
+    fitting,
+    orders_of,
+    pipe_step,
+    plain_step,
+    schedule_of,
+)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+specs = st.builds(
+    TiedSpec,
+    st.lists(st.sampled_from(sorted(MAKE)), min_size=1, max_size=6).map(tuple),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=3
+    ).map(tuple),
+    head=st.booleans(),
+    frozen=st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=250)
+@given(data=st.data(), spec=specs, chunks=st.integers(1, 5), size=st.integers(1, 7))
+def test_train_batch_equals_the_plain_loop_to_the_last_bit(
+    data: st.DataObject, spec: TiedSpec, chunks: int, size: int
+) -> None:
+    plain, count = spec.build(), len(spec.kinds) + 2
+    assume(any(p.requires_grad for p in plain.parameters()))
+    cuts = data.draw(st.sets(st.integers(1, count - 1), max_size=3).map(sorted))
+    balance = [b - a for a, b in pairwise([0, *cuts, count])]
+    workers = st.lists(st.integers(0, 3), min_size=len(balance), max_size=len(balance))
+    pipe = Pipe(
+        spec.build(),
+        balance,
+        devices=[f"cpu:{w}" for w in data.draw(workers)],
+        chunks=chunks,
+        checkpoint=data.draw(modes(count)),
+    )
+    x, devices = words(size), device_of(pipe)
+    m = len(x.chunk(chunks))
+    for k in range(2):
+        run: Any = data.draw(st.sampled_from([*fitting(devices), "any"]))
+        if run == "any":
+            seed = data.draw(st.integers(0, 2**32))
+            run = any_schedule(m, devices, seed=seed, halves=True, in_order=False)
+        schedule, target = schedule_of(pipe, m, run), words(size, 1 + k)
+        expected = plain_step(
+            plain, x, target, loss_fn=loss_of, chunks=chunks, orders=orders_of(schedule),
+            balance=balance,
+        )  # fmt: skip
+        actual = pipe_step(pipe, x, target, loss_fn=loss_of, schedule=schedule)
+        assert_same_step(actual, expected, exact=not schedule.splits)
+        for module in (pipe, plain):
+            for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+                p.grad = None if q.grad is None else q.grad.clone()  # of halves: the same bits
+                with torch.no_grad():
+                    p -= 0 if p.grad is None else 0.1 * p.grad
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_tied_head_learns_as_in_the_plain_loop(run, checkpoint):
+    options, devices = RUNS[run]
+    plain = language_model()
+    pipe = Pipe(language_model(), [1, 2, 1, 1], devices=devices, chunks=4, checkpoint=checkpoint)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.5, 0.9) for module in (pipe, plain)]
+    x, target = words(8), words(8, 1)
+    losses = []
+    for _ in range(4):
+        schedule = schedule_of(pipe, 4, options.get("schedule", "1f1b"))
+        expected = plain_step(
+            plain, x, target, loss_fn=loss_of, chunks=4, orders=orders_of(schedule),
+            balance=pipe.balance,
+        )  # fmt: skip
+        losses.append((pipe.train_batch(x, target, loss_fn=loss_of, **options), expected.loss))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in losses:
+        torch.testing.assert_close(ours, theirs)
+        assert schedule.splits or torch.equal(ours, theirs)
+    assert losses[-1][0] < losses[0][0]
+
+
+def test_three_stages_add_in_the_plain_loops_order_whoever_is_late():
+    # 0.1 + 0.2 + 0.3 is not 0.1 + (0.2 + 0.3)
+    weight = nn.Parameter(torch.tensor([0.7]))
+
+    class Add(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.weight, self.factor = weight, factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight * self.factor
+
+    model = nn.Sequential(*[Add(factor) for factor in (0.3, 0.2, 0.1)])
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
+    x = torch.zeros(2, 1)
+    for _ in range(20):
+        weight.grad = plain[0].weight.grad = None
+        pipe.train_batch(x, loss_fn=lambda y: y.mean())
+        for piece in x.chunk(2):
+            (plain(piece).mean() / 2).backward()
+        assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
+
+
+def test_a_frozen_tied_weight_gets_nothing_and_is_used():
+    model = TiedSpec(("block", "linear"), frozen=True).build()
+    pipe = Pipe(model, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2)
+    pipe.train_batch(words(4), words(4, 1), loss_fn=loss_of)
+    assert pipe[0].weight.grad is None
+    assert pipe[1].out.weight.grad is not None
+
+
+def test_a_stage_that_does_not_use_its_tied_weight_adds_nothing():
+    class Idle(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Idle(3, 3), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
+    x = torch.randn(4, 3)
+    pipe.train_batch(x, loss_fn=lambda y: y.mean())
+    for piece in x.chunk(2):
+        (plain(piece).mean() / 2).backward()
+    assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_loss_may_use_a_tied_weight(by_hand):
+    plain = language_model(1)
+    pipe = Pipe(language_model(1), [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
+    x, target = words(4), words(4, 1)
+
+    def penalized(module: nn.Module) -> Any:
+        # All parameters, as a penalty has them: it must see the one that the optimizer sees.
+        return lambda y, t: loss_of(y, t) + sum(p.square().sum() for p in module.parameters())
+
+    if by_hand:
+        with inline():
+            pipe.train_batch(x, target, loss_fn=penalized(pipe))
+    else:
+        pipe.train_batch(x, target, loss_fn=penalized(pipe))
+    for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
+        (penalized(plain)(plain(a), b) / 2).backward()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_failed_call_leaves_the_gradient_of_a_tied_weight_as_it_was():
+    calls = []
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(0)
+            if len(calls) == 7:
+                raise ValueError("seven")
+            return x
+
+    model = language_model(1)
+    head = model.pop(-1)
+    pipe = Pipe(
+        nn.Sequential(*model, Fails(), head), [2, 1, 1],
+        devices=["cpu:0", "cpu:1", "cpu:2"], chunks=4, checkpoint="never",
+    )  # fmt: skip
+    x, target = words(8), words(8, 1)
+    pipe.train_batch(x, target, loss_fn=loss_of)
+    before = [p.grad.clone() for p in pipe.parameters()]
+    with pytest.raises(ValueError, match="seven"):
+        pipe.train_batch(x, target, loss_fn=loss_of)
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+        p.grad = None
+    pipe.train_batch(x, target, loss_fn=loss_of)
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_a_scaler_and_autocast_see_the_sum():
+    plain, scaler = language_model(1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    pipe = Pipe(language_model(1), [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    x, target = words(4), words(4, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.train_batch(x, target, loss_fn=loss_of, grad_scaler=scaler)
+        shares = [
+            loss_of(plain(a), b) / 2 for a, b in zip(x.chunk(2), target.chunk(2), strict=True)
+        ]
+    for share in shares:
+        scaler.scale(share).backward()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
+
+
+def test_gradients_of_an_embedding_may_be_sparse():
+    embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
+    model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
+    model[2].weight = embedding.weight
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
+    x, target = words(4), words(4, 1)
+    pipe.train_batch(x, target, loss_fn=loss_of)
+    for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
+        (loss_of(plain(a), b) / 2).backward()
+    assert torch.equal(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+def test_a_gpt2_of_hugging_face_trains_with_its_head_tied():
+    transformers = pytest.importorskip("transformers")
+
+    class Embeddings(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.wte, self.wpe = model.wte, model.wpe
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+
+    class Layer(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.block(x)
+            return output[0] if isinstance(output, tuple) else output
+
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    body = model.transformer
+    layers = nn.Sequential(Embeddings(body), *map(Layer, body.h), body.ln_f, model.lm_head)
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [2, 3], devices=["cpu:0", "cpu:1"], chunks=4)
+    x, target = words(8), words(8, 1)
+    pipe.train_batch(x, target, loss_fn=loss_of, schedule="1f1b")
+    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
+        (loss_of(plain(a), b) / 4).backward()
+    assert pipe[0].wte.weight is pipe[4].weight
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    model.tie_weights()
+    pipe(x)
