@@ -141,19 +141,20 @@ class Prints:
         self._recomputations: dict[int, list[tuple[_Print, _Print]]] = {}
 
     def watch(self, layers: list[Layer]) -> None:
-        """Hooks themselves on. A layer is run by one thread at a time."""
-        for layer in {id(layer.module): layer for layer in layers}.values():
-            key = id(layer.module)
+        """Hooks itself on, where a module is only one layer, and run by one thread at a time."""
+        for layer in layers:
+            key = layer.index
             self._given[key], self._forwards[key], self._recomputations[key] = [], [], []
-            layer.module.register_forward_pre_hook(self._before)
-            layer.module.register_forward_hook(self._after)
+            if [other.module for other in layers].count(layer.module) == 1:
+                layer.module.register_forward_pre_hook(partial(self._before, key))
+                layer.module.register_forward_hook(partial(self._after, key))
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._given[id(module)].append(_print(args))
+    def _before(self, key: int, module: nn.Module, args: Any) -> None:
+        self._given[key].append(_print(args))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, key: int, module: nn.Module, args: Any, output: Any) -> None:
         pairs = self._recomputations if is_recomputing() else self._forwards
-        pairs[id(module)].append((self._given[id(module)].pop(), _print(output)))
+        pairs[key].append((self._given[key].pop(), _print(output)))
 
     def first_other(self, plain: Prints, layers: list[Layer]) -> tuple[Layer, bool] | None:
         """The first layer that gave something else than in a plain run, or when it was recomputed.
@@ -162,13 +163,14 @@ class Prints:
             The layer, and whether it was when it was recomputed.
         """
         for layer in layers:
-            key = id(layer.module)
-            outputs = [[out for _, out in prints._forwards[key]] for prints in (self, plain)]
+            outputs = [
+                [out for _, out in prints._forwards[layer.index]] for prints in (self, plain)
+            ]
             if len(outputs[0]) != len(outputs[1]) or not all(map(_close, *outputs)):
                 return layer, False
         for layer in layers:
-            forwards = self._forwards[id(layer.module)]
-            for given, output in self._recomputations[id(layer.module)]:
+            forwards = self._forwards[layer.index]
+            for given, output in self._recomputations[layer.index]:
                 before = [out for then, out in forwards if _close(then, given)]
                 if before and not any(_close(out, output) for out in before):
                     return layer, True

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
+from syncpipe.layers.unpack import Unpacked
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
@@ -49,9 +51,29 @@ class Layer:
     stage: Stage
     device: torch.device
 
+    def call(self) -> Callable[[Any], Any]:
+        """How it is called. Tied weights of another device come here, and gradients go back."""
+        tensors = chain(self.module.named_parameters(), self.module.named_buffers())
+        away = {name: t for name, t in tensors if not same_memory(t.device, self.device)}
+        unpack = self.stage.partition.unpack
+        call: Callable[..., Any] = Unpacked(self.module) if unpack else self.module
+        if not away:
+            return call
+        here = placed({f"module.{name}": tensor for name, tensor in away.items()}, self.device)
+        holder = _Holder(self.module, call)
+        return lambda value: torch.func.functional_call(holder, here, (value,))
+
     def __str__(self) -> str:
         """As in messages of the pipe."""
         return f"layer {self.index} ({self.name!r}: {type(self.module).__name__})"
+
+
+class _Holder(nn.Module):
+    """Calls a module in some way, so that tensors of it can be replaced meanwhile."""
+
+    def __init__(self, module: nn.Module, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module, self.forward = module, call
 
 
 def layers_of(pipeline: Pipeline) -> list[Layer]:
@@ -108,9 +130,10 @@ class PlainRun:
         """A layer's output for a micro-batch."""
         try:
             with use_store(store), self._collecting(layer.stage):
+                call = layer.call()
                 if never_draws(layer.module):
-                    return layer.module(value)
-                return self._seeded(Generators(layer.device), layer.index, i, layer.module, value)
+                    return call(value)
+                return self._seeded(Generators(layer.device), layer.index, i, call, value)
         except BaseException as error:
             annotate(error, f"in {layer}, micro-batch {i}, run plainly")
             raise

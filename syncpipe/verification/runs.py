@@ -242,6 +242,7 @@ class Runs:
         for name, module in self._modules.items():
             parameters.update({f"{name}.{key}": p for key, p in module.named_parameters()})
             buffers.update({f"{name}.{key}": b for key, b in module.named_buffers()})
+        parameters, buffers = _each_once(parameters), _each_once(buffers)
         for k, leaf in enumerate(self._others):
             parameters[f"tensor {k} of no layer, {described(leaf)}"] = leaf
         return Result(
@@ -258,6 +259,12 @@ def _watched(runs: Runs, watch: Watch, run: Callable[[], Result]) -> Result:
     if watch is not None:
         watch(runs.layers)
     return run()
+
+
+def _each_once(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors by their first name: that is the owner's, who adds up the gradients."""
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if names[id(tensor)] == name}
 
 
 def _fresh(tree: Any) -> Any:
