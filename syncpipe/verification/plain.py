@@ -73,7 +73,11 @@ class _Holder(nn.Module):
 
     def __init__(self, module: nn.Module, call: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.module, self.forward = module, call
+        self.module = module
+        self.way = [call]  # not as one more module
+
+    def forward(self, value: Any) -> Any:
+        return self.way[0](value)
 
 
 def layers_of(pipeline: Pipeline) -> list[Layer]:

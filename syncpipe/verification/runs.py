@@ -26,7 +26,7 @@ from syncpipe.training.leaves import leaves_of
 from syncpipe.training.losses import Loss
 from syncpipe.training.objective import Objective
 from syncpipe.training.sources import FromMiniBatch
-from syncpipe.training.train import _objective as objective_of
+from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
 from syncpipe.verification.compare import named
 from syncpipe.verification.plain import Layer, PlainRun, layers_of, placed

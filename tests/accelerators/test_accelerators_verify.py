@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
 from tests.support import accelerator as acc
-from tests.verification.models import WIDTH, Counter, Receive, Send, batch, linear
+from tests.verification.models import WIDTH, Counter, Receive, Send, batch, linear, pipe_of
+from tests.verification.test_clean import tied
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -50,6 +51,13 @@ def test_masked_targets_on_a_device() -> None:
     assert verify(pipe, *data, loss_fn=loss_fn).ok
     assert verify(pipe, *data, loss_fn=F.cross_entropy).ok
     assert not verify(pipe, *data, loss_fn=lambda o, t: F.cross_entropy(o, t)).ok
+
+
+def test_tied_weights() -> None:
+    devices = [acc.device(1), acc.device(0), acc.device(2)]
+    pipe = pipe_of(*tied(), balance=[2, 2, 2], devices=devices)
+    x = torch.randint(9, (12,))
+    assert verify(pipe, x.to(devices[0]), x, loss_fn=F.cross_entropy).ok
 
 
 def test_a_culprit() -> None:

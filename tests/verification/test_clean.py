@@ -104,6 +104,29 @@ def test_gradients_that_are_one_tensor() -> None:
     assert_exact(report)
 
 
+def tied() -> list[nn.Module]:
+    embedding, block, head = nn.Embedding(9, WIDTH), linear(), nn.Linear(WIDTH, 9, bias=False)
+    head.weight = embedding.weight
+    return [embedding, nn.Dropout(0.1), block, nn.Tanh(), block, head]
+
+
+@pytest.mark.parametrize("balance", [[3, 3], [2, 2, 2], [1] * 6], ids=str)
+def test_tied_weights(balance: list[int]) -> None:
+    x = torch.randint(9, (11,))
+    assert_exact(verify(pipe_of(*tied(), balance=balance), x, x, loss_fn=F.cross_entropy))
+
+
+def test_functions_and_layers_that_take_several_values() -> None:
+    class Mixes(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * b
+
+    layers = [Mixes(), torch.tanh, linear()]
+    pipe = Pipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=3, unpack=True)
+    x, y = batch(9)
+    assert_exact(verify(pipe, (x, x + 1), y, loss_fn=F.cross_entropy))
+
+
 def test_trees_and_targets_by_key() -> None:
     class First(nn.Module):
         def forward(self, d: Any) -> Any:
