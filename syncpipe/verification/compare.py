@@ -82,14 +82,13 @@ def compare(
     """
     if not expected and not actual:
         return NOTHING
-    found: dict[str, tuple[float, float, str]] = {}  # difference, what rounding is, words
-    largest = max((_largest(value) for value in expected.values()), default=0.0)
-    for name in dict.fromkeys([*expected, *actual]):
-        a, b = actual.get(name), expected.get(name)
-        if not same_bits(a, b):
-            found[name] = _difference(a, b, largest, rounding)
-    if not found:
+    pairs = {n: (actual.get(n), expected.get(n)) for n in dict.fromkeys([*expected, *actual])}
+    pairs = {name: pair for name, pair in pairs.items() if not same_bits(*pair)}
+    if not pairs:
         return Comparison("equal")
+    largest = max((_largest(value) for value in expected.values()), default=0.0)
+    # For each the difference, what would be rounding, words.
+    found = {name: _difference(*pair, largest, rounding) for name, pair in pairs.items()}
     names = tuple([name for name, (far, limit, _) in found.items() if not far <= limit])
     at = max(names or found, key=lambda name: found[name][0])
     status: Status = "different" if names else "rounding"
@@ -127,9 +126,11 @@ def _largest(value: Any) -> float:
     """The largest finite value of a tensor."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0.0
+    if not value.numel():
+        return 0.0
     sizes = value.abs()
-    sizes = sizes[sizes.isfinite()]
-    return float(sizes.max()) if sizes.numel() else 0.0
+    largest = float(sizes.max())
+    return largest if math.isfinite(largest) else float(sizes.nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _short(value: Any) -> str:
