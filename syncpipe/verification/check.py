@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +37,7 @@ def verify(
     target: Any = None,
     *,
     loss_fn: Callable[..., Any],
-    schedules: Iterable[ScheduleLike] | None = None,
+    schedules: Iterable[ScheduleLike] | ScheduleLike | None = None,
     weight: Callable[[Any], Any] | Sequence[Any] | None = None,
     loss_reduction: str | None = None,
 ) -> Report:
@@ -68,8 +69,8 @@ def verify(
         input: as for ``train_batch``.
         target: the same.
         loss_fn: the same.
-        schedules: names, schedules, or functions that make them; None for all that have a name,
-            and the pipe's own.
+        schedules: names, schedules, or functions that make them, or one of these; None for all
+            that have a name, and the pipe's own.
         weight: as for ``train_batch``.
         loss_reduction: the same.
 
@@ -93,16 +94,22 @@ def verify(
     pipe._source(input, target, None)  # refuses what train_batch would refuse
     input, target = input_and_target(input, target)
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
-    return _Check(Runs(pipe, input, target, loss, options), loss, asked).report()
+    pipeline = pipe._ready()
+    with pipeline.training:  # nobody trains it meanwhile
+        checked = set(pipeline.checked)
+        try:
+            return _Check(Runs(pipe, input, target, loss, options), loss, asked).report()
+        finally:  # with these arguments it was checked, not with others
+            pipeline.checked &= checked
 
 
-def _schedules(pipe: Pipe, asked: Iterable[ScheduleLike] | None) -> list[ScheduleLike]:
+def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
     """What ``train_batch`` runs under.
 
     Raises:
         TypeError, ValueError: there is no such schedule.
     """
-    if isinstance(asked, str | Schedule):
+    if isinstance(asked, str | os.PathLike | Schedule) or callable(asked):
         asked = [asked]
     if asked is not None:
         return [checked_schedule(schedule) for schedule in asked]
@@ -118,6 +125,7 @@ class _Check:
         self._runs, self._loss, self._schedules = runs, loss, schedules
         self._apart: dict[tuple[int, ...], Result] = {}
         self._seen: list[Observation] | None = None
+        self._findings: dict[tuple[str, ...], Finding] = {}
         self._rounding = _rounding(runs)
         pipe = runs.pipe
         devices = ", ".join(map(str, pipe.devices))
@@ -133,11 +141,12 @@ class _Check:
         except BaseException as error:
             annotate(error, "in verify: the plain model, on the whole mini-batch")
             raise
-        together = self._tried(Run("micro-batches", "plain", _PLAIN), self._on_micro_batches)
+        run = self._run("micro-batches", "plain", _PLAIN)
+        together = self._tried(run, partial(runs.together, runs.pipe.chunks))
         if together is not None:
-            self._beside_whole(together, whole)
+            self._beside_whole(run, together, whole)
             self._losses(together)
-            run = Run("pipe(x)", "pipe", _PIPE)
+            run = self._run("pipe(x)", "pipe", _PIPE)
             if (found := self._tried(run, runs.forward)) is not None:
                 self._compared(run, found, together)
                 self._explained(run, runs.forward, [runs.m - 1])
@@ -151,17 +160,14 @@ class _Check:
             )
         return report
 
-    def _on_micro_batches(self) -> Result:
-        return self._runs.together(self._runs.pipe.chunks)
-
     # --- runs ------------------------------------------------------------------------------------
 
-    def _beside_whole(self, together: Result, whole: Result) -> None:
-        run = self._report.runs[-1]
-        if self._runs.m == 1:
-            self._compared(run, together, whole)
-            return
-        if not together.drew:
+    def _run(self, name: str, kind: Literal["plain", "pipe"], beside: str) -> Run:
+        self._report.runs.append(Run(name, kind, beside))
+        return self._report.runs[-1]
+
+    def _beside_whole(self, run: Run, together: Result, whole: Result) -> None:
+        if not together.drew or self._runs.m == 1:
             self._compared(run, together, whole)
         else:
             run.outputs = _worst([o for o in self._observed() if not o.draws])
@@ -185,7 +191,7 @@ class _Check:
 
     def _losses(self, together: Result) -> None:
         """Whether the losses of micro-batches make that of the mini-batch."""
-        run = Run("loss of each micro-batch", "plain", _LOSS)
+        run = self._run("loss of each micro-batch", "plain", _LOSS)
         order = tuple(range(self._runs.m))
         apart = self._tried(run, lambda: self._in_order(order))
         if apart is None:
@@ -213,13 +219,12 @@ class _Check:
             )
 
     def _under(self, schedule: ScheduleLike) -> None:
-        run = Run(_name(schedule), "pipe", _PIPE)
+        run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
         pipeline = self._runs.pipeline
         try:
             plan = build(schedule, self._runs.m, pipeline.worker_of)
         except ValueError as error:
             run.not_applicable = str(error)
-            self._report.runs.append(run)
             return
         orders = orders_of(plan)
         expected = self._tried(run, partial(self._expected, orders))
@@ -248,15 +253,14 @@ class _Check:
 
     def _tried(self, run: Run, make: Callable[[], Result]) -> Result | None:
         """The result; None if it failed."""
-        if run not in self._report.runs:
-            self._report.runs.append(run)
         try:
             return make()
         except Exception as error:
             notes = "; ".join(getattr(error, "__notes__", ()))
-            run.error = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-        what = f"raised {run.error}"
-        self._find(run, what, "", reason_of_error(run.error, self._observed()))
+            words = f"{type(error).__name__}: {error}"
+            run.error = words + (f" ({notes})" if notes else "")
+        reason = reason_of_error(run.error, self._observed())
+        self._find(run, f"raised {run.error}", "", reason, words)
         return None
 
     # --- what differs ----------------------------------------------------------------------------
@@ -295,14 +299,14 @@ class _Check:
             return None
         return ours.first_other(plain, self._runs.layers)
 
-    def _find(self, run: Run, what: str, where: str, reason: str) -> None:
-        """One finding for all runs of a kind in which it is the same."""
-        for finding in self._report.findings:
-            same = finding.where == where and finding.reason == reason
-            if same and run.kind == "pipe" == self._report[finding.runs[0]].kind:
-                finding.runs.append(run.name)
-                return
-        self._report.findings.append(Finding([run.name], what, where, reason))
+    def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
+        """One finding for all runs of the pipe in which it is the same."""
+        who = "" if run.kind == "pipe" else run.name
+        new = Finding([], what, where, reason)
+        finding = self._findings.setdefault((who, where, reason, error), new)
+        finding.runs.append(run.name)
+        if finding is new:
+            self._report.findings.append(new)
 
     def _last(self, run: Run) -> str:
         """The last layer whose gradients differ: it is the first one that goes back."""
@@ -327,10 +331,6 @@ def _worst(seen: list[Observation]) -> Comparison:
         key=lambda c: (order.index(c.status), c.distance),
         default=Comparison("none"),
     )
-
-
-def _name(schedule: ScheduleLike) -> str:
-    return shown(schedule).strip("'")
 
 
 def _rounding(runs: Runs) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
@@ -54,6 +54,7 @@ def test_the_schedules_that_are_asked_for() -> None:
     with pytest.raises(KeyError, match="the runs are"):
         report["1f1b"]
     own = partial(one_f_one_b, slots="overlap")
+    assert len(verify(pipe, *data, loss_fn=F.cross_entropy, schedules=own).runs) == 4
     pipe.schedule = own
     report = verify(pipe, *data, loss_fn=F.cross_entropy)
     assert report["partial(one_f_one_b, slots='overlap')"].outputs.status == "equal"
@@ -80,6 +81,17 @@ def test_hooks_of_partitions_run_plainly_too() -> None:
     pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
     assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
     assert "forward" not in vars(pipe.partitions[0])
+
+
+def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    pipe, (x, y) = pipe_of(linear(), linear(), linear()), batch()
+    y[:2] = -100
+    assert verify(pipe, x, y, loss_fn=loss_fn, weight=lambda t: (t != -100).sum()).ok
+    with pytest.warns(UserWarning, match="weight="):
+        pipe.train_batch(x, y, loss_fn=loss_fn)
 
 
 def test_no_target() -> None:
