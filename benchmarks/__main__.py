@@ -2,11 +2,11 @@
 
     python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
 
-A name is a group (``overhead``, ``schedules``, ``planning``, ``papers``, ``peers``) or one part of
-it (``schedules.ideal``); without one all are run. The report, Markdown with tables and pictures, is
-written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two cores: to see
-that everything runs; the numbers say nothing. Each group can be run by itself with more options,
-``python -m benchmarks.schedules --help``.
+A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``) or
+one part of it (``schedules.ideal``); without one all are run. The report, Markdown with tables and
+pictures, is written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two
+cores: to see that everything runs; the numbers say nothing. Each group can be run by itself with
+more options, ``python -m benchmarks.schedules --help``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import common
 from benchmarks.common import Part
 from benchmarks.group import Group, Options, missing_extra
+from benchmarks.memory.parts import GROUP as MEMORY
 from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.papers.costs import PaperOptions
 from benchmarks.papers.parts import COLUMNS
@@ -32,6 +33,7 @@ from benchmarks.schedules.parts import GROUP as SCHEDULES
 
 GROUPS: tuple[tuple[Group, type[Options]], ...] = (
     (OVERHEAD, Options),
+    (MEMORY, Options),
     (SCHEDULES, Options),
     (PLANNING, PlanningOptions),
     (PAPERS, PaperOptions),

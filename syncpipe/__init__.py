@@ -8,10 +8,11 @@ Example::
     model(input).sum().backward()
 """
 
-from syncpipe.checkpoint import Selective
+from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
+from syncpipe.options.checkpoint import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
 from syncpipe.runtime.inline import inline
@@ -36,5 +37,6 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "plan",
+    "sequential",
     "verify",
 ]

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather, scatter
+from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
+from syncpipe.layers.conversion.names import in_order
 from syncpipe.layers.editing import Editable
 from syncpipe.layers.listing import Layers, as_sequential, has_specs
 from syncpipe.layers.placement import (
@@ -37,6 +37,7 @@ from syncpipe.layers.placement import (
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.ties import check_memory, find_ties
 from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.options.checkpoint import modes_of_stages
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
@@ -242,6 +243,12 @@ class Partitioned(Editable):
                 if key.startswith(prefix) and name in homes and isinstance(value, Tensor):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the wrapped module."""
+        return in_order(self, prefix, recurse, remove_duplicate)
 
     def _shown_stages(self) -> Iterator[str]:
         """The lines of the ``repr`` that show the layers."""

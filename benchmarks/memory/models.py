@@ -120,7 +120,7 @@ def gpt2(quick: bool) -> Entry:
         partial(nn.LayerNorm, width),
         partial(nn.Linear, width, words, bias=False),
     ]
-    rows = 8
+    rows = 4
 
     def batch() -> tuple[Tensor, Tensor]:
         tokens = torch.randint(words, (rows, length + 1))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Two parts for GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host,
-on ``meta``, or layer by layer as specs) and ``step`` (nothing re-materialized, whole cells, layers,
-all but some operations; activations on the host). The devices are accelerators; where there are
-none, simulated ones, whose memory is counted in the same way (they need a C++ compiler, and the
-tests' folder).
+GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host, on ``meta``,
+or layer by layer as specs), ``gpt2`` and ``resnet50`` (a step of it with nothing re-materialized,
+whole cells, layers, all but some operations; with activations on the host). The devices are
+accelerators; where there are none, simulated ones, whose memory is counted in the same way (they
+need a C++ compiler, and the tests' folder).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,52 +69,51 @@ def build(options: Options) -> Part:
     return part
 
 
-def step(options: Options) -> list[Part]:
-    """Peaks of a training step, for each model."""
-    parts = []
-    for name, make in ENTRIES.items():
-        entry, found = make(options.quick), measured(name, "step", options.quick)
-        part = Part(
-            f"A step of {entry.name}",
-            f"Two devices ({', '.join(found['devices'])}), {entry.balance[0]} and "
-            f"{entry.balance[1]} layers; {entry.sample} in 4 micro-batches, float32. Bytes of "
-            "tensors that are alive at most, in MB.",
+def step(name: str, options: Options) -> Part:
+    """Peaks of a training step of a model."""
+    entry, found = ENTRIES[name](options.quick), measured(name, "step", options.quick)
+    part = Part(
+        f"A step of {entry.name}",
+        f"Two devices ({', '.join(found['devices'])}), {entry.balance[0]} and "
+        f"{entry.balance[1]} layers; {entry.sample} in 4 micro-batches, float32. Bytes of "
+        "tensors that are alive at most, in MB.",
+        {
+            "device 0": "on the first device, beyond its parameters and their gradients.",
+            "host": "in copies of activations on the host.",
+            "of never": "device 0 and device 1 together, over those of never.",
+        },
+    )
+    base: dict[str, float] = {}
+    checks: dict[str, float] = {}
+    for row in found["rows"]:
+        driver, mode = row["driver"], row["mode"]
+        beyond = [max(0, a - b) / MB for a, b in zip(row["device"], row["kept"], strict=True)]
+        base.setdefault(driver, sum(beyond))
+        if row["check"] != checks.setdefault(driver, row["check"]):
+            raise SystemExit(f"{entry.name}, {mode}: not the gradients of never")
+        part.rows.append(
             {
-                "device 0": "on the first device, beyond its parameters and their gradients.",
-                "host": "in copies of activations on the host.",
-                "of never": "device 0 and device 1 together, over those of never.",
-            },
+                "driver": driver,
+                "checkpoint": mode,
+                **{f"device {k}": peak for k, peak in enumerate(beyond)},
+                "host": row["host"] / MB,
+                "of never": sum(beyond) / base[driver],
+            }
         )
-        base: dict[str, float] = {}
-        checks: dict[str, float] = {}
-        for row in found["rows"]:
-            beyond = [max(0, a - b) / MB for a, b in zip(row["device"], row["kept"], strict=True)]
-            base.setdefault(row["driver"], sum(beyond))
-            checks.setdefault(row["driver"], row["check"])
-            if row["check"] != checks[row["driver"]]:
-                raise SystemExit(f"{entry.name}, {row['mode']}: not the gradients of never")
-            part.rows.append(
-                {
-                    "driver": row["driver"],
-                    "checkpoint": row["mode"],
-                    **{f"device {k}": peak for k, peak in enumerate(beyond)},
-                    "host": row["host"] / MB,
-                    "of never": sum(beyond) / base[row["driver"]],
-                }
-            )
-        kept = ", ".join(f"{size / MB:.0f}" for size in found["rows"][0]["kept"])
-        part.notes += [
-            f"Parameters and gradients, on top of this: {kept} MB.",
-            "The sum of all gradients is the same to the last bit in every row of a driver.",
-        ]
-        parts.append(part)
-    return parts
+    kept = ", ".join(f"{size / MB:.0f}" for size in found["rows"][0]["kept"])
+    part.notes += [
+        f"Parameters and gradients, on top of this: {kept} MB.",
+        "The sum of all gradients is the same to the last bit in every row of a driver.",
+    ]
+    return part
 
 
 GROUP = Group(
     "memory",
     "Memory of building a pipe, and of a step",
     __doc__,
-    {"build": build, "step": step},
+    {"build": build, **{name: partial(step, name) for name in ENTRIES}},
+    options=lambda args: Options(args.quick),
+    remarks=["Bytes are counted, not timed: one run each."],
     one_thread=True,
 )

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
-from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.runtime.streams import accelerators, same_memory
 from syncpipe.runtime.worker import Worker
@@ -58,10 +59,12 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential, not {type(module).__name__}: write the model as "
-            "nn.Sequential(layer, layer, ...), with skip connections by syncpipe.skip"
+            f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model "
+            "by syncpipe.sequential(model, sample), or write it as nn.Sequential(layer, ...), with "
+            "skip connections by syncpipe.skip"
         )
-    kind = PipeSequential if unpacks(module) else nn.Sequential
+    kinds: list[type[nn.Sequential]] = [Converted, PipeSequential, nn.Sequential]
+    kind = next(kind for kind in kinds if isinstance(module, kind))
     if (method := own_call(module, kind)) is not None:
         raise TypeError(
             f"module ({type(module).__name__}) is an nn.Sequential with a {method} of its own, "

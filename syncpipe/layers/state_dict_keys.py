@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from syncpipe.layers.conversion.names import index_keys
+
 __all__ = ["translate_keys"]
 
 _OLD_KEY = re.compile(r"partitions\.(\d+)\.([^.]+)\.(.+)")
@@ -32,6 +34,7 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
         prefix: what stands before the keys of ``module`` in it.
         module: the module that is loaded, whose children are the layers.
     """
+    index_keys(state_dict, prefix, module)
     if "partitions" in module._modules:
         return
     found = [

@@ -7,7 +7,7 @@ it. What the other stages compute with is for ``stages.ties`` to say; here is wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -26,12 +26,17 @@ __all__ = ["Place", "Tie", "check_memory", "check_modes", "find_ties", "move_ten
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is: the stage, the module in it, and the names."""
+    """Where a tensor is: the stage, the modules on the way, and the names."""
 
     stage: int
-    module: nn.Module
+    way: tuple[nn.Module, ...]
     name: str
     full_name: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds it."""
+        return self.way[-1]
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -85,18 +90,31 @@ def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
         return []
     found: dict[int, tuple[Tensor, list[Place]]] = {}
     for j, partition in enumerate(partitions):
-        for prefix, module in partition.named_modules():
-            for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+        for prefix, way in _ways((partition,), "", set()):
+            for name, tensor in chain(way[-1]._parameters.items(), way[-1]._buffers.items()):
                 if tensor is not None and id(tensor) in shared:
-                    place = Place(j, module, name, f"{prefix}.{name}" if prefix else name)
+                    place = Place(j, way, name, prefix + name)
                     found.setdefault(id(tensor), (tensor, []))[1].append(place)
     ties = [
         Tie(tensor, tuple(places), tuple(dict.fromkeys(place.stage for place in places)))
         for tensor, places in found.values()
     ]
     for tie in ties:
-        _check(tie, partitions)
+        _check(tie)
     return ties
+
+
+def _ways(
+    way: tuple[nn.Module, ...], prefix: str, seen: set[int]
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """All modules, each once, with the way there; by the names that they have in each other."""
+    if id(way[-1]) in seen:
+        return
+    seen.add(id(way[-1]))
+    yield prefix, way
+    for name, child in way[-1]._modules.items():
+        if child is not None:
+            yield from _ways((*way, child), f"{prefix}{name}.", seen)
 
 
 def _shared(partitions: Sequence[nn.Module]) -> set[int]:
@@ -118,16 +136,14 @@ def _shared(partitions: Sequence[nn.Module]) -> set[int]:
     return shared
 
 
-def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
+def _check(tie: Tie) -> None:
     if is_lazy(tie.tensor):
         raise ValueError(
             f"{tie} are one parameter that has no value yet, in stages that may want different "
             "shapes: run the plain model once before it is made a Pipe"
         )
     for place in tie.places:
-        inside = place.full_name.split(".")
-        module: Any = partitions[place.stage]
-        for name in inside:
+        for module in place.way:
             if isinstance(module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"{tie} are one tensor, and {type(module).__name__} is TorchScript, which "
@@ -140,7 +156,6 @@ def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
                     "layers where they are: choose a balance that puts both layers into one "
                     "stage, or untie them"
                 )
-            module = module._modules.get(name)
 
 
 def check_modes(ties: Sequence[Tie]) -> None:

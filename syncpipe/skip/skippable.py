@@ -69,12 +69,18 @@ def is_skippable(module: nn.Module | type) -> bool:
 
 def stashes(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module stashes, in order; submodules are not asked."""
-    return [key_of(module, name) for name in declaration_of(type(module)).stash]
+    return [key_of(module, name) for name in _declared(module).stash]
 
 
 def pops(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module pops, in order; submodules are not asked."""
-    return [key_of(module, name) for name in declaration_of(type(module)).pop]
+    return [key_of(module, name) for name in _declared(module).pop]
+
+
+def _declared(module: nn.Module) -> Declaration:
+    """What a module says for itself, or else its class."""
+    own: Declaration | None = module.__dict__.get("skips") if is_skippable(module) else None
+    return declaration_of(type(module)) if own is None else own
 
 
 def _set(cls: type, name: str, value: object) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from syncpipe.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.objects import hidden_tensor
+from syncpipe.options.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Engine, Run, Task
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.randomness.private_generator import others_may_draw

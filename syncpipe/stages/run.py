@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.checkpoint import Selective
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note, chained
+from syncpipe.options.checkpoint import Selective
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws

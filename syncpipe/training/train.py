@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather
+from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved

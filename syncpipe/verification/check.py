@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from syncpipe.options import checked_schedule
+from syncpipe.options.arguments import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.schedules.build import AUTO, SCHEDULES, ScheduleLike, build, shown

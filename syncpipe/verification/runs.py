@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.microbatch import NoChunk, gather
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
@@ -25,7 +26,7 @@ from syncpipe.schedules.schedule import Schedule
 from syncpipe.training.leaves import leaves_of
 from syncpipe.training.losses import Loss
 from syncpipe.training.objective import Objective
-from syncpipe.training.sources import FromMiniBatch
+from syncpipe.training.sources import FromMiniBatch, Source
 from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
 from syncpipe.verification.compare import named
@@ -93,7 +94,7 @@ class Runs:
     @property
     def m(self) -> int:
         """The number of micro-batches."""
-        return FromMiniBatch(self._input, self._target, self.pipe.chunks).m
+        return self._source(self._input, self._target, self.pipe.chunks).m
 
     def alone(self, run: Callable[[], Any]) -> Any:
         """Calls a function of the plain model, and puts all back."""
@@ -123,7 +124,7 @@ class Runs:
 
     def micro_batches(self, chunks: int) -> list[Any]:
         """Inputs as the first layer gets them, without gradients."""
-        source = FromMiniBatch(_fresh(self._input), _fresh(self._target), chunks)
+        source = self._source(_fresh(self._input), _fresh(self._target), chunks)
         return [source.pull(i) for i in range(source.m)]
 
     # --- what is run -----------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Runs:
     def _together(self, chunks: int) -> Result:
         inputs, given = self._given()
         target = _fresh(self._target)
-        run, source = PlainRun(self.pipeline), FromMiniBatch(given, target, chunks)
+        run, source = PlainRun(self.pipeline), self._source(given, target, chunks)
         pieces = [map_tensors(clones, source.pull(i)) for i in range(source.m)]
         output = gather([run.forward(i, piece) for i, piece in enumerate(pieces)])
         run.commit()
@@ -139,7 +140,8 @@ class Runs:
 
     def _forward(self) -> Result:
         inputs, given = self._given()
-        return self._gone_back(inputs, given, _fresh(self._target), self.pipe(given))
+        args, kwargs = call_arguments(self.pipe, given)
+        return self._gone_back(inputs, given, _fresh(self._target), self.pipe(*args, **kwargs))
 
     def _gone_back(
         self,
@@ -151,7 +153,7 @@ class Runs:
     ) -> Result:
         """One loss of all outputs, and one backward, on the caller's own threads."""
         torch.set_num_threads(self._threads)
-        source = FromMiniBatch(given, target, 1)
+        source = self._source(given, target, 1)
         target = self._at_loss(source, 0)
         objective = Objective(Loss(self._loss.function, self._loss.reduction), m=1, total=1)
         kept = map_tensors(lambda ts: [t.detach().clone() for t in ts], output)
@@ -163,7 +165,7 @@ class Runs:
 
     def _apart(self, order: Sequence[int]) -> Result:
         inputs, given = self._given()
-        source = FromMiniBatch(given, _fresh(self._target), self.pipe.chunks)
+        source = self._source(given, _fresh(self._target), self.pipe.chunks)
         run, objective = PlainRun(self.pipeline), objective_of(self._loss, source)
         objective.known = placed(objective.known, self.layers[-1].device)
         outputs, shares, left = [], {}, list(order)
@@ -213,7 +215,10 @@ class Runs:
                 leaves[k] = clones([leaf])[0]
         return inputs, unflatten(leaves, structure)
 
-    def _at_loss(self, source: Any, i: int) -> Any:
+    def _source(self, input: Any, target: Any, chunks: int) -> Source:
+        return FromMiniBatch(batch_input(self.pipe, input), target, chunks)
+
+    def _at_loss(self, source: Source, i: int) -> Any:
         return placed(source.target(i), self.layers[-1].device)
 
     def _leaves(self) -> list[Tensor]:

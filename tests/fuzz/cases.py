@@ -54,6 +54,7 @@ class Case:
     input_grad: bool
     calls: tuple[Call, ...]
     listed: bool = False
+    unpack: bool = False
 
     def pipe(self, devices: Sequence[Any] | None = None) -> Pipe:
         """The pipe, by default on CPU workers."""
@@ -64,6 +65,7 @@ class Case:
             devices=devices or [f"cpu:{k}" for k in self.devices],
             chunks=self.chunks,
             checkpoint=self.checkpoint,
+            unpack=self.unpack,
         )
 
 
@@ -109,7 +111,9 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         tuple(calls),
         chance.random() < 0.3,
     )
-    return replace(case, checkpoint=_by_layer(chance, modes, edges) or case.checkpoint)
+    checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
+    lone = not {"fork", "twice"} & {*model.layers}  # what these make is one argument
+    return replace(case, checkpoint=checkpoint, unpack=lone and chance.random() < 0.2)
 
 
 def _by_layer(chance: random.Random, modes: Sequence[str], edges: Sequence[int]) -> Any:

@@ -115,7 +115,8 @@ def test_what_is_saved_is_kept_and_comes_back_and_nothing_else(driver):
             pipe(x).sum().backward()
         else:
             pipe.train_batch(x, loss_fn=torch.sum)
-    assert look[-1] == (1, 0)
+    if driver == "forward":  # else stage 0 may be computing again already
+        assert look[-1] == (1, 0)
     assert layer.told[-2:] == [(True, False), (False, True)]
     assert layer.addresses[-2] == layer.addresses[-1]  # the very tensor
     assert gone(layer.products)

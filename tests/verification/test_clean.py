@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from syncpipe import NoChunk, Pipe, verify
+from syncpipe import NoChunk, Pipe, sequential, verify
 from syncpipe.schedules import SCHEDULES
 from syncpipe.verification.report import COLUMNS, Report
 from tests.support.training import FOUR, ROUND, V, any_schedule, fitting
@@ -125,6 +125,21 @@ def test_functions_and_layers_that_take_several_values() -> None:
     pipe = Pipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=3, unpack=True)
     x, y = batch(9)
     assert_exact(verify(pipe, (x, x + 1), y, loss_fn=F.cross_entropy))
+
+
+def test_a_model_that_was_converted() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = linear(), nn.Dropout(), linear()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.last(self.drop(self.first(x)) * mask + x)
+
+    x, y = batch()
+    layers = sequential(Masked(), x, mask=x > 0)
+    pipe = pipe_of(*layers, balance=[1, len(layers) - 1])
+    assert_exact(verify(pipe, {"x": x, "mask": x > 0}, y, loss_fn=F.cross_entropy))
 
 
 def test_trees_and_targets_by_key() -> None:

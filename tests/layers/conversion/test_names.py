@@ -1,0 +1,162 @@
+"""Names, checkpoints and optimizers are those of the model, in pipes of any balance."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from syncpipe import Pipe, sequential
+from tests.layers.conversion.models import Dense, ResNet, Transformer, tokens
+
+
+def both(sizes: int = 2) -> tuple[nn.Module, Pipe]:
+    model = Transformer()
+    layers = sequential(copy.deepcopy(model), *tokens())
+    balance = [4] * (sizes - 1) + [len(layers) - 4 * (sizes - 1)]
+    return model, Pipe(layers, balance, devices=[f"cpu:{j}" for j in range(sizes)])
+
+
+def test_names_are_the_models_in_its_order():
+    model, pipe = both()
+    for names in ("named_parameters", "named_buffers"):
+        ours = [name for name, _ in getattr(pipe, names)()]
+        theirs = [name for name, _ in getattr(model, names)()]
+        assert sorted(ours) == sorted(theirs)
+        assert names == "named_buffers" or ours == theirs
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert {name for name, _ in model.named_modules() if "." in name} <= {
+        name for name, _ in pipe.named_modules()
+    }
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3])
+def test_checkpoints_move_between_model_and_pipes(sizes):
+    model, pipe = both(sizes)
+    _, other = both(4 - sizes)
+    other.load_state_dict(pipe.state_dict())
+    model.load_state_dict(other.state_dict())
+    ids, mask = tokens()
+    assert torch.equal(model(ids, mask).logits, pipe(ids, mask).logits)
+    changed = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    assert str(pipe.load_state_dict(changed)) == "<All keys matched successfully>"
+    model.load_state_dict(changed)
+    assert torch.equal(model(ids, mask).logits, pipe(ids, mask).logits)
+
+
+def test_in_another_module_names_have_its_prefix_only():
+    model, pipe = both()
+    around, plain = nn.ModuleDict({"net": pipe}), nn.ModuleDict({"net": model})
+    assert around.state_dict().keys() == plain.state_dict().keys()
+    around.load_state_dict(plain.state_dict())
+    ours = {name for name, _ in around.named_parameters("m")}
+    assert ours == {name for name, _ in plain.named_parameters("m")}
+
+
+def test_what_does_not_fit_is_said_by_the_models_names():
+    model, pipe = both()
+    state = model.state_dict()
+    del state["h.0.norm.weight"]
+    state["h.9.norm.weight"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r'Missing.*"h\.0\.norm\.weight"') as caught:
+        pipe.load_state_dict(state)
+    assert '"h.9.norm.weight"' in str(caught.value)
+    found = pipe.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["h.0.norm.weight"]
+    assert found.unexpected_keys == ["h.9.norm.weight"]
+    with pytest.raises(RuntimeError, match=r"size mismatch for scale:"):
+        pipe.load_state_dict({**model.state_dict(), "scale": torch.zeros(1)})
+
+
+def test_assigned_tensors_go_to_the_devices_of_their_stages():
+    model, pipe = both()
+    pipe.load_state_dict(model.state_dict(), assign=True)
+    ids, mask = tokens()
+    assert torch.equal(model(ids, mask).logits, pipe(ids, mask).logits)
+
+
+def test_optimizers_of_the_model_go_on_with_the_pipe():
+    model, pipe = both()
+    before = torch.optim.Adam(model.parameters())
+    model(*tokens()).logits.sum().backward()
+    before.step()
+    after = torch.optim.Adam(pipe.parameters())
+    after.load_state_dict(before.state_dict())
+    for p, q in zip(model.parameters(), pipe.parameters(), strict=True):
+        assert p.shape == q.shape
+        assert before.state[p].keys() == after.state[q].keys()
+
+
+def test_modules_are_the_very_objects_and_their_hooks_run():
+    model = ResNet()
+    calls = []
+    model.blocks[1].first.register_forward_hook(lambda *_: calls.append("before"))
+    layers = sequential(model, x := torch.randn(4, 6))
+    calls.clear()
+    model.blocks[2].norm.register_forward_hook(lambda *_: calls.append("after"))
+    layers(x)
+    assert calls == ["before", "after"]
+    assert dict(layers.named_modules())["blocks.1.first"] is model.blocks[1].first
+
+
+def test_a_module_with_hooks_stays_whole():
+    model = ResNet()
+    calls = []
+    model.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    layers = sequential(model, x := torch.randn(4, 6))
+    calls.clear()
+    layers(x)
+    assert calls == [1]
+    assert "self.blocks[1](" in repr(layers)
+
+
+def test_tied_weights_stay_tied_under_both_names():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.mid, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.mid(self.tokens(ids)))
+
+    model = Tied()
+    layers = sequential(model, torch.randint(0, 5, (3, 2)))
+    assert layers.state_dict().keys() == model.state_dict().keys()
+    assert [n for n, _ in layers.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert layers.state_dict()["head.weight"].data_ptr() == model.tokens.weight.data_ptr()
+    plain = copy.deepcopy(model)
+    pipe = Pipe(layers, [1, len(layers) - 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    pipe.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 5, (4, 2))
+    pipe.train_batch(ids, loss_fn=torch.mean)
+    plain(ids).mean().backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_parameters_that_functions_use_keep_their_names():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.inner = nn.Parameter(torch.rand(4, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(x, self.w)
+            return F.linear(F.linear(x, self.inner.weight), self.w)
+
+    model = Functional()
+    layers = sequential(model, x := torch.randn(3, 4))
+    assert len(layers) == 3
+    assert layers.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(layers(x), model(x))
+
+
+def test_layers_show_their_code():
+    layers = sequential(Dense(), torch.randn(4, 6))
+    assert "layers_0 = self.layers[0](" in repr(layers[0])
+    assert "torch.cat(" in repr(layers)
+    assert len(layers) == 5
