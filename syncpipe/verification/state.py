@@ -66,8 +66,10 @@ class State:
         self._pending: list[tuple[str, str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []  # steps of optimizers in backward, say
         self.leaves: list[Tensor] = []
+        process: Any = random
+        self._visit("attribute", "that of Python's random", process._inst)
         if (numpy := sys.modules.get("numpy.random")) is not None:
-            self._calls.append(partial(numpy.set_state, numpy.get_state()))
+            self._visit("attribute", "that of numpy.random", numpy.get_state.__self__)
         self._pending += [("attribute", name, module) for name, module in modules.items()]
         while self._pending:
             self._visit(*self._pending.pop())

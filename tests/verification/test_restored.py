@@ -201,3 +201,32 @@ def test_ctrl_c_at_any_place() -> None:
         stopped += Interrupt(at).during(check)
         assert_same(before, seen(pipe, x, y))
     assert stopped > 0.8 * len(places)
+
+
+def test_generators_that_are_not_pytorch_s() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.python, self.numpy = random.Random(1), numpy.random.default_rng(1)
+            self.table = numpy.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table += 1
+            numbers = [self.python.random(), self.numpy.random(), random.random()]
+            return x * float(sum([*numbers, numpy.random.rand()]))
+
+    layer = Draws()
+    pipe, (x, y) = pipe_of(linear(), layer, linear()), batch()
+
+    def state() -> str:
+        outside = numpy.random.get_state()[1:3], random.getstate()
+        own = layer.python.getstate(), layer.numpy.bit_generator.state, layer.table
+        return str((outside, own))
+
+    before = state()
+    report = verify(pipe, x, y, loss_fn=F.cross_entropy)
+    assert state() == before
+    reason = next(f.reason for f in report.findings if "1f1b" in f.runs)
+    assert reason.startswith("it draws from a generator of its own (that of Python's random,")
