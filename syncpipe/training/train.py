@@ -36,7 +36,7 @@ from syncpipe.training.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
-__all__ = ["evaluate", "train"]
+__all__ = ["evaluate", "objective_of", "train"]
 
 
 def train(
@@ -78,7 +78,7 @@ def train(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
             "by which gradients are divided"
         )
-    objective = _objective(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
+    objective = objective_of(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
         gradients = Gradients()
@@ -153,7 +153,7 @@ def evaluate(
     """Forward of a mini-batch; see ``Pipe.eval_batch``."""
     objective = None
     if loss_fn is not None:
-        objective = _objective(known_loss(loss_fn, loss_reduction, weight), source)
+        objective = objective_of(known_loss(loss_fn, loss_reduction, weight), source)
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
@@ -175,7 +175,7 @@ def evaluate(
         return _in_eval_mode(module, list(modules), run)
 
 
-def _objective(loss: Loss, source: Source, **options: Any) -> Objective:
+def objective_of(loss: Loss, source: Source, **options: Any) -> Objective:
     """The losses of a mini-batch, with the weights of its micro-batches if they can be known."""
     weights: list[Weight] | None = None
     if loss.numbers is not None and len(loss.numbers) != source.m:
