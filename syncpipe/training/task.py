@@ -27,7 +27,7 @@ from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, packed, unpacked
 from syncpipe.training.border import Border
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss_head import LossHead
+from syncpipe.training.loss.head import LossHead
 from syncpipe.training.pending_backward import PendingBackward, ends_of
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import Casts, WeightGradients, can_split

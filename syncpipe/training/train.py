@@ -29,10 +29,10 @@ from syncpipe.stages.call import Call
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss_check import LossCheck
-from syncpipe.training.loss_head import LossHead
-from syncpipe.training.losses import Loss, Weight, known_loss
-from syncpipe.training.objective import Objective
+from syncpipe.training.loss.check import LossCheck
+from syncpipe.training.loss.head import LossHead
+from syncpipe.training.loss.known import Loss, Weight, known_loss
+from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 

@@ -14,7 +14,7 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.schedules.build import AUTO, SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.training.losses import Loss, known_loss
+from syncpipe.training.loss.known import Loss, known_loss
 from syncpipe.training.sources import input_and_target
 from syncpipe.verification.compare import Comparison, compare
 from syncpipe.verification.observe import Observation, Prints, observe

@@ -24,8 +24,8 @@ from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.training.leaves import leaves_of
-from syncpipe.training.losses import Loss
-from syncpipe.training.objective import Objective
+from syncpipe.training.loss.known import Loss
+from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import FromMiniBatch, Source
 from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import syncpipe.stages.call
-import syncpipe.training.loss_head
+import syncpipe.training.loss.head
 import syncpipe.training.task
 import syncpipe.training.train
 from syncpipe import Pipe
@@ -64,7 +64,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
 
     ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.task.go_back
     backward = torch.autograd.backward
-    loss = syncpipe.training.loss_head.LossHead._loss
+    loss = syncpipe.training.loss.head.LossHead._loss
     real = torch.Tensor.device
 
     def tagged_ends_of(value):
@@ -93,9 +93,9 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
     monkeypatch.setattr(syncpipe.training.task, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.loss_head, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.loss_head.LossHead, "_loss", tagged_loss)
-    for module in (syncpipe.training.task, syncpipe.training.loss_head):
+    monkeypatch.setattr(syncpipe.training.loss.head, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
+    for module in (syncpipe.training.task, syncpipe.training.loss.head):
         monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
