@@ -53,7 +53,7 @@ class Pipeline:
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
         self.shared = SharedTensors(partitions, workers)
-        self.checked: set[Any] = set()  # names of loss functions
+        self.checked: dict[Any, int] = {}  # loss functions by name: 2 if no check is due
         n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j, stage in enumerate(self.stages):

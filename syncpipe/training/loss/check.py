@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from syncpipe.layers.conversion.state import left_as_it_was
 from syncpipe.microbatch import gather
 from syncpipe.training.loss.objective import Objective
 from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
@@ -77,7 +78,10 @@ class LossCheck:
     def _whole(self) -> Any:
         """The loss of all micro-batches that were kept, at once."""
         outputs, targets = zip(*self._kept.values(), strict=True)
-        result = self._objective.call((gather(list(outputs)), self._together(list(targets))))
+        function = self._objective.function
+        module = function if isinstance(function, nn.Module) else nn.Module()
+        with left_as_it_was(module):  # one call more must not count
+            result = self._objective.call((gather(list(outputs)), self._together(list(targets))))
         return result[0] if isinstance(result, tuple) else result
 
     def _together(self, targets: list[Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from syncpipe.runtime.streams import moved
 from syncpipe.training.loss.known import Loss, Weight, number
-from syncpipe.tree import compact, described, distinct
+from syncpipe.tree import compact, described, distinct, map_tensors
 
 __all__ = ["Objective"]
 
@@ -64,6 +64,11 @@ class Objective:
         self._total = total if self._by_size else None
         self._assumed_total: Weight | None = self._total
         self._returned: tuple[bool, frozenset[str] | None] | None = None  # what loss_fn returns
+
+    @property
+    def function(self) -> Any:
+        """The loss function."""
+        return self._loss.function
 
     @property
     def name(self) -> Any:
@@ -123,7 +128,10 @@ class Objective:
             return None
         if not isinstance(total, Tensor) and total == assumed:
             return None
-        return _ratio(assumed, total)
+        # Nothing counts: all gradients are zero already.
+        if isinstance(total, Tensor):
+            return torch.where(total == 0, 1.0, _ratio(assumed, total))
+        return _ratio(assumed, total) if total else None
 
     def loss(self, of: Sequence[int] | None = None) -> Tensor:
         """The loss of the mini-batch, detached; or of some of its micro-batches."""
@@ -273,7 +281,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _detached(value: Any) -> Any:
-    return compact(value.detach()) if isinstance(value, Tensor) else value
+    return map_tensors(lambda tensors: [compact(t.detach()) for t in tensors], value)
 
 
 def _is_number(value: Any) -> bool:

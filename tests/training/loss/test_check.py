@@ -107,3 +107,50 @@ def test_it_changes_nothing() -> None:
         loss = pipe.train_batch(x, loss_fn=lambda y: y.pow(2).mean(), verify=verify)
         found.append([loss, *(p.grad for p in pipe.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_call_that_checks_nothing_leaves_it_to_the_next() -> None:
+    pipe = classifier(chunks=1)
+    assert warned(pipe, **MASKED) == []
+    pipe.chunks = 4
+    fails = iter([True])
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        if next(fails, False):
+            raise LookupError
+        return masked(y, target)
+
+    with pytest.raises(LookupError):
+        warned(pipe, **{**MASKED, "loss_fn": loss_fn})
+    assert len(warned(pipe, **{**MASKED, "loss_fn": loss_fn})) == 1
+    assert len(warned(pipe, **MASKED)) == 1
+
+
+def test_a_loss_that_draws_in_its_first_call_only_is_checked_in_the_second() -> None:
+    drawn: list[Tensor] = []  # as compilation does
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        drawn or drawn.append(torch.rand(1))
+        return masked(y, target)
+
+    pipe = classifier(chunks=4)
+    assert [len(warned(pipe, **{**MASKED, "loss_fn": loss_fn})) for _ in range(3)] == [0, 1, 0]
+
+
+def test_it_leaves_no_trace_in_the_buffers_of_the_loss() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(5))
+            self.calls = 0
+
+        def forward(self, y: Tensor) -> Tensor:
+            self.calls += 1
+            self.center = 0.9 * self.center + 0.1 * y.detach().mean(0)
+            return y.pow(2).mean()
+
+    losses = Centred(), Centred()
+    for loss_fn, verify in zip(losses, (True, False), strict=True):
+        classifier(chunks=4).train_batch(MASKED["input"], loss_fn=loss_fn, verify=verify)
+    assert [loss_fn.calls for loss_fn in losses] == [4, 4]
+    assert torch.equal(losses[0].center, losses[1].center)

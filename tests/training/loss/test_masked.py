@@ -243,3 +243,18 @@ def test_reductions_that_contradict_each_other_are_refused() -> None:
 def test_a_class_is_not_taken_for_a_loss() -> None:
     with pytest.raises(TypeError, match=r"give an instance, loss_fn=CrossEntropyLoss\(...\)"):
         classifier().train_batch(torch.randn(8, 4), labels(8, [0]), loss_fn=nn.CrossEntropyLoss)
+
+
+@pytest.mark.parametrize("data_iter", [False, True])
+@pytest.mark.parametrize("returned", [False, True])
+def test_where_nothing_counts_gradients_are_zero(data_iter: bool, returned: bool) -> None:
+    pipe, x, target = classifier(chunks=2), torch.randn(4, 4), labels(4, [])
+    loss_fn = (
+        (lambda y, t: (F.cross_entropy(y, t), (t >= 0).sum())) if returned else F.cross_entropy
+    )
+    pairs = {"data_iter": iter(zip(x.chunk(2), target.chunk(2), strict=True))}
+    given = pairs if data_iter else {"input": x, "target": target}
+    loss = pipe.train_batch(loss_fn=loss_fn, **given)
+    expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
+    torch.testing.assert_close(loss, expected[0], equal_nan=True)
+    torch.testing.assert_close(grads_of(pipe), expected[1])

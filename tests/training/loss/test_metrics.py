@@ -82,3 +82,10 @@ def test_they_are_the_same_for_all_micro_batches() -> None:
 def test_a_tuple_of_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="a tuple of 3; it returns a loss"):
         four().train_batch(torch.randn(8, 3), loss_fn=lambda y: (y.mean(), 1, 2))
+
+
+def test_no_graph_hangs_on_what_is_in_lists() -> None:
+    _, metrics = four(chunks=2).train_batch(
+        torch.randn(4, 3), loss_fn=lambda y: (y.mean(), {"parts": [y, y.sum()]})
+    )
+    assert not any(part.requires_grad for parts in metrics["parts"] for part in parts)
