@@ -19,6 +19,7 @@ from syncpipe.runtime.inline import inline
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 from syncpipe.training.loader import RepeatingLoader
+from syncpipe.verification.check import verify
 
 __version__ = "0.1.0"
 
@@ -37,4 +38,5 @@ __all__ = [
     "is_recomputing",
     "plan",
     "sequential",
+    "verify",
 ]

@@ -22,8 +22,9 @@ from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, forward_steps
+from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, packed, unpacked
-from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.transfer import early, gate
 from syncpipe.tree import map_tensors, tensors_in
 

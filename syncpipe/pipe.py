@@ -52,7 +52,8 @@ class Pipe(Trained):
             in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
         balance: for each partition the number of its layers; or how to find it, one partition for
             each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
-            many layers), ``"type:regex"`` (as many layers whose class has a name that matches).
+            many layers), ``"type:regex"`` (as many layers whose class has a name that matches),
+            ``"time"`` (the slowest takes as little time as can be, measured with ``sample``).
             Without it, the layers must already be on several devices: consecutive ones on one
             device form a partition.
         devices: for each partition a device, as ``torch.device`` takes it, an index of an
@@ -77,6 +78,8 @@ class Pipe(Trained):
         unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
             arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
 
+        sample: for ``balance="time"``, an input of the size of a micro-batch.
+
     Raises:
         TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
             (``verify_skippables``).
@@ -99,6 +102,7 @@ class Pipe(Trained):
         init_fn: Callable[[nn.Module], Any] | None = None,
         seed: int | None = None,
         unpack: bool = False,
+        sample: Any = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -108,7 +112,7 @@ class Pipe(Trained):
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed, unpack)
+        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed, unpack, sample)
 
     @property
     def chunks(self) -> int:

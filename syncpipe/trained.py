@@ -18,7 +18,7 @@ from syncpipe.runtime.locks import forkable
 from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
-from syncpipe.training.losses import check_arguments
+from syncpipe.training.loss.known import check_arguments
 from syncpipe.training.measured import Measured
 from syncpipe.training.sources import Source, source_of
 from syncpipe.training.train import evaluate, train

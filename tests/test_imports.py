@@ -56,6 +56,7 @@ FLOORS = [
     ["forward", "partitioned", "planner", "training"],
     ["trained"],
     ["pipe"],
+    ["verification"],
     [""],  # the public names
     ["commands"],
     ["__main__"],

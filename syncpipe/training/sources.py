@@ -21,7 +21,7 @@ from syncpipe.runtime.streams import moved
 from syncpipe.training.loader import next_of
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Source", "source_of"]
+__all__ = ["FromMiniBatch", "Source", "input_and_target", "source_of"]
 
 
 class Source:
@@ -167,7 +167,7 @@ def source_of(
                 f"input is a {type(input).__name__}, which gives inputs, and not one itself: "
                 "did you mean data_iter=...?"
             )
-        input, target = _named(input, target)
+        input, target = input_and_target(input, target)
         input = pack(input)
         check_input(input, device)
         return FromMiniBatch(input, target, chunks)
@@ -216,12 +216,12 @@ def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
         ValueError: there is no such key or index.
     """
     if callable(where):
-        return _named(item, where)
+        return input_and_target(item, where)
     if isinstance(item, Mapping):
         if where is not None and where not in item:
             keys = ", ".join(map(repr, item))
             raise ValueError(f"target={where!r}, but data_iter gave a dict with {keys}{at}")
-        return _named(item, where)
+        return input_and_target(item, where)
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(
@@ -237,7 +237,7 @@ def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     return (parts[0] if len(parts) == 1 else tuple(parts)), target
 
 
-def _named(input: Any, target: Any) -> tuple[Any, Any]:
+def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
     """A mini-batch and its target, which may be a key of it, or a function of it."""
     if callable(target) and _says_where(target):
         return input, target(input)

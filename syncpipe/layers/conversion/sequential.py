@@ -21,7 +21,7 @@ from syncpipe.layers.conversion.verify import evaluated_alike, first_difference
 from syncpipe.layers.conversion.verify import verify as compared
 from syncpipe.skip import Namespace
 
-__all__ = ["Converted", "batch_input", "call_input", "sequential"]
+__all__ = ["Converted", "batch_input", "call_arguments", "call_input", "sequential"]
 
 
 class Converted(nn.Sequential):
@@ -205,6 +205,12 @@ def batch_input(layers: nn.Module, input: Any) -> Any:
     """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
     signature = _signature(layers)
     return input if signature is None else signature.packed(*signature.arguments(input))
+
+
+def call_arguments(layers: nn.Module, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How layers are called themselves with what is an input for ``train_batch``."""
+    signature = _signature(layers)
+    return ((input,), {}) if signature is None else signature.arguments(input)
 
 
 def _signature(layers: nn.Module) -> Signature | None:
