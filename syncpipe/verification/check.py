@@ -96,11 +96,11 @@ def verify(
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     pipeline = pipe._ready()
     with pipeline.training:  # nobody trains it meanwhile
-        checked = set(pipeline.checked)
+        checked = dict(pipeline.checked)
         try:
             return _Check(Runs(pipe, input, target, loss, options), loss, asked).report()
         finally:  # with these arguments it was checked, not with others
-            pipeline.checked &= checked
+            pipeline.checked = checked
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
