@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from tests.test_docs import LINK, ROOT
 nbformat: Any = pytest.importorskip("nbformat")
 nbclient: Any = pytest.importorskip("nbclient")
 for package in ("ipykernel", "transformers", "peft", "matplotlib"):
-    if find_spec(package) is None:  # the kernel imports them, which takes long enough
-        pytest.skip(f"could not find {package}", allow_module_level=True)
+    pytest.importorskip(package)
 
 NOTEBOOK = ROOT / "docs" / "fine_tuning.ipynb"
 CHECKS = """
