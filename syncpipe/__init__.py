@@ -8,17 +8,18 @@ Example::
     model(input).sum().backward()
 """
 
-from syncpipe.checkpoint import Selective
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
+from syncpipe.options.checkpoint import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
 from syncpipe.runtime.inline import inline
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 from syncpipe.training.loader import RepeatingLoader
+from syncpipe.verification.check import verify
 
 __version__ = "0.1.0"
 
@@ -37,4 +38,5 @@ __all__ = [
     "is_recomputing",
     "plan",
     "sequential",
+    "verify",
 ]

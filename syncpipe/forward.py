@@ -15,15 +15,16 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather, scatter
+from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, forward_steps
+from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, packed, unpacked
-from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.transfer import early, gate
 from syncpipe.tree import map_tensors, tensors_in
 

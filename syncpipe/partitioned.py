@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.checkpoint import modes_of_stages
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.names import in_order
+from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.editing import Editable
 from syncpipe.layers.listing import Layers, as_sequential, has_specs
 from syncpipe.layers.placement import (
@@ -38,6 +38,7 @@ from syncpipe.layers.placement import (
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.ties import check_memory, find_ties
 from syncpipe.layers.unpack import PipeSequential, unpacks
+from syncpipe.options.checkpoint import modes_of_stages
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
@@ -65,6 +66,7 @@ class Partitioned(Editable):
         init_fn: Any = None,
         seed: Any = None,
         unpack: bool = False,
+        sample: Any = None,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         module = as_sequential(layers)
@@ -74,15 +76,21 @@ class Partitioned(Editable):
         if balance is None:
             balance, devices = _placed(module, devices)
         self._asked_devices = None if devices is None else check_devices(devices)
-        sizes = self._sizes(balance, module)
+        sizes = self._sizes(balance, module, sample)
         # Straight into the dict: the names are the module's own, whatever attributes we have.
         self._modules.update(module._modules)
         self.training, self._defers = module.training, deferred_batch_norm
         self._unpack = unpack or unpacks(module)
         self._place(sizes, self._resolve(len(sizes)), how)
 
-    def _sizes(self, balance: Iterable[int] | str, module: nn.Sequential) -> list[int]:
+    def _sizes(
+        self, balance: Iterable[int] | str, module: nn.Sequential, sample: Any = None
+    ) -> list[int]:
         """The balance as numbers; by name there is a partition for each device."""
+        if sample is not None:
+            sample = batch_input(module, sample)
+            if not isinstance(balance, str):
+                raise ValueError("sample= is what balance='time' measures with: leave it out")
         if isinstance(balance, str):
             devices = default_devices(0) if self._asked_devices is None else self._asked_devices
             if not devices:
@@ -91,7 +99,9 @@ class Partitioned(Editable):
                     f"balance={balance!r} makes a partition for each device, but there are no "
                     "devices: give devices=['cpu:0', 'cpu:1'], for example"
                 )
-            balance = balance_named(balance, module, min(len(devices), max(1, len(module))))
+            first = resolve_workers(devices, 1)[0].device
+            partitions = min(len(devices), max(1, len(module)))
+            balance = balance_named(balance, module, partitions, sample=sample, device=first)
         return check_balance(balance, len(module))
 
     def _resolve(self, partitions: int) -> list[Worker]:

@@ -103,7 +103,7 @@ def threads_of_the_test_runner_draw_nothing() -> Iterator[None]:
         return any(not thread.name.startswith("syncpipe ") for thread in found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncpipe.stages.pipeline.others_may_draw", others)
+        patch.setattr("syncpipe.stages.call.others_may_draw", others)
         yield
 
 

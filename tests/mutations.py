@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "runtime/streams.py", "stages/parcel.py", "stages/pipeline.py", "stages/ties.py",
+    "runtime/streams.py", "stages/call.py", "stages/parcel.py", "stages/ties.py",
     "stages/transfer.py",
 )  # fmt: skip
 CALLS = {

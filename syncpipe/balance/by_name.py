@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import nn
 
+from syncpipe.balance.by_cost import balance_by_time
 from syncpipe.balance.cut import balance_cost
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential, type_name
@@ -96,17 +98,35 @@ def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
     return balance_cost(cost, partitions)
 
 
-def balance_named(how: Any, module: Layers, partitions: int) -> list[int]:
+def balance_named(
+    how: Any,
+    module: Layers,
+    partitions: int,
+    *,
+    sample: Any = None,
+    device: torch.device | None = None,
+) -> list[int]:
     """What ``Pipe(balance=...)`` takes as a string.
 
     Args:
-        how: ``"parameters"``, ``"uniform"`` or ``"type:regex"``.
+        how: ``"parameters"``, ``"uniform"``, ``"type:regex"`` or ``"time"``.
         module: the layers, as for ``Pipe``.
         partitions: number of stages.
+        sample: for ``"time"``, an input of the size of a micro-batch.
+        device: where that is measured.
 
     Raises:
         ValueError: another string, or as the functions above.
     """
+    if how == "time":
+        if sample is None:
+            raise ValueError(
+                "balance='time' measures the layers: give Pipe a sample=, an input of the size of "
+                "a micro-batch"
+            )
+        return balance_by_time(partitions, module, sample, device=device)
+    if sample is not None:
+        raise ValueError(f"sample= is what balance='time' measures with, not balance={how!r}")
     if how == "parameters":
         return balance_by_parameters(partitions, module)
     if how == "uniform":
@@ -114,6 +134,6 @@ def balance_named(how: Any, module: Layers, partitions: int) -> list[int]:
     if isinstance(how, str) and how.startswith("type:"):
         return balance_by_type(partitions, module, how[len("type:") :])
     raise ValueError(
-        f"balance={how!r}: as a string it is 'parameters', 'uniform' or 'type:regex'; otherwise "
-        "give it a number of layers for each device"
+        f"balance={how!r}: as a string it is 'parameters', 'uniform', 'type:regex' or 'time'; "
+        "otherwise give it a number of layers for each device"
     )

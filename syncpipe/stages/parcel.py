@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from syncpipe.schedules.steps import Edge
+from syncpipe.stages.call import Call
 from syncpipe.stages.inplace import sent
-from syncpipe.stages.pipeline import Call
 from syncpipe.stages.run import Inputs
 
 __all__ = ["Parcel", "packed", "unpacked"]

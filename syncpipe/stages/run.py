@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.checkpoint import Selective
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note, chained
+from syncpipe.options.checkpoint import Selective
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
@@ -291,6 +291,8 @@ class StageRun:
             annotate(error, f"in {self._layer(k)} of {self}")
             if note := call_note(error, layer, value, unpack=unpack):
                 annotate(error, note)
+            if "more than 1 value per channel" in str(error):
+                annotate(error, _ONE_SAMPLE)
             raise
         return value
 
@@ -334,4 +336,9 @@ class StageRun:
         return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
 
 
+#: A normalisation in training was given one sample.
+_ONE_SAMPLE = (
+    "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
+    "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
+)
 _current_cell: ContextVar[StageRun | None] = ContextVar("syncpipe_cell", default=None)

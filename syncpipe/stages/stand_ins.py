@@ -29,6 +29,7 @@ __all__ = ["StandIns"]
 
 _MISSING: Any = object()
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
+_BOUND = {MethodType, FunctionType, partial, list}  # what may know the module, or its tensors
 _DEPTH = 4  # of functions in closures of functions; torch.compile makes two
 
 
@@ -119,7 +120,7 @@ class _Made:
             if kind == "_parameters" or any(id(t) in self._tensors for t in held.values()):
                 state[kind] = {name: self._tensors.get(id(t), t) for name, t in held.items()}
         for name, value in module.__dict__.items():
-            if name not in _CONTAINERS:
+            if type(value) in _BOUND:
                 state[name] = self._adapted(value, _DEPTH)
         first = {kind: dict(state[kind]) for kind in _CONTAINERS}
         self._first.append((module, other, {"": dict(state), **first}))

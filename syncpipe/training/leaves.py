@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
-from syncpipe.stages.pipeline import Call
+from syncpipe.stages.call import Call
 from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described

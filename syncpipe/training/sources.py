@@ -6,7 +6,7 @@ Both give pairs of input and target, tuples whose last entry is the target, or d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
@@ -21,7 +21,7 @@ from syncpipe.runtime.streams import moved
 from syncpipe.training.loader import next_of
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["Source", "source_of"]
+__all__ = ["FromMiniBatch", "Source", "input_and_target", "source_of"]
 
 
 class Source:
@@ -106,12 +106,16 @@ class FromIterator(Source):
         iterator: yields them.
         m: so many are taken.
         target: where each has its target.
+        pack: makes of an input what the first layer gets.
     """
 
     lazy = True
 
-    def __init__(self, iterator: Iterator[Any], m: int, target: Any) -> None:
+    def __init__(
+        self, iterator: Iterator[Any], m: int, target: Any, pack: Callable[[Any], Any]
+    ) -> None:
         super().__init__(m)
+        self._pack = pack
         self._iterator = iterator
         self._where = target
 
@@ -128,12 +132,19 @@ class FromIterator(Source):
             annotate(error, f"in data_iter, when asked for micro-batch {i}")
             raise
         given, target = _pair(item, self._where, f" for micro-batch {i}")
-        input, self._sizes[i] = unwrapped(given)
+        input, self._sizes[i] = unwrapped(self._pack(given))
         self._targets[i], _ = unwrapped(target)
         return self._pulled(i, input)
 
 
-def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torch.device) -> Source:
+def source_of(
+    input: Any,
+    target: Any,
+    data_iter: Any,
+    chunks: int,
+    device: torch.device,
+    pack: Callable[[Any], Any],
+) -> Source:
     """Where micro-batches come from, by what ``train_batch`` is given.
 
     Args:
@@ -142,6 +153,7 @@ def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torc
         data_iter: an iterator that gives micro-batches, or a loader that gives mini-batches.
         chunks: so many micro-batches.
         device: where inputs have to be.
+        pack: makes of an input what the first layer gets.
 
     Raises:
         TypeError: ``data_iter`` is no iterator, or ``input`` is one.
@@ -155,7 +167,8 @@ def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torc
                 f"input is a {type(input).__name__}, which gives inputs, and not one itself: "
                 "did you mean data_iter=...?"
             )
-        input, target = _named(input, target)
+        input, target = input_and_target(input, target)
+        input = pack(input)
         check_input(input, device)
         return FromMiniBatch(input, target, chunks)
     if input is not None:
@@ -166,7 +179,7 @@ def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torc
             f"index or a function of what data_iter gives, and is {type(target).__name__}"
         )
     if isinstance(data_iter, Iterator):
-        return FromIterator(data_iter, chunks, target)
+        return FromIterator(data_iter, chunks, target, pack)
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
             f"data_iter must be an iterator, not {type(data_iter).__name__}: make "
@@ -179,7 +192,8 @@ def source_of(input: Any, target: Any, data_iter: Any, chunks: int, device: torc
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise
     input, target = _pair(item, target, "")
-    input = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
+    there = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
+    input = pack(there)
     return FromMiniBatch(input, target, chunks)
 
 
@@ -202,12 +216,12 @@ def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
         ValueError: there is no such key or index.
     """
     if callable(where):
-        return _named(item, where)
+        return input_and_target(item, where)
     if isinstance(item, Mapping):
         if where is not None and where not in item:
             keys = ", ".join(map(repr, item))
             raise ValueError(f"target={where!r}, but data_iter gave a dict with {keys}{at}")
-        return _named(item, where)
+        return input_and_target(item, where)
     length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(
@@ -223,7 +237,7 @@ def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     return (parts[0] if len(parts) == 1 else tuple(parts)), target
 
 
-def _named(input: Any, target: Any) -> tuple[Any, Any]:
+def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
     """A mini-batch and its target, which may be a key of it, or a function of it."""
     if callable(target) and _says_where(target):
         return input, target(input)

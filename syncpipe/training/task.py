@@ -23,11 +23,11 @@ from syncpipe.runtime.randomness.turns import undisturbed_draws
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge
+from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, packed, unpacked
-from syncpipe.stages.pipeline import Call
 from syncpipe.training.border import Border
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss_head import LossHead
+from syncpipe.training.loss.head import LossHead
 from syncpipe.training.pending_backward import PendingBackward, ends_of
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import Casts, WeightGradients, can_split

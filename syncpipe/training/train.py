@@ -17,25 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.checkpoint import StageMode
 from syncpipe.microbatch import gather
+from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.steps import forward_steps, training_steps
-from syncpipe.stages.pipeline import Call, Pipeline
+from syncpipe.stages.call import Call
+from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss_check import LossCheck
-from syncpipe.training.loss_head import LossHead
-from syncpipe.training.losses import Loss, Weight, known_loss
-from syncpipe.training.objective import Objective
+from syncpipe.training.loss.check import LossCheck
+from syncpipe.training.loss.head import LossHead
+from syncpipe.training.loss.known import Loss, Weight, known_loss
+from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
-__all__ = ["evaluate", "train"]
+__all__ = ["evaluate", "objective_of", "train"]
 
 
 def train(
@@ -77,7 +78,7 @@ def train(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
             "by which gradients are divided"
         )
-    objective = _objective(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
+    objective = objective_of(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
         gradients = Gradients()
@@ -152,7 +153,7 @@ def evaluate(
     """Forward of a mini-batch; see ``Pipe.eval_batch``."""
     objective = None
     if loss_fn is not None:
-        objective = _objective(known_loss(loss_fn, loss_reduction, weight), source)
+        objective = objective_of(known_loss(loss_fn, loss_reduction, weight), source)
 
     def run() -> Any:
         call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
@@ -174,7 +175,7 @@ def evaluate(
         return _in_eval_mode(module, list(modules), run)
 
 
-def _objective(loss: Loss, source: Source, **options: Any) -> Objective:
+def objective_of(loss: Loss, source: Source, **options: Any) -> Objective:
     """The losses of a mini-batch, with the weights of its micro-batches if they can be known."""
     weights: list[Weight] | None = None
     if loss.numbers is not None and len(loss.numbers) != source.m:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import syncpipe.pipe
+import syncpipe.trained
 from tests.support.running import Do, assert_same, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -189,7 +189,7 @@ def test_a_fork_while_another_thread_is_inside_a_layer():
 def test_a_fork_while_another_thread_builds_a_pipe():
     ours, theirs = pipe_of(model()), pipe_of(model())
     building, go_on = threading.Event(), threading.Event()
-    built = syncpipe.pipe.Pipeline
+    built = syncpipe.trained.Pipeline
 
     def build(*args):
         building.set()
@@ -198,7 +198,7 @@ def test_a_fork_while_another_thread_builds_a_pipe():
 
     x = torch.randn(8, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(syncpipe.pipe, "Pipeline", build)
+        patch.setattr(syncpipe.trained, "Pipeline", build)
         thread = threading.Thread(target=theirs, args=(x,))
         thread.start()
         building.wait()
@@ -240,7 +240,7 @@ def test_a_graph_goes_back_in_a_child_that_was_forked_while_a_layer_ran():
 def test_a_pipe_on_cpu_workers_does_not_ask_for_accelerators(name, monkeypatch):
     """Whoever counts GPUs cannot fork a child that uses them."""
     pipe = pipe_of(model(), checkpoint="always")
-    syncpipe.stages.pipeline._accelerators.cache_clear()
+    syncpipe.stages.call._accelerators.cache_clear()
     monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("asked"))
     trained(pipe, pipe, torch.randn(8, 4))
     pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean)

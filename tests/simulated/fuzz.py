@@ -47,11 +47,11 @@ __all__ = ["Placed", "check", "drawn"]
 offload.SMALL = 1  # so that small models move as well
 WIDE = torch.float64
 #: The reference is the CPU's, so nothing that draws. And moved to a backend that PyTorch does not
-#: know by name, a parameter is another one: its hooks, and ties to it, stay behind.
+#: know by name, a parameter is another one: its hooks stay behind.
 CHOSEN = [
     name
     for name, kind in KINDS.items()
-    if not kind.draws and not kind.cpu and name not in ("tied", "parameter_hook")
+    if not kind.draws and not kind.cpu and name != "parameter_hook"
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import syncpipe.forward
 import syncpipe.runtime.streams
-import syncpipe.stages.pipeline
+import syncpipe.stages.call
 from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
@@ -371,5 +371,5 @@ def test_race_if_the_node_of_a_copy_is_made_on_the_source(world, layout, monkeyp
         events = []
         return list(Send.apply(source, target, events, note, *tensors)), events[0]
 
-    monkeypatch.setattr(syncpipe.stages.pipeline, "send", sent_from_source)
+    monkeypatch.setattr(syncpipe.stages.call, "send", sent_from_source)
     assert Scenario(world, layout, checkpoint="never", chunks=2).run(1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import syncpipe.stages.pipeline
-import syncpipe.training.loss_head
+import syncpipe.stages.call
+import syncpipe.training.loss.head
 import syncpipe.training.task
 import syncpipe.training.train
 from syncpipe import Pipe
@@ -64,7 +64,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
 
     ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.task.go_back
     backward = torch.autograd.backward
-    loss = syncpipe.training.loss_head.LossHead._loss
+    loss = syncpipe.training.loss.head.LossHead._loss
     real = torch.Tensor.device
 
     def tagged_ends_of(value):
@@ -93,13 +93,13 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
     monkeypatch.setattr(syncpipe.training.task, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.loss_head, "ends_of", tagged_ends_of)
-    monkeypatch.setattr(syncpipe.training.loss_head.LossHead, "_loss", tagged_loss)
-    for module in (syncpipe.training.task, syncpipe.training.loss_head):
+    monkeypatch.setattr(syncpipe.training.loss.head, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
+    for module in (syncpipe.training.task, syncpipe.training.loss.head):
         monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
-    monkeypatch.setattr(syncpipe.stages.pipeline, "same_memory", lambda a, b: a == b)
+    monkeypatch.setattr(syncpipe.stages.call, "same_memory", lambda a, b: a == b)
     # Weight gradients are not put off where a dispatch mode looks on, but for this one.
     monkeypatch.setattr(_Recording, "_may_split", lambda *args: torch.is_grad_enabled())
     return world
@@ -190,7 +190,7 @@ def test_all_sites_are_known(world):
 @pytest.mark.parametrize("layout", [ONE, TWO])
 def test_race_if_the_iterator_is_on_other_streams_than_the_caller(world, layout, monkeypatch):
     """It reads what the caller made, and a worker's thread has streams of its own."""
-    monkeypatch.setattr(syncpipe.stages.pipeline.Call, "as_caller", contextlib.nullcontext)
+    monkeypatch.setattr(syncpipe.stages.call.Call, "as_caller", contextlib.nullcontext)
     scenario = Training(world, layout, "1f1b", checkpoint="never")
     scenario.iterate()
     assert bool(world.reports) == (layout == TWO)

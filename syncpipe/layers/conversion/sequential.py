@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from syncpipe.layers.conversion.verify import evaluated_alike, first_difference
 from syncpipe.layers.conversion.verify import verify as compared
 from syncpipe.skip import Namespace
 
-__all__ = ["Converted", "batch_input", "call_input", "sequential"]
+__all__ = ["Converted", "batch_input", "call_arguments", "call_input", "sequential"]
 
 
 class Converted(nn.Sequential):
@@ -147,7 +148,7 @@ def _forget_what_does_not_matter(model: nn.Module, layers: Converted, opening: O
     """
     found = False
     for tensors in [] if opening.device.type == "meta" else opening.unlike:
-        call = opening.signature.call(tensors)
+        call = partial(opening.signature.call, tensors)
         token = COLLECTED.set([])
         try:
             same = evaluated_alike(model, layers, call)
@@ -164,7 +165,7 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
     Raises:
         RuntimeError: they differ; with the first layer that does.
     """
-    call = opening.signature.call(opening.tensors)
+    call = partial(opening.signature.call, opening.tensors)
     found = compared(model, layers, call)
     if found is None:
         return
@@ -177,7 +178,7 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
                 list(layers),  # type: ignore[arg-type]
                 [piece.given for piece in pieces],
                 values.get,
-                opening.signature.packed(*call),
+                opening.signature.packed(*call()),
             )
         what = f"the output in {found}"
     else:
@@ -193,13 +194,23 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
 def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the first layer gets where the layers are called with these arguments."""
     signature = _signature(layers)
-    return _one(*args, **kwargs) if signature is None else signature.packed(args, kwargs)
+    if signature is not None:
+        return signature.packed(args, kwargs)
+    if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
+        return args or kwargs  # as the layers take them
+    return _one(*args, **kwargs)
 
 
 def batch_input(layers: nn.Module, input: Any) -> Any:
     """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
     signature = _signature(layers)
     return input if signature is None else signature.packed(*signature.arguments(input))
+
+
+def call_arguments(layers: nn.Module, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How layers are called themselves with what is an input for ``train_batch``."""
+    signature = _signature(layers)
+    return ((input,), {}) if signature is None else signature.arguments(input)
 
 
 def _signature(layers: nn.Module) -> Signature | None:

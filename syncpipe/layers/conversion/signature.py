@@ -118,10 +118,15 @@ class Signature:
         return tensors
 
     def call(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the sample, with these tensors."""
-        arguments = rebuilt(
-            lambda leaf: tensors[leaf.k] if isinstance(leaf, _Place) else leaf, self._sample
-        )
+        """The arguments of the sample, with copies of these tensors: models write into them."""
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, _Place):
+                return leaf
+            tensor = tensors[leaf.k]
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        arguments = rebuilt(copied, self._sample)
         bound = inspect.BoundArguments(self.parameters, arguments)
         return bound.args, bound.kwargs
 

@@ -13,10 +13,13 @@ from syncpipe.layers.conversion.recording.nodes import Node, leaves_of
 from syncpipe.layers.conversion.state import same_random_numbers
 from syncpipe.skip.store import use_store
 
+#: Makes the arguments of a call, each time anew.
+Call = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+
 __all__ = ["evaluated_alike", "first_difference", "verify"]
 
 
-def verify(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]) -> str | None:
+def verify(model: nn.Module, layers: nn.Module, call: Call) -> str | None:
     """What differs between a model and its layers; None: nothing.
 
     Outputs, buffers and gradients in training, and outputs in evaluation, with the same random
@@ -39,7 +42,7 @@ def verify(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]
     return None
 
 
-def evaluated_alike(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[str, Any]]) -> bool:
+def evaluated_alike(model: nn.Module, layers: nn.Module, call: Call) -> bool:
     """Whether a model and its layers give the same in evaluation; they may refuse the call."""
     model.eval()
     layers.eval()
@@ -51,16 +54,14 @@ def evaluated_alike(model: nn.Module, layers: nn.Module, call: tuple[Any, dict[s
     return len(actual) == len(expected) and all(map(close, actual, expected))
 
 
-def _run(
-    module: nn.Module, call: tuple[Any, dict[str, Any]], training: bool
-) -> tuple[list[Any], dict[str, Any]]:
+def _run(module: nn.Module, call: Call, training: bool) -> tuple[list[Any], dict[str, Any]]:
     """The outputs, with the buffers after them; and gradients by name."""
-    args, kwargs = call
+    args, kwargs = call()
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with same_random_numbers(module), torch.set_grad_enabled(training):
         outputs = leaves_of(module(*args, **kwargs))
         after = [buffer.detach().clone() for buffer in _saved_buffers(module)]
-        gradients = _gradients(module, outputs, call) if training else {}
+        gradients = _gradients(module, outputs, (args, kwargs)) if training else {}
     with torch.no_grad():
         for buffer, value in before:
             if not torch.equal(buffer, value):

@@ -128,8 +128,14 @@ def test_tied_weights_stay_tied_under_both_names():
     assert layers.state_dict().keys() == model.state_dict().keys()
     assert [n for n, _ in layers.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert layers.state_dict()["head.weight"].data_ptr() == model.tokens.weight.data_ptr()
-    pipe = Pipe(layers, [len(layers)], devices=["cpu:0"])
+    plain = copy.deepcopy(model)
+    pipe = Pipe(layers, [1, len(layers) - 1], devices=["cpu:0", "cpu:1"], chunks=2)
     pipe.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 5, (4, 2))
+    pipe.train_batch(ids, loss_fn=torch.mean)
+    plain(ids).mean().backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_parameters_that_functions_use_keep_their_names():

@@ -213,6 +213,24 @@ def test_custom_functions_keep_their_backward():
     assert torch.equal(model.a.weight.grad, expected)
 
 
+def test_inputs_that_are_written_into():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            x[:, 0] = 2.0
+            return self.b(self.a(x.type(torch.float32)) * x)
+
+    model, x = Net(), torch.randn(3, 4)
+    before = x.clone()
+    layers = sequential(model, x)
+    assert torch.equal(x, before)
+    assert torch.equal(layers(x.clone()), model(x))
+
+
 def test_what_runs_without_gradients_still_does():
     class Net(nn.Module):
         def __init__(self) -> None:

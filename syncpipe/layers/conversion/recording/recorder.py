@@ -54,7 +54,6 @@ class Recorder(TorchFunctionMode):
         faults: what the recording cannot stand for: owner, line, what.
         inputs: the nodes of the caller's tensors.
         output: what the model gave, with nodes for values.
-        result: what the model gave.
     """
 
     def __init__(
@@ -75,8 +74,6 @@ class Recorder(TorchFunctionMode):
         self.faults: list[tuple[str, str, str]] = []
         self.inputs: list[Node] = []
         self.output: Any = None
-        self.result: Any = None
-        self.modules_called: set[str] = set()
         self._values: dict[int, Node] = {}
         self._kept: list[Any] = []  # so that no id is used again
         self._pending: nn.Module | None = None
@@ -107,8 +104,7 @@ class Recorder(TorchFunctionMode):
 
         args, kwargs = rebuilt(entering, (args, kwargs))
         with self._recording():
-            self.result = self._model(*args, **kwargs)
-            self.output = self.lift(self.result)
+            self.output = self.lift(self._model(*args, **kwargs))
         self._state = None
 
     @contextmanager
@@ -141,7 +137,6 @@ class Recorder(TorchFunctionMode):
             ):
                 return call(module, *args, **kwargs)
             path = self._paths[module]
-            self.modules_called.add(path)
             if path in self._whole:
                 return self._perform(
                     Node("module", path), lambda *a, **k: call(module, *a, **k), args, kwargs
@@ -181,7 +176,7 @@ class Recorder(TorchFunctionMode):
         if name in READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
             return func(*args, **kwargs)
-        if name in TELLS_NOTHING:
+        if name in TELLS_NOTHING and not (name == "type" and len(args) > 1):
             return func(*map(plain, args), **kwargs)
         if name == "size" and len(args) == 1 and not kwargs:
             return self._sizes(args[0], func(args[0]))
@@ -286,11 +281,8 @@ class Recorder(TorchFunctionMode):
 
     def _place(self, node: Node) -> Node:
         frame = self._frame
-        node.key, node.owner, node.line = (
-            (*frame.key, len(frame.entries)),
-            frame.owner,
-            line_in_model(),
-        )
+        node.key, node.owner = (*frame.key, len(frame.entries)), frame.owner
+        node.line = line_in_model()
         frame.entries.append(node)
         return node
 

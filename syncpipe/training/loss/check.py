@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.microbatch import gather
-from syncpipe.training.objective import Objective
+from syncpipe.training.loss.objective import Objective
 from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
 
 __all__ = ["LossCheck"]
@@ -102,7 +102,7 @@ class LossCheck:
 
 def _outside() -> int:
     """The stack level of whoever called the pipe."""
-    inside = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    inside = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         level, frame = level + 1, frame.f_back

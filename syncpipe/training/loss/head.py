@@ -10,10 +10,10 @@ from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
-from syncpipe.stages.pipeline import Call
+from syncpipe.stages.call import Call
 from syncpipe.training.leaves import Leaves, leaves_of
-from syncpipe.training.loss_check import LossCheck
-from syncpipe.training.objective import Objective
+from syncpipe.training.loss.check import LossCheck
+from syncpipe.training.loss.objective import Objective
 from syncpipe.training.pending_backward import PendingBackward, cut, ends_of
 from syncpipe.tree import compact, distinct, map_tensors
 

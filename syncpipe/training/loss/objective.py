@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.streams import moved
-from syncpipe.training.losses import Loss, Weight, number
+from syncpipe.training.loss.known import Loss, Weight, number
 from syncpipe.tree import compact, described, distinct
 
 __all__ = ["Objective"]
@@ -96,7 +96,8 @@ class Objective:
         """
         loss, weight, metrics = self._checked(i, result, size, target)
         self._losses[i], self._weights[i] = compact(loss.detach()), weight
-        self._metrics[i] = {name: _detached(value) for name, value in metrics.items()}
+        if metrics:
+            self._metrics[i] = {name: _detached(value) for name, value in metrics.items()}
         if self._assumed_total is None:
             self._assumed_total = self._m * _not_zero(weight)
         if not (self._by_size or (self._loss.exact and isinstance(weight, Tensor))):
@@ -167,9 +168,10 @@ class Objective:
         """What a micro-batch contributes."""
         if self._loss.reduction == "sum":
             return value
-        share = _ratio(weight, whole)
-        if not isinstance(share, Tensor):
+        if not isinstance(weight, Tensor) and not isinstance(whole, Tensor):
+            share: Any = weight / whole if whole else math.nan
             return value if share == 1 else value * share
+        share = weight / whole
         if isinstance(value, Tensor):
             share = share.to(value.dtype) if value.is_floating_point() else share
         return torch.where(share == 0, 0.0, value * share)
@@ -197,9 +199,11 @@ class Objective:
         elif self.known is not None:
             weight = self.known[0][i]
         else:
-            found = self._loss.weight(i, target)
+            found = self._loss.weight(i, target) if self._loss.weighted else None
             weight = size if found is None else found
-        return loss, _beside(weight, loss), metrics or {}
+        if isinstance(weight, Tensor):
+            weight = _beside(weight, loss)
+        return loss, weight, metrics or {}
 
     def _check_kind(self, i: int, weighted: bool, metrics: dict[str, Any] | None) -> None:
         """Refuses results that differ, and weights from two sides."""
@@ -249,10 +253,8 @@ def _with_a_part(loss: Tensor, weight: Weight, output: Any) -> Tensor:
     return loss
 
 
-def _beside(weight: Weight, loss: Tensor) -> Weight:
+def _beside(weight: Tensor, loss: Tensor) -> Tensor:
     """A weight where the loss is. Counts are often integers, and too large for half precision."""
-    if not isinstance(weight, Tensor):
-        return weight
     return compact(moved(weight, loss.device, torch.promote_types(loss.dtype, torch.float32)))
 
 

@@ -1,0 +1,1 @@
+"""What the arguments of a pipe may be."""

@@ -1,0 +1,372 @@
+"""One mini-batch on its way, and what the two drivers have in common.
+
+``forward`` (``pipe(x)``) and ``training`` (``pipe.train_batch(...)``) run different actions, but
+over the same stages, edges and engine, and a call of either begins and ends in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.layers.batchnorm import MiniBatchStatistics
+from syncpipe.objects import hidden_tensor
+from syncpipe.options.checkpoint import ByLayer, Selective, StageMode
+from syncpipe.runtime.engine import RUNNING, Run, Task
+from syncpipe.runtime.offload import Offload
+from syncpipe.runtime.randomness.private_generator import others_may_draw
+from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
+from syncpipe.runtime.thread_state import CallerState
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.steps import Edge, Steps
+from syncpipe.stages.by_layer import divided
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.run import CallContext
+from syncpipe.stages.ties import CallTies
+from syncpipe.stages.transfer import Note, send
+from syncpipe.tree import map_tensors, objects_in, tensors_in
+
+__all__ = ["Call", "EntryEvent"]
+
+_T = TypeVar("_T")
+
+
+class EntryEvent(NamedTuple):
+    """Tells when tensors from outside of the pipeline are there.
+
+    Attributes:
+        lane: the stream on which they were made.
+        event: happens when they are there; None: to be recorded on that stream when it is needed.
+    """
+
+    lane: Lane
+    event: Any
+
+
+class Call:
+    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
+
+    Args:
+        pipeline: the pipeline.
+        m: number of micro-batches.
+        checkpoint: for each stage its mode.
+        inline: run on the calling thread.
+        recorder: writes down what runs when, for a trace.
+        graph: the caller gets an autograd graph.
+
+    Attributes:
+        context: what the stages need to know of the call.
+        lanes: for each worker its device and streams.
+        rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
+        ties: the tensors that stages share; None if there are none.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        m: int,
+        *,
+        checkpoint: Sequence[StageMode],
+        inline: bool,
+        recorder: Recorder | None,
+        graph: bool = False,
+    ) -> None:
+        state = CallerState()
+        self.pipeline = pipeline
+        self.inline = (
+            inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
+        )
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+        nested = is_checkpointing() or is_recomputing()
+        counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
+        recorded = state.grad and not nested
+        modes = checkpoint if recorded else ["never"] * len(checkpoint)
+        self.rematerialized = tuple(
+            counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
+        )
+        stages = pipeline.stages
+        self.context = CallContext(
+            m,
+            draw_seed(),
+            state,
+            threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
+            disturbed=others_may_draw(),
+            forwards=[0] * len(stages),
+            statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
+            recorder=recorder,
+            plain=[stage.plain for stage in stages],
+            divided={
+                stage: divided(stage, mode.spans)
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, ByLayer) and mode.spans
+            },
+            selective={
+                stage: mode
+                for stage, mode in zip(stages, modes, strict=True)
+                if isinstance(mode, Selective)
+            },
+        )
+        self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._offloads = {
+            j: self._offload(j)
+            for j, mode in enumerate(modes)
+            if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
+        }
+        self._callers = [worker.caller_lane() for worker in pipeline.workers]
+        self._entry_events = _entry_events(self._callers)
+        self.recorder = recorder
+        if recorder is not None:
+            recorder.begin(self.lanes, pipeline.worker_of)
+        self.ties: CallTies | None = None
+        if ties := pipeline.shared.find():
+            self._wait_for_caller()
+            lanes = [self.lane_of(stage.j) for stage in stages]
+            self.ties = CallTies(
+                ties, pipeline.shared, stages, lanes, pipeline.edges, self.context, recorder,
+                graph=graph,
+            )  # fmt: skip
+        edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
+        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
+
+    def _wait_for_caller(self) -> None:
+        for lane, caller in zip(self.lanes, self._callers, strict=True):
+            lane.wait_for(caller)
+
+    def run(self, steps: Steps, task: Task, input: Any) -> None:
+        """Runs a program to its end. The caller's streams then wait for all that it did.
+
+        Args:
+            steps: the program.
+            task: what to do for each action.
+            input: a tree that comes from the caller and is used by the first stage.
+        """
+        self._wait_for_caller()
+        self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        for j, offload in self._offloads.items():
+            offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
+        run = partial(
+            self.pipeline.engine.run,
+            steps,
+            task,
+            self.context.state,
+            inline=self.inline,
+        )
+        try:
+            outside_of_turn(run)  # the order of locks is: stage before random state
+        finally:
+            for offload in self._offloads.values():
+                offload.let_go()
+            for lane, caller in zip(self.lanes, self._callers, strict=True):
+                caller.wait_for(lane)
+        if self.ties is not None:
+            self.ties.finish()
+
+    def bound(self, run: Run, kind: Kind, j: int) -> Run:
+        """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
+
+        Args:
+            run: does it, for a micro-batch and a list of :class:`Parcel`.
+            kind: the kind.
+            j: the stage.
+        """
+        lane, recorder = self.lane_of(j), self.recorder
+        offload = self._offloads.get(j)
+        if offload is not None and kind == "forward":
+            run = offload.around(run)
+        if lane.streams is None and recorder is None:
+            return run
+
+        def on_streams(i: int, parcels: list[Any]) -> Sequence[Any]:
+            with lane.active():
+                _received(lane, parcels)
+                with nullcontext() if recorder is None else recorder.span(kind, i, j):
+                    return run(i, parcels)
+
+        return on_streams
+
+    def _offload(self, j: int) -> Offload:
+        """What sends the activations of a stage to the host."""
+        lane = self.lane_of(j)
+        assert lane.streams is not None
+        worker = self.pipeline.workers[self.pipeline.worker_of[j]]
+        partition = self.pipeline.stages[j].partition
+        own = chain(partition.parameters(), partition.buffers())
+        return Offload(lane, *worker.host_streams(lane.streams), own)
+
+    def lane_of(self, j: int) -> Lane:
+        """The lane of stage ``j``."""
+        return self.lanes[self.pipeline.worker_of[j]]
+
+    def send(
+        self, edge: Edge, i: int, value: Any, *, backward: bool = False, graph: bool = False
+    ) -> tuple[Any, Any]:
+        """Sends a value over an edge; for the worker at its near end to call.
+
+        Args:
+            edge: the edge.
+            i: the micro-batch.
+            value: a tree.
+            backward: from the edge's target to its source.
+            graph: let gradients come back the same way when autograd asks for them.
+
+        Returns:
+            The value at the far end, and the event to wait for there.
+        """
+        source, target = self._ends[edge.number]
+        if backward:
+            source, target = target, source
+        if source is target:
+            return value, None
+        if not (backward or isinstance(value, Tensor)):
+            self._check_objects(edge, i, value, graph)
+        if self.recorder is None:
+            return _sent(source, target, value, graph, None)
+        note = partial(self.recorder.transfer, i, edge.source, edge.target)
+        with note(backward=backward):
+            return _sent(source, target, value, graph, note)
+
+    def _check_objects(self, edge: Edge, i: int, value: Any, graph: bool) -> None:
+        """Refuses objects with tensors in them that would have to be sent.
+
+        Raises:
+            TypeError: a tensor is on an accelerator, or has a graph that only one worker may walk.
+        """
+
+        def has_to_be_sent(tensor: Tensor) -> bool:
+            there = tensor.device.type not in ("cpu", "meta")
+            return (there and not isinstance(tensor, nn.Parameter)) or (
+                not graph and tensor.requires_grad and not tensor.is_leaf
+            )
+
+        for thing in objects_in(value):
+            at = hidden_tensor(thing, has_to_be_sent)
+            if at is not None:
+                raise TypeError(
+                    f"{self.pipeline.stages[edge.source].describe(i)} gave an object of type "
+                    f"{type(thing).__name__} that goes from stage {edge.source} to stage "
+                    f"{edge.target}, with a tensor at {at} that is not seen there, so that neither "
+                    "it nor its gradient can be sent: let the layer return its tensors in a tuple, "
+                    "a dict or a dataclass, or register the class by "
+                    "torch.utils._pytree.register_pytree_node"
+                )
+
+    def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
+        """When tensors are there that the calling thread has just made or been given."""
+        found = {}
+        for device in {tensor.device for tensor in tensors_in(tree)}:
+            streams = (
+                self._entry_events[device].lane.streams if device in self._entry_events else None
+            )
+            if streams is not None:
+                stream = streams.current()
+                found[device] = EntryEvent(
+                    Lane(device, streams, stream, stream), streams.record(stream)
+                )
+        return found
+
+    def as_caller(self) -> AbstractContextManager[Any]:
+        """The context for what is the caller's own: it works on the caller's streams.
+
+        Without it a worker's thread would use the default stream of every device but its own.
+        """
+        stack = ExitStack()
+        for caller in reversed(self._callers):  # the first one's device becomes current
+            stack.enter_context(caller.active())
+        return stack
+
+    def to_stage(
+        self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
+    ) -> Any:
+        """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
+
+        Args:
+            tree: tensors on any devices, and other values.
+            j: the stage.
+            after: when they are there, if they did not come with the call.
+        """
+        lane, after = self.lane_of(j), self._entry_events if after is None else after
+        return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
+
+    def _brought(
+        self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, EntryEvent]
+    ) -> Tensor:
+        there, event = after.get(tensor.device, (Lane(tensor.device), None))
+        if same_memory(tensor.device, lane.device):
+            lane.receive(event, [tensor])
+            return tensor
+        here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
+        # Where there is no worker, the stream on which it was made copies it.
+        copies, event = (here[0] if here else there).send([tensor], lane, event)
+        lane.receive(event, copies)
+        return copies[0]
+
+    def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
+        with self.as_caller():
+            result = function(*args)
+        self.lane_of(j).wait_for(self._caller_of(j))
+        return result
+
+    def release_to_caller(self, j: int, tree: Any) -> None:
+        """Tells that the caller goes on with what stage ``j`` computed."""
+        lane = self.lane_of(j)
+        if lane.streams is not None:
+            self._caller_of(j).record_on_stream(tensors_in(tree), lane)
+
+    def _caller_of(self, j: int) -> Lane:
+        return self._callers[self.pipeline.worker_of[j]]
+
+
+def _received(lane: Lane, parcels: Sequence[Any]) -> None:
+    for parcel in parcels:
+        if parcel.event is not None:
+            lane.receive(parcel.event, tensors_in(parcel.value))
+
+
+_accelerators = lru_cache(maxsize=1)(accelerators)
+
+
+def _entry_events(callers: Sequence[Lane]) -> dict[torch.device, EntryEvent]:
+    """When the tensors that come with a call are there; on devices without a worker, too."""
+    found = {
+        lane.device: EntryEvent(lane, lane.streams.record(lane.compute))
+        for lane in callers
+        if lane.streams is not None
+    }
+    kinds = {device.type for device in found}
+    # A process that only has CPU workers must not ask: that would keep its children off the GPUs.
+    for device in _accelerators() if kinds else ():
+        if device.type in kinds and device not in found:
+            # No event: to record one where there is nothing would initialize the device.
+            streams = AcceleratorStreams(device)
+            stream = streams.current()
+            found[device] = EntryEvent(Lane(device, streams, stream, stream), None)
+    return found
+
+
+def _sent(
+    source: Lane, target: Lane, value: Any, graph: bool, note: Note | None
+) -> tuple[Any, Any]:
+    if source.streams is None and same_memory(source.device, target.device):
+        return value, None
+    events: list[Any] = []
+
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        if graph:
+            sent, event = send(source, target, tensors, note)
+        else:
+            sent, event = source.send(tensors, target)
+        events.append(event)
+        return sent
+
+    value = map_tensors(moved, value)
+    return value, events[0] if events else None

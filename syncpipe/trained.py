@@ -1,0 +1,260 @@
+"""What a pipe does with a mini-batch: ``train_batch``, ``eval_batch``, and the trace of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from syncpipe.layers.conversion.sequential import batch_input
+from syncpipe.layers.placement import own_call
+from syncpipe.options.arguments import checked_schedule
+from syncpipe.partitioned import Partitioned
+from syncpipe.runtime.inline import INLINE, untraced
+from syncpipe.runtime.locks import forkable
+from syncpipe.schedules.build import AUTO, ScheduleLike
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.timeline.trace import Trace
+from syncpipe.training.loss.known import check_arguments
+from syncpipe.training.measured import Measured
+from syncpipe.training.sources import Source, source_of
+from syncpipe.training.train import evaluate, train
+
+__all__ = ["Trained"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_building = forkable()
+
+
+class Trained(Partitioned):
+    """Layers on their devices that are trained and evaluated, mini-batch by mini-batch."""
+
+    _chunks: int
+    _schedule: ScheduleLike
+    _measured: Measured
+    _trace: Trace | None
+    _whole: type[nn.Module]  #: the class whose ``forward`` a pipe has
+
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *unexpected: Any,
+        loss_fn: Callable[..., Any] | None = None,
+        schedule: ScheduleLike | None = None,
+        slots: str | Sequence[int] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
+        accumulate: float = 1,
+        grad_scaler: Any = None,
+        return_outputs: bool = False,
+        verify: bool | None = None,
+    ) -> Any:
+        """Forward and backward of one mini-batch, with the loss inside the pipeline.
+
+        A micro-batch can go back as soon as it has gone forward, so other schedules than
+        fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
+        optimizer is the caller's::
+
+            optimizer.zero_grad()
+            loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
+            optimizer.step()
+
+        With 1F1B few micro-batches are in flight at a time, so ``checkpoint="never"`` often costs
+        no memory that matters; see docs/guide.md.
+
+        Args:
+            input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
+                first device.
+            target: the same, on any device; it goes to the last one micro-batch by micro-batch.
+                None: the loss function takes the output alone. The key of a dict, or a function
+                of the input, takes it from there.
+            loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
+                micro-batch, on the last device. It returns the loss, one number, or
+                ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
+                by the targets that are not ignored, any other mean by samples, so that the
+                result is the mini-batch's. With weights it is ``sum(loss * weight) /
+                sum(weight)``.
+            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
+                stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
+                ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with two on each in a V,
+                ``devices=[0, 1, 1, 0]``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``; a
+                :class:`syncpipe.schedules.Schedule`, the path of a CSV file
+                (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
+                ``Schedule``; or ``"auto"``: one made for what the first calls took, see
+                :attr:`auto_schedules`. None: that of the pipe, ``"1f1b"`` if it was given none.
+            slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
+                ``"overlap"``, or a list with a number for each stage. It is short for
+                ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
+            loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
+                ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
+            weight: how much a micro-batch counts, where that is not by its samples: a function of
+                its target, or a number for each.
+            data_iter: instead of ``input`` an iterator that yields pairs with the target, longer
+                tuples that end in it, or dicts in which ``target`` is its key: micro-batches, on
+                any device. Exactly ``chunks`` of them are taken, each when the first stage is
+                ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
+                mini-batch in each call, epoch after epoch.
+            accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
+                (the loss that is returned is not scaled).
+            return_outputs: return the outputs as well.
+            verify: compare the loss with that of several micro-batches at once, and warn if it is
+                another one. None: in the first call with a loss function that is not PyTorch's.
+
+        Returns:
+            The loss of the mini-batch, detached, without dimensions, on the last device. With
+            ``return_outputs`` a tuple: the loss, and the outputs gathered as by ``pipe(input)``,
+            detached. Metrics come last, as a dict: numbers combined as the losses are, anything
+            else as a list with a value for each micro-batch.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
+                function gave; the message says which.
+            RuntimeError: gradients are switched off, or the loss needs none.
+
+        Whatever the call raises, ``.grad`` of all leaves is then what it was before the call,
+        and the pipe goes on working. That takes a copy of gradients that are there already when
+        the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
+        random generators, stay as the failed call left them.
+
+        While the total weight is not known yet, micro-batches go back with an estimate of it, and
+        gradients are put right at the end of the call, to rounding: with ``(loss, weight)``, and
+        with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
+        of micro-batches, before that.
+        """
+        loss_fn = check_arguments(unexpected, loss_fn)
+        source = self._source(input, target, data_iter)
+        if schedule is None and slots is None:
+            schedule = self._schedule
+        else:
+            schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
+        pipeline, how = self._ready(), self._running()
+        step = partial(
+            untraced(train),
+            pipeline,
+            source,
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            weight=weight,
+            verify=verify,
+            accumulate=accumulate,
+            grad_scaler=grad_scaler,
+            return_outputs=return_outputs,
+            **how,
+        )
+        if schedule != AUTO:
+            return step(schedule=schedule)
+        key = how["checkpoint"], how["inline"]
+        trace = self._trace or self.trace()
+        return untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
+
+    def eval_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
+    ) -> Any:
+        """Forward of one mini-batch, without gradients and in ``eval()`` mode.
+
+        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
+        its own ``train()``.
+
+        Args:
+            input: as for :meth:`train_batch`.
+            target: as for :meth:`train_batch`.
+            loss_fn: as for :meth:`train_batch`; None to get the outputs.
+            loss_reduction: as for :meth:`train_batch`.
+            weight: as for :meth:`train_batch`.
+            data_iter: as for :meth:`train_batch`.
+
+        Returns:
+            The loss of the mini-batch, without dimensions, and metrics if there are any; or
+            without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
+
+        Raises:
+            TypeError, ValueError: as :meth:`train_batch`.
+        """
+        source = self._source(input, target, data_iter)
+        if loss_fn is None and target is not None:
+            raise ValueError("eval_batch has a target, but no loss_fn that could use it: give both")
+        return untraced(evaluate)(
+            self._ready(),
+            source,
+            module=self,
+            modules=[*self.modules(), *self._partitions],
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            weight=weight,
+            **self._running(),
+        )
+
+    def trace(self, title: str = "") -> Trace:
+        """Records what this pipe does, and when::
+
+            with pipe.trace() as trace:
+                loss = pipe.train_batch(input, target, loss_fn=loss_fn)
+            print(trace.table(), trace.bubble, trace.busy)
+            trace.save("step.svg")    # or .png; or .json for https://ui.perfetto.dev
+
+        Every action (forward, backward, its halves, recomputation) and every transfer of
+        ``pipe(x)``, of the backward that follows, of ``train_batch`` and ``eval_batch`` is there,
+        if it happens before the block ends. A pipe that is not traced does no more than look
+        whether it is.
+
+        Args:
+            title: stands above pictures.
+
+        Raises:
+            RuntimeError: on entering, if the pipe is being traced already.
+        """
+        names = [str(worker.device) for worker in dict.fromkeys(self._workers)]
+        rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
+        return Trace(rows, self._attach_trace, title)
+
+    def _running(self) -> dict[str, Any]:
+        """How to run a mini-batch."""
+        return {
+            "checkpoint": self._modes if self.training else ("never",) * len(self._balance),
+            "inline": INLINE.get(),
+            "recorder": None if self._trace is None else self._trace.recorder(),
+        }
+
+    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
+        if not self._modules:
+            raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
+        own = [kind for kind in _HOOKS if getattr(self, kind)]
+        if own:
+            raise RuntimeError(
+                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
+                "and eval_batch: register them on layers, or on pipe.partitions"
+            )
+        if (method := own_call(self, self._whole)) is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} has a {method} of its own, which train_batch and "
+                "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
+            )
+        device, pack = self._workers[0].device, partial(batch_input, self)
+        return source_of(input, target, data_iter, self._chunks, device, pack)
+
+    def _ready(self) -> Pipeline:
+        """The pipeline over the layers as they are now."""
+        self._follow_layers()
+        with _building:
+            # After a fork its threads are gone, and its locks may be held by nobody.
+            if self._pipeline is None or self._pipeline.process != os.getpid():
+                self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
+            return self._pipeline
+
+    def _attach_trace(self, trace: Trace | None) -> None:
+        if trace is not None and self._trace is not None:
+            raise RuntimeError("this pipe is being traced already: end that trace first")
+        self._trace = trace

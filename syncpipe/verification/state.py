@@ -1,0 +1,246 @@
+"""All that a run of layers can change, and how it is put back.
+
+Parameters, buffers, modes, gradients, and whatever hangs on a module in Python: numbers, lists,
+tensors, generators, objects of the user's. Runs of a check start from the same state, and leave it
+behind as it was. What puts things back are calls of C functions, so that Ctrl-C comes before all of
+them or after all of them (see ``runtime.interrupts``).
+"""
+
+from __future__ import annotations
+
+import _random
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from syncpipe.balance.sandbox import sandboxed
+from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.randomness.generators import LOCKS
+from syncpipe.verification.compare import SIMPLE, same_bits
+
+__all__ = ["Change", "State"]
+
+_T = TypeVar("_T")
+_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
+_call: Callable[[Any], Any] = partial.__call__
+
+
+class Change(NamedTuple):
+    """Something that is not what it was.
+
+    Attributes:
+        kind: ``"generator"``, ``"parameter"``, ``"buffer"`` or ``"attribute"``.
+        name: where it is, from the layer on.
+    """
+
+    kind: str
+    name: str
+
+
+class State:
+    """Modules as they are now. Values are copied to the CPU's memory.
+
+    Args:
+        modules: these, by name, and all that is in them.
+        leave: objects that are left alone.
+
+    Attributes:
+        leaves: the tensors that get gradients.
+
+    Raises:
+        ValueError: a parameter has no value yet.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], leave: Iterable[Any] = ()) -> None:
+        self._calls: list[partial[Any]] = []
+        self._looks: list[tuple[str, Callable[[], list[str]]]] = []
+        self._seen: dict[int, Any] = {id(thing): thing for thing in leave}
+        self._pending: list[tuple[str, str, Any]] = []
+        self._hooks: list[dict[Any, Any]] = []  # steps of optimizers in backward, say
+        self.leaves: list[Tensor] = []
+        process: Any = random
+        self._visit("attribute", "that of Python's random", process._inst)
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            self._visit("attribute", "that of numpy.random", numpy.get_state.__self__)
+        self._pending += [("attribute", name, module) for name, module in modules.items()]
+        while self._pending:
+            self._visit(*self._pending.pop())
+
+    def add_leaf(self, leaf: Tensor) -> None:
+        """Another tensor that gets gradients."""
+        if id(leaf) not in self._seen:
+            self._visit("attribute", "", leaf)
+
+    def restored(
+        self,
+        run: Callable[[], _T],
+        devices: Iterable[torch.device],
+        threads: int | None = None,
+    ) -> _T:
+        """Calls a function, with no gradients there, and puts all back as it was.
+
+        Hooks that run when a gradient is there (``register_post_accumulate_grad_hook``) do not.
+
+        Args:
+            run: the function.
+            devices: where it works; their random states are put back, too.
+            threads: how many intra-op threads it has; None for as many as there are.
+        """
+
+        def alone() -> _T:
+            for leaf in self.leaves:
+                leaf.grad = None
+            for hooks in self._hooks:
+                hooks.clear()
+            return run()
+
+        def sandbox() -> _T:
+            return sandboxed(alone, devices, threads)
+
+        return undone(sandbox, map(_call, self._calls), LOCKS.states)
+
+    def changes(self) -> list[Change]:
+        """What is not what it was."""
+        return [Change(kind, name) for kind, look in self._looks for name in look()]
+
+    # --- the walk --------------------------------------------------------------------------------
+
+    def _visit(self, kind: str, name: str, value: Any) -> None:
+        if isinstance(value, (*SIMPLE, type, FunctionType, MethodType, ModuleType)):
+            return
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._tensor(kind, name, value)
+        elif isinstance(value, nn.Module):
+            self._module(name, value)
+        elif isinstance(value, torch.Generator):
+            state = value.get_state()
+            self._undo(torch.Generator.set_state, value, state)
+            self._look("generator", lambda: [name] * (not torch.equal(value.get_state(), state)))
+        elif isinstance(value, random.Random):
+            _, numbers, gauss = before = value.getstate()
+            self._undo(_random.Random.setstate, value, numbers)
+            self._undo(setattr, value, "gauss_next", gauss)
+            self._look("generator", lambda: [name] * (value.getstate() != before))
+        elif type(value).__module__.startswith("numpy"):
+            self._numpy(kind, name, value)
+        elif isinstance(value, dict):
+            self._dict(kind, value, lambda key: f"{name}[{key!r}]")
+        elif isinstance(value, list | set | deque | bytearray):
+            self._container(kind, name, value)
+        elif isinstance(value, tuple):
+            self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(value)]
+        elif _is_users(value):
+            self._dict(kind, vars(value), lambda key: f"{name}.{key}")
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        prefix = f"{name}." if name else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            self._pending += [
+                *(("parameter", prefix + key, p) for key, p in module.named_parameters()),
+                *(("buffer", prefix + key, b) for key, b in module.named_buffers()),
+            ]
+            self._undo(setattr, module, "training", module.training)
+            return
+        for own, kind in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+            self._seen[id(own)] = own
+            self._dict(kind, own, lambda key: f"{prefix}{key}")
+        self._seen[id(module._modules)] = module._modules
+        self._dict("attribute", module._modules, lambda key: f"{prefix}{key}")
+        self._dict("attribute", vars(module), lambda key: f"{prefix}{key}")
+
+    def _tensor(self, kind: str, name: str, tensor: Tensor) -> None:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} is a lazy {kind} that has no value yet, and its first forward could not "
+                "be taken back: run the model once, pipe(input), and verify it then"
+            )
+        if tensor.is_meta:
+            return
+        data = tensor.data
+        if data.layout is torch.strided:
+            for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
+                if size > 1 and not stride:  # expanded: all of it is one place in memory
+                    data = data.narrow(dim, 0, 1)
+        copy = data.to("cpu", copy=True)
+        self._undo(Tensor.copy_, data, copy)
+        self._look(kind, lambda: [name] * (not same_bits(data.to("cpu"), copy)))
+        if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
+            self._undo(setattr, tensor, "requires_grad", tensor.requires_grad)
+            self._undo(setattr, tensor, "grad", tensor.grad)
+            if tensor.requires_grad:
+                self.leaves.append(tensor)
+        hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            self._hooks.append(hooks)
+            self._undo(type(hooks).update, hooks, dict(hooks))
+
+    def _dict(self, kind: str, own: dict[Any, Any], name: Callable[[Any], str]) -> None:
+        copy = dict(own)
+        if type(own).clear in (dict.clear, OrderedDict.clear):
+            self._undo(type(own).clear, own)
+            plain = dict if isinstance(own, defaultdict) else type(own)
+            self._undo(plain.update, own, copy)
+
+        def changed() -> list[str]:
+            keys = dict.fromkeys([*copy, *own])
+            return [name(key) for key in keys if not _unchanged(key, copy, own)]
+
+        self._look(kind, changed)
+        self._pending += [(kind, name(key), value) for key, value in copy.items()]
+
+    def _container(self, kind: str, name: str, own: Any) -> None:
+        copy = list(own)
+        if type(own) not in (list, set, deque, bytearray):
+            return
+        self._undo(type(own).clear, own)
+        self._undo(type(own).update if isinstance(own, set) else type(own).extend, own, copy)
+
+        def changed() -> list[str]:
+            now = list(own)
+            same = len(now) == len(copy) and all(map(_same, now, copy))
+            return [] if same else [name]
+
+        self._look(kind, changed)
+        self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(copy)]
+
+    def _numpy(self, kind: str, name: str, value: Any) -> None:
+        numpy = sys.modules["numpy"]
+        if isinstance(value, numpy.ndarray) and value.flags.writeable:
+            before = value.copy()
+            self._undo(numpy.copyto, value, before)
+            self._look(kind, lambda: [name] * (not numpy.array_equal(value, before)))
+        generator = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
+        if generator is not None:
+            state = generator.state
+            self._undo(setattr, generator, "state", state)
+            self._look("generator", lambda: [name] * (str(generator.state) != str(state)))
+
+    def _undo(self, function: Callable[..., Any], *args: Any) -> None:
+        self._calls.append(partial(function, *args))
+
+    def _look(self, kind: str, look: Callable[[], list[str]]) -> None:
+        self._looks.append((kind, look))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is an object of a class that is neither Python's nor PyTorch's nor ours."""
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _FOREIGN
+
+
+def _unchanged(key: Any, before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    return key in before and key in now and _same(before[key], now[key])
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, SIMPLE) and a == b)

@@ -1,0 +1,1 @@
+"""Re-materialization by layer, by operation, and to the host."""

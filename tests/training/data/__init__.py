@@ -1,0 +1,1 @@
+"""Where train_batch gets its micro-batches from."""

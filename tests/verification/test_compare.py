@@ -1,0 +1,59 @@
+"""Equal to the bit, equal to rounding, or different."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from syncpipe.verification.compare import compare, named
+
+A = torch.tensor([1.0, -2.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "status"),
+    [
+        (A, A.clone(), "equal"),
+        (torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan]), "equal"),
+        (A, A * (1 + 1e-6), "rounding"),
+        (A, A * 1.01, "different"),
+        (A.double(), A.double() * (1 + 1e-6), "different"),
+        (A.bfloat16(), (A * 1.01).bfloat16(), "rounding"),
+        (A, A.double(), "different"),
+        (A, A[:2], "different"),
+        (A, None, "different"),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), "different"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), "different"),
+        (None, None, "equal"),
+        (3, 4, "different"),
+        ("a", "a", "equal"),
+    ],
+)
+def test_of_one_value(actual, expected, status):
+    assert compare({"x": actual}, {"x": expected}).status == status
+
+
+def test_of_many():
+    expected = {"a": A, "b": A, "c": A}
+    found = compare({"a": A, "b": A * 1.5, "c": A * 1.1}, expected)
+    assert found.names == ("b", "c")
+    assert found.at == "b"
+    assert found.distance == pytest.approx(0.5)
+    assert compare({}, {}).status == "none"
+    assert compare({"a": A}, expected).names == ("b", "c")
+
+
+def test_what_cancels_out_is_rounded_as_what_it_cancelled():
+    noise = {"bias": torch.tensor([3e-8]), "weight": torch.tensor([1.0])}
+    other = {"bias": torch.tensor([-1e-8]), "weight": torch.tensor([1.0])}
+    assert compare(noise, other).status == "rounding"
+
+
+def test_a_tree_by_name():
+    tree = {"x": [A.clone().requires_grad_(), 3], "s": A.to_sparse()}
+    values = named("output", tree)
+    assert list(values) == ["output['x'][0]", "output['x'][1]", "output['s']"]
+    assert not values["output['x'][0]"].requires_grad
+    assert torch.equal(values["output['s']"], A)

@@ -1,0 +1,232 @@
+"""Afterwards all is as it was, whatever happened."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from syncpipe import Pipe, verify
+from syncpipe.tree import tensors_in
+from tests.verification.models import (
+    WIDTH,
+    Counter,
+    Memory,
+    OwnGenerator,
+    Scale,
+    batch,
+    linear,
+    pipe_of,
+)
+
+
+class Fails(nn.Module):
+    """Raises in one of its forwards."""
+
+    at, error = -1, ValueError
+
+    def forward(self, x: Tensor) -> Tensor:
+        Fails.at -= 1
+        if Fails.at == 0:
+            raise Fails.error("now")
+        return x * 1
+
+
+def a_pipe(**options: Any) -> Pipe:
+    torch.manual_seed(0)
+    layers = [linear(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Counter(), OwnGenerator(), Memory()]
+    pipe = pipe_of(Scale(), *layers, Fails(), linear(), **options)
+    pipe[2].eval()
+    pipe[1].bias.requires_grad_(False)
+    for p in pipe.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    return pipe
+
+
+def seen(pipe: Pipe, *trees: Any) -> Any:
+    """All that one can see, as it is now: values, and which objects they are."""
+    values: list[Any] = [torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()]
+    objects: list[Any] = []
+    for module in pipe.modules():
+        own = {k: v for k, v in vars(module).items() if k not in ("_pipeline", "_measured")}
+        values.append((module.training, sorted(own), type(module)))
+        objects += [id(v) for v in own.values()]
+    for tensor in [*pipe.parameters(), *pipe.buffers(), *tensors_in(trees)]:
+        values += [tensor.detach().clone(), tensor.requires_grad]
+        values.append(None if tensor.grad is None else tensor.grad.clone())
+        objects += [id(tensor), id(tensor.grad)]
+    counter, own, memory = (
+        next(m for m in pipe if isinstance(m, kind)) for kind in (Counter, OwnGenerator, Memory)
+    )
+    kept = [memory.seen, memory.table, memory.names, memory.box.value, memory.later]
+    values += [counter.count, own.source.get_state(), copy.deepcopy(kept)]
+    return values, objects
+
+
+def assert_same(before: Any, after: Any) -> None:
+    values, objects = before
+    now, those = after
+    assert objects == those
+    torch.testing.assert_close(tensors_in(values), tensors_in(now), rtol=0, atol=0)
+    assert str(values) == str(now)
+
+
+def test_all_is_as_it_was() -> None:
+    pipe, (x, y) = a_pipe(), batch()
+    x.requires_grad_()
+    before = seen(pipe, x, y)
+    report = verify(pipe, x, y, loss_fn=F.cross_entropy)
+    assert not report.pipe_ok
+    assert_same(before, seen(pipe, x, y))
+    assert x.grad is None
+
+
+@settings(max_examples=12)
+@given(at=st.integers(1, 40), interrupt=st.booleans())
+def test_after_errors_as_well(at: int, interrupt: bool) -> None:
+    pipe, (x, y) = a_pipe(), batch(8)
+    before = seen(pipe, x, y)
+    Fails.at, Fails.error = at, KeyboardInterrupt if interrupt else ValueError
+    raises = interrupt or at == 1  # on the whole mini-batch
+    try:
+        with pytest.raises(Fails.error) if raises else nullcontext():
+            verify(pipe, x, y, loss_fn=F.cross_entropy, schedules=["1f1b"])
+        assert Fails.at <= 0
+    finally:
+        Fails.at = -1
+    assert_same(before, seen(pipe, x, y))
+
+
+def test_after_an_error_in_the_loss() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if len(output) < 12:
+            raise ZeroDivisionError("no loss")
+        return F.cross_entropy(output, target)
+
+    pipe, (x, y) = a_pipe(), batch()
+    before = seen(pipe, x, y)
+    report = verify(pipe, x, y, loss_fn=loss_fn)
+    assert report["1f1b"].error.startswith("ZeroDivisionError")
+    assert_same(before, seen(pipe, x, y))
+
+
+def test_the_next_step_is_what_it_would_have_been() -> None:
+    def trained(check: bool) -> list[Tensor]:
+        pipe = a_pipe()
+        x, y = batch()
+        optimizer = torch.optim.Adam(pipe.parameters())
+        if check:
+            verify(pipe, x, y, loss_fn=F.cross_entropy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            pipe.train_batch(x, y, loss_fn=F.cross_entropy)
+            optimizer.step()
+        return [p.detach().clone() for p in pipe.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_an_optimizer_that_steps_in_backward_does_not() -> None:
+    pipe, calls = pipe_of(linear(), linear(), linear()), []
+    for p in pipe.parameters():
+        p.register_post_accumulate_grad_hook(calls.append)
+    assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
+    assert not calls
+    pipe.train_batch(*batch(), loss_fn=F.cross_entropy)
+    assert calls
+
+
+def test_without_gradients_around_it() -> None:
+    pipe = pipe_of(linear(), linear(), linear())
+    with torch.no_grad():
+        assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
+        assert not torch.is_grad_enabled()
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_a_loss_that_is_a_module() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.rand(WIDTH))
+    loss_fn.calls = []
+    loss_fn.register_forward_hook(lambda *_: loss_fn.calls.append(1))
+    assert verify(pipe_of(linear(), linear(), linear()), *batch(), loss_fn=loss_fn).ok
+    assert not loss_fn.calls
+
+
+class Interrupt:
+    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
+
+    def __init__(self, at: int) -> None:
+        self.calls, self.at = 0, at
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+    def during(self, run: Callable[[], Any]) -> bool:
+        """Whether it came through."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            run()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+# A destructor, or the callback of a weak reference, cannot pass an exception on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_place() -> None:
+    pipe, (x, y) = a_pipe(), batch(8)
+    check = partial(verify, pipe, x, y, loss_fn=F.cross_entropy, schedules=["gpipe"])
+    check()
+    before, counted = seen(pipe, x, y), Interrupt(0)
+    counted.during(check)
+    places = range(1, counted.calls, max(1, counted.calls // 20))
+    stopped = 0
+    for at in places:
+        stopped += Interrupt(at).during(check)
+        assert_same(before, seen(pipe, x, y))
+    assert stopped > 0.8 * len(places)
+
+
+def test_generators_that_are_not_pytorch_s() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.python, self.numpy = random.Random(1), numpy.random.default_rng(1)
+            self.table = numpy.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table += 1
+            numbers = [self.python.random(), self.numpy.random(), random.random()]
+            return x * float(sum([*numbers, numpy.random.rand()]))
+
+    layer = Draws()
+    pipe, (x, y) = pipe_of(linear(), layer, linear()), batch()
+
+    def state() -> str:
+        outside = numpy.random.get_state()[1:3], random.getstate()
+        own = layer.python.getstate(), layer.numpy.bit_generator.state, layer.table
+        return str((outside, own))
+
+    before = state()
+    report = verify(pipe, x, y, loss_fn=F.cross_entropy)
+    assert state() == before
+    reason = next(f.reason for f in report.findings if "1f1b" in f.runs)
+    assert reason.startswith("it draws from a generator of its own (that of Python's random,")
