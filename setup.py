@@ -39,6 +39,13 @@ setup(
         "plot": ["matplotlib>=3.7"],
         "bench": ["torchgpipe>=0.0.7", "fairscale", "tqdm>=4.60", "matplotlib>=3.7"],
         "integrations": ["lightning>=2.5", "accelerate>=1.10", "torchmetrics>=1.6"],
+        "notebook": [  # of docs/fine_tuning.ipynb
+            "ipykernel>=6.29",
+            "matplotlib>=3.7",
+            "nbclient>=0.10",
+            "peft>=0.21",
+            "transformers>=5.23",
+        ],
         "test": TEST,
         "dev": DEV,
     },

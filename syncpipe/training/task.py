@@ -159,9 +159,11 @@ class TrainingTask:
         stage, context = self._pipeline.stages[j], self._call.context
         given = pending.border.cross(inputs)
         if i < self._call.rematerialized[j]:
-            outputs, pending.recomputation = stage.forward_without_storing(
+            outputs, recomputation = stage.forward_without_storing(
                 i, given, context, detached=inputs, marks=marks, target=target
             )
+            if any(tensor.requires_grad for tensor in tensors_in(outputs)):
+                pending.recomputation = recomputation  # else nothing goes back: it is frozen
             return outputs
         with self._recording(i, j, pending):
             outputs, _ = stage.forward(
@@ -181,7 +183,8 @@ class TrainingTask:
     def _recompute(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         pending, stage = self._pending[j][i], self._pipeline.stages[j]
         recomputation, pending.recomputation = pending.recomputation, None
-        assert recomputation is not None
+        if recomputation is None:
+            return []
         given = pending.border.cross(recomputation.inputs)
         with self._recording(i, j, pending):
             output, skips = stage.recompute(recomputation, given)
