@@ -64,7 +64,9 @@ class LossCheck:
             try:
                 found = self._whole()
             except Exception:
-                if self._asked:
+                if self._made_by_the_model():
+                    warnings.warn(_BY_THE_MODEL, stacklevel=_outside())
+                elif self._asked:
                     raise
                 return
             if type(found) is not Tensor or found.device.type == "meta":
@@ -84,6 +86,13 @@ class LossCheck:
             result = self._objective.call((gather(list(outputs)), self._together(list(targets))))
         return result[0] if isinstance(result, tuple) else result
 
+    def _made_by_the_model(self) -> bool:
+        """Whether the losses are in the outputs already, as means over each micro-batch."""
+        return bool(self._kept) and all(
+            any(tensor.dim() == 0 and tensor.equal(self._objective.noted(i)[0]) for tensor in made)
+            for i, made in ((i, tensors_in(output)) for i, (output, _) in self._kept.items())
+        )
+
     def _together(self, targets: list[Any]) -> Any:
         together = gather(targets)
         if not any(self._common):
@@ -102,6 +111,14 @@ class LossCheck:
             "over samples needs loss_reduction='sum'; a loss that compares samples needs them all, "
             "as loss_fn(pipe(input), target). If it is meant to be so: verify=False"
         )
+
+
+_BY_THE_MODEL = (
+    "the loss is made by the model (output.loss), for each micro-batch by itself: with masked "
+    "targets their mean is not that of the mini-batch, and gradients are off likewise. Let the "
+    "model return its logits and compute the loss of them (F.cross_entropy counts masked targets "
+    "right), or return (loss, weight). If all count the same: verify=False"
+)
 
 
 def _outside() -> int:

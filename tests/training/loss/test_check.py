@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from syncpipe import NoChunk
+from syncpipe import NoChunk, Pipe
 from tests.training.loss.test_masked import classifier, labels, masked
 from tests.training.loss.whole import four
 
@@ -154,3 +154,15 @@ def test_it_leaves_no_trace_in_the_buffers_of_the_loss() -> None:
         classifier(chunks=4).train_batch(MASKED["input"], loss_fn=loss_fn, verify=verify)
     assert [loss_fn.calls for loss_fn in losses] == [4, 4]
     assert torch.equal(losses[0].center, losses[1].center)
+
+
+def test_a_loss_that_the_model_makes_is_noticed() -> None:
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": x.pow(2).mean(), "logits": x}
+
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), Makes()), [2], devices=["cpu"], chunks=4)
+    [text] = warned(pipe, input=torch.randn(8, 3), loss_fn=lambda output: output["loss"])
+    assert "made by the model" in text
+    assert "logits" in text
