@@ -279,7 +279,7 @@ class StageRun:
         first = not self.recomputing and not self.context.forwards[stage.j]
         care = first or self.drawn is not None
         unpack = stage.partition.unpack
-        k = 0
+        k, layer = 0, None  # Ctrl-C may come before the first
         try:
             for k, layer in enumerate(self.partition._modules.values()):
                 call: Any = Unpacked(layer) if unpack else layer

@@ -284,7 +284,7 @@ def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) 
     for what in ("loss", "output", "input_grads", "buffers", "parameter_grads"):
         ours, theirs = getattr(actual, what), getattr(expected, what)
         if what == "parameter_grads" and not exact:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         else:
             assert_same_tree(ours, theirs, what)
 

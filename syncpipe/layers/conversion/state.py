@@ -50,8 +50,15 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
     """Draws what is drawn in it as if it had not been drawn."""
     kinds = {tensor.device for tensor in model.parameters() if tensor.device.type != "meta"}
     found = [device for device in kinds if device.type != "cpu"]
-    with torch.random.fork_rng(found, device_type=found[0].type if found else "cuda"):
+    if found:
+        with torch.random.fork_rng(found, device_type=found[0].type):
+            yield
+        return
+    state = torch.get_rng_state()  # by hand: `fork_rng` asks for accelerators
+    try:
         yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
