@@ -11,58 +11,20 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import syncpipe
+from benchmarks.memory.host_bytes import HostBytes
 from benchmarks.memory.models import ENTRIES, Entry
 from syncpipe import Pipe
 from syncpipe.runtime import offload
 
 CHUNKS = 4
 DRIVERS = ("pipe(x)", "1f1b")
-
-
-class HostBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make on the host, each until it dies.
-
-    Attributes:
-        alive: bytes that are alive.
-        most: the largest number of these so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.alive = self.most = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                self.count(leaf)
-        return result
-
-    def count(self, tensor: Tensor) -> None:
-        """Counts the memory of a tensor, once."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def forget(_: Any) -> None:
-            del self._known[key]
-            self.alive -= size
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.alive += size
-        self.most = max(self.most, self.alive)
 
 
 def devices() -> list[torch.device]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -179,32 +178,6 @@ def test_an_exception_in_any_layer(place: int, error: BaseException, when: str) 
         )
 
 
-class _Interrupt:
-    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
-
-    def __init__(self, at: int) -> None:
-        self.calls, self.at = 0, at
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-
-
-def _interrupted(at: int, call: Callable[[], Any]) -> tuple[int, bool]:
-    """Calls a function; returns how many functions it began, and whether Ctrl-C came through."""
-    interrupt = _Interrupt(at)
-    before = sys.gettrace()
-    sys.settrace(interrupt)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return interrupt.calls, True
-    finally:
-        sys.settrace(before)
-    return interrupt.calls, False
-
-
 # A destructor, or the callback of a weak reference, cannot pass an exception on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_place() -> None:
@@ -212,7 +185,7 @@ def test_ctrl_c_at_any_place() -> None:
 
     def interrupted(at: int) -> tuple[int, bool]:
         found: tuple[int, bool] = assert_untouched(
-            lambda model, x: _interrupted(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
+            lambda model, x: stopped(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
             model,
         )
         return found

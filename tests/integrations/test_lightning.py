@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning: Any = pytest.importorskip("lightning")
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 class Trained(lightning.LightningModule):  # type: ignore[misc]
     """Steps by itself, as ``train_batch`` goes back by itself."""
@@ -50,32 +52,28 @@ class Automatic(Trained):
         return F.cross_entropy(self.pipe(batch[0]), batch[1])
 
 
+def trainer_in(folder: Any, **limits: int) -> Any:
+    return lightning.Trainer(
+        **limits, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", [Trained, Automatic])
 def test_it_trains_as_a_plain_loop_does(kind: type[Trained], tmp_path: Any) -> None:
     pipe, model = pipe_and_model()
     plain_loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
     data = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(kind(pipe), data, data)
+    trainer_in(tmp_path, max_epochs=1).fit(kind(pipe), data, data)
     for actual, expected in zip(pipe.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected)
 
 
 def test_its_checkpoint_is_one_of_the_model(tmp_path: Any) -> None:
     pipe, _ = pipe_and_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = lightning.Trainer(
-            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(Trained(pipe), DataLoader(TensorDataset(*batches()[0]), batch_size=8))
-        trainer.save_checkpoint(tmp_path / "step.ckpt")
+    trainer = trainer_in(tmp_path, max_steps=1)
+    trainer.fit(Trained(pipe), DataLoader(TensorDataset(*batches()[0]), batch_size=8))
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
     state = torch.load(tmp_path / "step.ckpt", weights_only=True)["state_dict"]
     model = nn.Module()
     model.pipe = pipe_and_model()[1]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.memory.host_bytes import HostBytes
 from syncpipe import LayerSpec, Pipe, plan
 from syncpipe.balance import balance_by_time
-from tests.support.allocation import HostBytes
 from tests.support.models import assert_same_tree, in_turn, step
 
 WIDTH = 8

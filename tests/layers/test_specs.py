@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.memory.host_bytes import HostBytes
 from syncpipe import LayerSpec, Pipe, plan
 from syncpipe.balance import (
     balance_by_parameters,
@@ -25,7 +26,6 @@ from syncpipe.balance import (
     profile,
 )
 from syncpipe.skip import Namespace
-from tests.support.allocation import HostBytes
 from tests.support.models import Receive, Send, assert_same_tree
 
 WIDTH = 16
@@ -162,7 +162,7 @@ def test_the_host_holds_one_layer_at_the_most_where_the_constructor_wants_it(kin
         one, host.most = host.most, 0
         pipe = Pipe([LayerSpec(kind, WIDTH)] * 8, "parameters", devices=["meta", "meta"])
         assert 0 < host.most <= one
-        assert host.now == 0
+        assert host.alive == 0
     assert pipe.balance == [4, 4]
     assert {p.device.type for p in pipe.parameters()} == {"meta"}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.memory.host_bytes import HostBytes
 from syncpipe import LayerSpec, Pipe, TiedLayerSpec
 from syncpipe.balance import profile
 from tests import simulated
-from tests.support.allocation import HostBytes
 
 A, B = simulated.devices(2)
 WIDTH = 256

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
 from syncpipe.tree import tensors_in
+from tests.support.interrupts import interrupted
 from tests.verification.models import (
     WIDTH,
     Counter,
@@ -163,42 +162,17 @@ def test_a_loss_that_is_a_module() -> None:
     assert not loss_fn.calls
 
 
-class Interrupt:
-    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
-
-    def __init__(self, at: int) -> None:
-        self.calls, self.at = 0, at
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-
-    def during(self, run: Callable[[], Any]) -> bool:
-        """Whether it came through."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            run()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
 # A destructor, or the callback of a weak reference, cannot pass an exception on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_place() -> None:
     pipe, (x, y) = a_pipe(), batch(8)
     check = partial(verify, pipe, x, y, loss_fn=F.cross_entropy, schedules=["gpipe"])
     check()
-    before, counted = seen(pipe, x, y), Interrupt(0)
-    counted.during(check)
-    places = range(1, counted.calls, max(1, counted.calls // 20))
+    before, (calls, _) = seen(pipe, x, y), interrupted(0, check)
+    places = range(1, calls, max(1, calls // 20))
     stopped = 0
     for at in places:
-        stopped += Interrupt(at).during(check)
+        stopped += interrupted(at, check)[1]
         assert_same(before, seen(pipe, x, y))
     assert stopped > 0.8 * len(places)
 

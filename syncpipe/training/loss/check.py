@@ -88,10 +88,9 @@ class LossCheck:
 
     def _made_by_the_model(self) -> bool:
         """Whether the losses are in the outputs already, as means over each micro-batch."""
-        return bool(self._kept) and all(
-            any(tensor.dim() == 0 and tensor.equal(self._objective.noted(i)[0]) for tensor in made)
-            for i, made in ((i, tensors_in(output)) for i, (output, _) in self._kept.items())
-        )
+        (i, (output, _)), *_ = self._kept.items()
+        loss = self._objective.noted(i)[0]
+        return any(tensor.dim() == 0 and tensor.equal(loss) for tensor in tensors_in(output))
 
     def _together(self, targets: list[Any]) -> Any:
         together = gather(targets)

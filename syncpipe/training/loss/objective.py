@@ -128,10 +128,10 @@ class Objective:
             return None
         if not isinstance(total, Tensor) and total == assumed:
             return None
-        # Nothing counts: all gradients are zero already.
+        # Where nothing counts all gradients are zero already.
         if isinstance(total, Tensor):
-            return torch.where(total == 0, 1.0, _ratio(assumed, total))
-        return _ratio(assumed, total) if total else None
+            return torch.where(total == 0, 1.0, assumed / total)
+        return assumed / total if total else None
 
     def loss(self, of: Sequence[int] | None = None) -> Tensor:
         """The loss of the mini-batch, detached; or of some of its micro-batches."""
@@ -305,9 +305,3 @@ def _not_zero(weight: Weight) -> Weight:
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, torch.ones_like(weight), weight)
     return weight or 1
-
-
-def _ratio(a: Weight, b: Weight) -> Weight:
-    if isinstance(a, Tensor) or isinstance(b, Tensor) or b:
-        return a / b
-    return math.nan
