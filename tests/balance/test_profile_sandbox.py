@@ -183,16 +183,16 @@ def test_an_exception_in_any_layer(place: int, error: BaseException, when: str) 
 def test_ctrl_c_at_any_place() -> None:
     model = trained(*layers())
 
-    def interrupted(at: int) -> tuple[int, bool]:
+    def at_place(at: int) -> tuple[int, bool]:
         found: tuple[int, bool] = assert_untouched(
-            lambda model, x: stopped(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
+            lambda model, x: interrupted(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
             model,
         )
         return found
 
-    calls, _ = interrupted(0)
+    calls, _ = at_place(0)
     places = range(1, calls, max(1, calls // 150))
-    stopped = [interrupted(at)[1] for at in places]
+    stopped = [at_place(at)[1] for at in places]
     assert sum(stopped) > 0.9 * len(places)
 
 
