@@ -17,6 +17,7 @@ from syncpipe.balance.by_cost import balance_by_size, balance_by_time
 from syncpipe.balance.measure import profile
 from syncpipe.balance.profile import Profile
 from syncpipe.runtime.rematerialization.guards import version_of
+from tests.support.interrupts import interrupted
 from tests.support.models import Counter, Noise, Receive, Send
 
 SHAPE = (4, 4, 3)
