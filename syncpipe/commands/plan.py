@@ -17,6 +17,8 @@ from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
 from syncpipe.planner.choose import measured_for
 from syncpipe.planner.costs.devices import machine_of
+from syncpipe.planner.schedules.layouts import ANY, LAYOUTS
+from syncpipe.planner.search.candidate import SCHEDULES
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,7 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
     parser.add_argument("--chunks", type=_count, metavar="M", help="so many micro-batches")
     parser.add_argument("--stages", type=_count, metavar="N", help="so many stages")
-    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], help="this schedule only")
+    parser.add_argument(
+        "--schedule",
+        choices=[*SCHEDULES, *LAYOUTS, ANY],
+        metavar="NAME",
+        help=f"this schedule only: {', '.join([*SCHEDULES, *LAYOUTS])}; or {ANY}, the fastest",
+    )
     parser.add_argument(
         "--param-scale",
         type=float,

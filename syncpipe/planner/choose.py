@@ -13,7 +13,7 @@ from torch import nn
 
 from syncpipe.balance.by_cost import param_scale_of
 from syncpipe.balance.measure import profile as measured
-from syncpipe.balance.profile import Profile, in_bytes
+from syncpipe.balance.profile import Profile
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.devices import machine_of
@@ -21,8 +21,10 @@ from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
-from syncpipe.planner.search.candidate import SCHEDULES
-from syncpipe.planner.search.search import Shortage, search, shortage
+from syncpipe.planner.schedules.choice import check_schedule, choose
+from syncpipe.planner.schedules.layouts import ANY
+from syncpipe.planner.schedules.setting import Scheduled
+from syncpipe.planner.search.candidate import Terms
 
 __all__ = ["NoPlan", "measured_for", "plan"]
 
@@ -113,8 +115,13 @@ def plan(
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
         chunks: the number of micro-batches, or those to choose from; by default all that divide
             ``batch_size``.
-        stages: the number of stages; by default whatever is best, up to the number of devices.
-        schedule: ``"gpipe"`` or ``"1f1b"``; by default the better one.
+        stages: the number of stages; by default whatever is best, up to the number of devices (and
+            several on each, where a schedule wants that).
+        schedule: by default the better one of ``"gpipe"`` and ``"1f1b"``, for which the search is
+            exact; the page says what the others would take. Or one of these two, or another one
+            that is then looked for: ``"zb_h1"``, ``"zb_h2"``, ``"interleaved_1f1b"``,
+            ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``, ``"v_half"``, ``"v_min"``,
+            ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the fastest of them all.
         param_scale: bytes for each byte of a parameter that is trained: parameter, gradient, and
             the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
         optimizer: instead of that, what makes the optimizer from a list of parameters, such as
@@ -144,8 +151,7 @@ def plan(
         chunks = counts if many else counts[0]
     if not isinstance(devices, int | str | Machine):
         devices = check_devices(devices)
-    if schedule not in (None, *SCHEDULES):
-        raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
+    check_schedule(schedule)
     if param_scale is not None and optimizer is not None:
         raise ValueError("param_scale and optimizer both say what a parameter takes: give one")
     if replicas:
@@ -163,20 +169,19 @@ def plan(
     if replicas:
         return _replicated(layers, machine, batch_size)
     layers = layers.of(batch_size)
-    choice: dict[str, Any] = {
-        "param_scale": scale,
-        "chunks": chunks,
-        "stages": stages,
-        "schedules": SCHEDULES if schedule is None else (schedule,),
-    }
-    found = search(layers, machine, batch_size, **choice)
-    if not found:
-        lack = shortage(layers, machine, batch_size, **choice)
-        raise NoPlan(_explained(lack, layers, machine, batch_size))
-    rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
-    asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    fixed = frozenset(name for name, value in asked.items() if value is not None)
-    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices), fixed)
+    terms = Terms(layers, machine, batch_size, scale)
+    choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
+    try:
+        chosen, found = choose(terms, schedule, **choice)
+    except LookupError as error:
+        raise NoPlan(*error.args) from None
+    rivals = rivals_of(layers, machine, batch_size, chosen=chosen, found=found, param_scale=scale)
+    choice["schedule"] = None if schedule == ANY else schedule
+    fixed = frozenset(name for name, value in choice.items() if value is not None)
+    there = _real(devices)
+    if there is not None and isinstance(chosen, Scheduled):
+        there = tuple(there[d] for d in chosen.simulation.schedule.device_of)
+    return Plan(layers, machine, batch_size, chosen, rivals, there, fixed, scale)
 
 
 def _count(name: str, number: Any) -> int:
@@ -265,30 +270,3 @@ def _only_for_pipelines(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
-
-
-def _explained(lack: Shortage | None, profile: Profile, machine: Machine, batch_size: int) -> str:
-    """Which stage misses by how much, and what would make it fit."""
-    if lack is None:
-        return f"no plan fits {len(machine)} devices and batch_size={batch_size}"
-    s = lack.stage
-    start = sum(lack.balance[:s])
-    names = [layer.name for layer in profile.layers[start : start + lack.balance[s]]]
-    layers = f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
-    again = ", recomputing its forward" if lack.recomputes[s] else ""
-    more = in_bytes(lack.memory_per_device * (1 + 1e-9), up=True)
-    ways = [f"{more} on each device"] if machine.uniform else []
-    if lack.devices is not None:
-        ways.append(f"{lack.devices} such devices")
-    if lack.batch_size is not None:
-        ways.append(f"batch_size={lack.batch_size}")
-    ways.append("a smaller param_scale (an optimizer with less state)")
-    if not machine.uniform:
-        ways.append("the devices in another order (stages are put on them as they are given)")
-    return (
-        f"no plan fits into memory. Nearest comes balance={list(lack.balance)} with "
-        f"chunks={lack.chunks} under {lack.schedule!r}: stage {s} ({layers}) needs "
-        f"{in_bytes(lack.memory[s], up=True)}{again}, {in_bytes(lack.missing, up=True)} more than "
-        f"the {in_bytes(lack.limits[s])} of {machine.name(s)}. What would make it fit: "
-        f"{', or '.join(ways)}"
-    )
