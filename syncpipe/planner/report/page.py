@@ -15,7 +15,7 @@ from syncpipe.planner.schedules.layouts import TITLES
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
 
-__all__ = ["page"]
+__all__ = ["bounded", "introduction", "page"]
 
 _WIDTH = 96
 #: Another schedule is worth a word if it takes so much less, relative.
@@ -36,7 +36,7 @@ def page(
 ) -> str:
     """What ``print(plan)`` shows; the arguments are the attributes of the plan."""
     samples = batch_size / chosen.chunks
-    start = [f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(len(machine))}"]
+    start = [introduction(batch_size, len(machine))]
     start += _way(chosen, samples, len(machine), fixed)
     start.append(_source(profile, samples))
     table = [*_table(stages_of(profile, machine, chosen)), _not_counted(profile, samples)]
@@ -53,6 +53,11 @@ def page(
     fewer = len(chosen.balance) == 1 < len(machine) and not fixed
     blocks.append(textwrap.wrap(_verdict(rivals, others, chosen.time, machine, fewer), _WIDTH))
     return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def introduction(batch_size: int, devices: int) -> str:
+    """What stands above everything."""
+    return f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(devices)}"
 
 
 def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> list[str]:
@@ -129,7 +134,7 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
     if len(chosen.balance) > 1:
         lines += [
             f"bubble      {chosen.simulation.bubble:.1%} of the devices' time",
-            f"bound       {duration(chosen.bound)} for {_bounded(chosen)}: "
+            f"bound       {duration(chosen.bound)} for {bounded(chosen)}: "
             f"the simulated step is {chosen.certificate:.3f} times that",
         ]
     if chosen.interpreter > _NOTICED * chosen.time:
@@ -140,7 +145,7 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
     return lines
 
 
-def _bounded(chosen: Candidate) -> str:
+def bounded(chosen: Candidate) -> str:
     """What the bound is a bound of."""
     if isinstance(chosen, Scheduled):
         return "any order of these actions"

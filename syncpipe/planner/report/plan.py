@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.report.lesson.document import Shown, save
 from syncpipe.planner.report.page import page
 from syncpipe.planner.report.rivals import Rival
 from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
@@ -184,6 +186,30 @@ class Plan:
         rows = [self.machine.name(d) for d in range(max(self.device_of) + 1)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=_told_apart(rows), unit="s")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as one picture, to be looked at in a browser.
+
+        The model as bars of time and memory, layer by layer; where it is cut; the simulated step;
+        what each device holds meanwhile, and its limit; what else was considered. The file needs
+        nothing else, and follows the reader's choice of light or dark.
+
+        Args:
+            path: ends in ``.html`` or ``.svg``.
+
+        Raises:
+            ValueError: it ends in something else.
+        """
+        shown = Shown(
+            self.profile,
+            self.machine,
+            self.batch_size,
+            self.param_scale,
+            self.chosen,
+            self.rivals,
+            self.others,
+        )
+        save(path, shown, str(self))
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers and strings, for JSON. Times are in seconds, memory in bytes."""
