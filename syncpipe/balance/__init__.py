@@ -3,10 +3,13 @@
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
 from syncpipe.balance.by_name import balance_by_parameters, balance_by_type, balance_uniform
 from syncpipe.balance.cut import balance_cost
-from syncpipe.balance.measure import profile
+from syncpipe.balance.estimation.devices import DEVICES, DeviceSpec
+from syncpipe.balance.measure import estimated, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 
 __all__ = [
+    "DEVICES",
+    "DeviceSpec",
     "LayerProfile",
     "Profile",
     "SkipProfile",
@@ -16,6 +19,7 @@ __all__ = [
     "balance_by_type",
     "balance_cost",
     "balance_uniform",
+    "estimated",
     "param_scale_of",
     "profile",
 ]

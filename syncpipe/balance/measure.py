@@ -1,50 +1,38 @@
-"""Measures what the layers of a model cost, on copies of them: :func:`profile`."""
+"""What the layers of a model cost: measured on copies of them, or estimated."""
 
 from __future__ import annotations
 
 import operator
-import statistics
 import sys
 import time as clock
 from collections.abc import Iterable
-from itertools import chain
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import is_lazy
 
-from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.rounds import Progress, stopwatch
-from syncpipe.balance.sandbox import (
-    Place,
-    compiled,
-    copy_of_tensor,
-    described_layer,
-    layer_to_run,
-    place_of,
-    sandboxed,
-)
-from syncpipe.balance.stored import size_of
+from syncpipe.balance.estimation.devices import DeviceSpec, device_spec
+from syncpipe.balance.estimation.roofline import Roofline
+from syncpipe.balance.profile import Profile
+from syncpipe.balance.profiler import Profiler, Timing
+from syncpipe.balance.rounds import Progress
+from syncpipe.balance.sandbox import Place, copy_of_tensor, place_of, sandboxed
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
 from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import NoChunk, scatter
-from syncpipe.runtime.errors import annotate
 from syncpipe.skip import verify_skippables
-from syncpipe.skip.namespace import SkipKey
-from syncpipe.skip.walk import layer_skips
-from syncpipe.tree import described, flatten, tensors_in, unflatten
+from syncpipe.tree import described, flatten, unflatten
 
-__all__ = ["profile", "samples_in"]
+__all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
 
-#: Rounds of each layer: at least so many, however long they take, and at most so many.
-LEAST, MOST = 3, 200
-#: Once all has taken so many times the timeout, one round is enough.
-PATIENCE = 5
 #: Micro-batches are measured at so many sizes if nobody names them.
 SIZES = 4
+#: The part of a device's peak that matrix products are taken to reach.
+EFFICIENCY = 0.5
 
 
 def profile(
@@ -102,31 +90,104 @@ def profile(
 
     An exception in a layer comes as itself, with a note that names the layer.
     """
+    if not (isinstance(timeout, (int, float)) and timeout >= 0):
+        raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
+    if threads is not None and operator.index(threads) < 1:
+        raise ValueError(f"threads={threads}: a layer needs at least one")
+    timing = Timing(clock.monotonic() + timeout, timeout) if time else None
+    return _profiled(
+        module, sample, sizes, timing, device=device, threads=threads, progress=progress
+    )
+
+
+def estimated(
+    module: Layers,
+    sample: Any,
+    *,
+    on: str | DeviceSpec,
+    efficiency: float = EFFICIENCY,
+    sizes: Iterable[int] | None = None,
+    progress: bool | None = None,
+) -> Profile:
+    """Estimates what :func:`profile` would measure on a device that is not here.
+
+    Nothing is computed and no memory is taken, however large the model: its layers go through on
+    ``meta``, specs likewise. What they store is counted, as a GPU stores it. How long each operator
+    takes is a guess from the data sheet of the device, the larger of its arithmetic and its memory
+    traffic (:mod:`syncpipe.balance.estimation.roofline`)::
+
+        with torch.device("meta"):
+            model = nn.Sequential(...)
+        profile = estimated(model, torch.empty(16, 2048, device="meta", dtype=int), on="A100-80GB")
+        plan = syncpipe.plan(profile, devices="8 x 80GB, 300GB/s", batch_size=256)
+
+    Matrix products count by the type of their tensors: for training in ``bfloat16`` give a model
+    in ``bfloat16``. The way back of a custom ``autograd.Function`` must work without values.
+
+    Args:
+        module: the model, as for ``Pipe``.
+        sample: as for :func:`profile`, best on ``meta``.
+        on: the device: a name in ``syncpipe.balance.DEVICES``, or a
+            :class:`~syncpipe.balance.DeviceSpec`.
+        efficiency: the part of the peak that matrix products reach. The default, 0.5, is what
+            large models reach in training by published reports (Narayanan et al. 2021: 44 to 52 %
+            on A100; Chowdhery et al. 2022: 46 %). Memory traffic is taken at its peak.
+        sizes: as for :func:`profile`.
+        progress: as for :func:`profile`.
+
+    Returns:
+        The profile; ``source`` is ``"estimated"``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`profile` on ``meta``; ``on`` is not known,
+            or ``efficiency`` no part of 1.
+    """
+    spec = device_spec(on)
+    real = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
+    if not (real and 0 < efficiency <= 1):
+        raise ValueError(f"efficiency={efficiency!r}: a part of the peak, above 0 and at most 1")
+    roofline = Roofline(spec, efficiency)
+    watch = roofline.now, lambda start, end: float(end - start)
+    found = _profiled(
+        module, sample, sizes, Timing(watch=watch), device="meta", mode=roofline, progress=progress
+    )
+    part = f"{100 * efficiency:.3g} % of its peak"
+    return replace(found, device=f"{spec.name}, {part}", source="estimated")
+
+
+def _profiled(
+    module: Layers,
+    sample: Any,
+    sizes: Iterable[int] | None,
+    timing: Timing | None,
+    *,
+    device: torch.device | str | int | None,
+    mode: AbstractContextManager[Any] | None = None,
+    threads: int | None = None,
+    progress: bool | None,
+) -> Profile:
+    """Takes the parts of a sample through copies of the layers."""
     module = as_sequential(module)
     known = on_meta(module)
     verify_skippables(known)
     if not len(module):
         raise ValueError("module has no layers to measure")
-    if not (isinstance(timeout, (int, float)) and timeout >= 0):
-        raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
-    if threads is not None and operator.index(threads) < 1:
-        raise ValueError(f"threads={threads}: a layer needs at least one")
     samples = samples_in(sample)
     chosen = _sizes(samples, sizes)
     place = place_of(module, sample, device)
+    if place.fake and mode is None:
+        timing = None
     bar = _bar(progress, len(module))
-    deadline = clock.monotonic() + timeout
 
     def run() -> Profile:
-        with place.mode:
+        with place.mode, mode or nullcontext():
             lanes = [
                 Progress(
                     size, _cut(sample, samples, size, place), len(module), unpack=unpacks(module)
                 )
                 for size in chosen
             ]
-            until = deadline if time else None
-            return _Profiler(module, known, lanes, place, until, timeout, bar).run()
+            return Profiler(module, known, lanes, place, timing, bar).run()
 
     try:
         return sandboxed(run, place.used, threads)
@@ -190,141 +251,6 @@ def _put(tensor: Tensor, place: Place) -> Tensor:
     if isinstance(place.mode, FakeTensorMode) and not isinstance(tensor, FakeTensor):
         tensor = place.mode.from_tensor(tensor)
     return tensor if place.device is None else tensor.to(place.device)
-
-
-class _Profiler:
-    """Takes the lanes from layer to layer."""
-
-    def __init__(
-        self,
-        module: nn.Sequential,
-        known: nn.Sequential,
-        lanes: list[Progress],
-        place: Place,
-        deadline: float | None,
-        timeout: float,
-        bar: Any,
-    ) -> None:
-        self._layers = list(known._modules.items())
-        self._given = list(module)  # the same, but for specs
-        self._lanes = lanes
-        self._place = place
-        tensors = tensors_in(lanes[0].value)
-        self._home = place.device or (tensors[0].device if tensors else torch.device("cpu"))
-        self._deadline = None if place.fake else deadline
-        self._timeout = timeout
-        self._bar = bar
-        self._counted: set[int] = set()  # parameters and buffers
-        self._stashed_by: dict[SkipKey, int] = {}
-        self._interpreter = 0.0
-
-    def run(self) -> Profile:
-        given = {lane.size: size_of(lane.value) for lane in self._lanes}
-        measured: list[dict[str, Any]] = []
-        skips: list[SkipProfile] = []
-        for index, (name, layer) in enumerate(self._layers):
-            assert layer is not None
-            measured.append(self._measure(index, name, layer))
-            for key in layer_skips(layer).popped:
-                of = {lane.size: lane.skip_bytes[key] for lane in self._lanes}
-                skips.append(SkipProfile(key[1], self._stashed_by[key], index, of))
-            if self._bar is not None:
-                self._bar.update()
-        for index, numbers in enumerate(measured):
-            # Only now: a later layer tells what those before it pass on.
-            numbers["stored_bytes"] = {x.size: x.keeping.stored[index] for x in self._lanes}
-            numbers["shared_bytes"] = {x.size: x.keeping.shared[index] for x in self._lanes}
-        layers = tuple(LayerProfile(**numbers) for numbers in measured)
-        return Profile(layers, tuple(skips), given, self._place.words)
-
-    def _measure(self, index: int, name: str, layer: nn.Module) -> dict[str, Any]:
-        exchanged = layer_skips(layer)
-        self._stashed_by.update(dict.fromkeys(exchanged.stashed, index))
-        made = layer_to_run(name, self._given[index], self._place, self._home)
-        home = next((t.device for t in chain(made.parameters(), made.buffers())), None)
-        home = self._place.device or home
-        size = 0
-        try:
-            for lane in self._lanes:
-                size = lane.size
-                lane.give(exchanged.popped, home)
-                lane.observe(index, made, exchanged.stashed, back=self._deadline is not None)
-            if self._deadline is not None:
-                self._rounds(index, made)
-        except BaseException as error:
-            self._explain(error, described_layer(name, layer), size)
-            raise
-        numbers = {"name": name, **self._own_bytes(layer, made)}
-        numbers["output_bytes"] = {lane.size: size_of(lane.value) for lane in self._lanes}
-        for what in ("forward", "backward"):
-            times = {lane.size: getattr(lane, what) for lane in self._lanes}
-            numbers[what] = {n: statistics.median(row) if row else 0.0 for n, row in times.items()}
-        numbers["interpreter"] = self._interpreter
-        for lane in self._lanes:
-            lane.forget()
-        return numbers
-
-    def _rounds(self, index: int, layer: nn.Module) -> None:
-        """Measures a layer for its share of the time that is left, its Python first."""
-        assert self._deadline is not None
-        mark, between = stopwatch(self._lanes[0].device)
-        begin = clock.monotonic()
-        until = begin + (self._deadline - begin) / (len(self._layers) - index)
-        held: list[float] = []
-        while len(held) < LEAST and clock.monotonic() < until and not compiled(layer):
-            held.append(self._lanes[0].python(layer))
-        self._interpreter = min(held, default=0.0)
-        for done in range(MOST):
-            now = clock.monotonic()
-            late = now > self._deadline + PATIENCE * self._timeout
-            if now > until and done >= (1 if late else LEAST):
-                break
-            for lane in self._lanes:
-                lane.round(layer, mark, between)
-
-    def _own_bytes(self, layer: nn.Module, made: nn.Module) -> dict[str, int]:
-        """Bytes of parameters and buffers; what an earlier layer shares is counted there."""
-        bytes = {"parameter_bytes": 0, "frozen_bytes": 0, "buffer_bytes": 0}
-        originals = dict(chain(layer.named_parameters(), layer.named_buffers()))
-        for kind, named in (
-            ("parameter_bytes", made.named_parameters()),
-            ("buffer_bytes", made.named_buffers()),
-        ):
-            for name, tensor in named:
-                original = id(originals.get(name, tensor))
-                if original in self._counted or is_lazy(tensor):
-                    continue
-                if name in originals:
-                    self._counted.add(original)
-                bytes[kind] += tensor.numel() * tensor.element_size()
-                if kind == "parameter_bytes" and not tensor.requires_grad:
-                    bytes["frozen_bytes"] += tensor.numel() * tensor.element_size()
-        return bytes
-
-    def _explain(self, error: BaseException, where: str, size: int) -> None:
-        """Says where an exception came from.
-
-        Raises:
-            RuntimeError: instead of it, if the layer needs values and there are none.
-        """
-        fake = self._place.fake
-        if fake and isinstance(error, Exception) and _needs_values(error):
-            raise RuntimeError(
-                f"{where} needs the values of its tensors, and {fake} tensors have only sizes "
-                f"({type(error).__name__}: {error}): measure this model where it has values "
-                "(device='cpu', or a GPU), a smaller one of the same kind if it is too large"
-            ) from error
-        sizes = [lane.size for lane in self._lanes]
-        few = f"; sizes={sizes} were to be measured" if len(sizes) > 1 else ""
-        annotate(error, f"in {where}, profiled with a micro-batch of {size} samples{few}")
-
-
-def _needs_values(error: Exception) -> bool:
-    """Whether an error says that a tensor has no values."""
-    unsupported = ("DataDependentOutputException", "DynamicOutputShapeException")
-    if isinstance(error, NotImplementedError) or type(error).__name__ in unsupported:
-        return True
-    return isinstance(error, RuntimeError) and "meta tensor" in str(error).lower()
 
 
 def _bar(progress: bool | None, layers: int) -> Any:

@@ -21,7 +21,10 @@ __all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
 #: A number for each size of the micro-batch, in samples.
 BySize = Mapping[int, float]
 
-_BY_SIZE = ("forward", "backward", "output_bytes", "stored_bytes", "shared_bytes")
+_OPTIONAL = ("shared_bytes", "peak_bytes")
+_BY_SIZE = ("forward", "backward", "output_bytes", "stored_bytes", *_OPTIONAL)
+#: Where the times of a profile are from, and that nobody knows.
+_SOURCES = ("measured", "estimated", "sizes", "")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class LayerProfile:
         stored_bytes: what it keeps for backward, the same; each storage once, views and what it
             keeps of its input included, parameters and buffers not.
         shared_bytes: the part of ``stored_bytes`` that the layers before it keep already.
+        peak_bytes: the most bytes that are alive at once while it runs forward or back: of its
+            inputs, what it stores, its outputs, what it makes meanwhile, and gradients, that of a
+            weight until it is added to the one from before included. Its inputs do not count if
+            the layers before it store them, and it does not. Empty where nobody knows.
         parameter_bytes: its parameters.
         frozen_bytes: the part of these that needs no gradient.
         buffer_bytes: its buffers.
@@ -53,6 +60,7 @@ class LayerProfile:
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     interpreter: float = 0.0
+    peak_bytes: BySize = field(default_factory=dict)
 
     def memory(self, param_scale: float) -> float:
         """Bytes that stay on its device however many micro-batches there are.
@@ -83,9 +91,12 @@ class Profile:
         layers: one for each layer of the ``nn.Sequential``.
         skips: what goes from layer to layer beside the chain.
         input_bytes: what the first layer is given, by samples.
-        device: where it was measured, in words; empty if nobody knows.
+        device: where it was measured, or for what it was estimated, in words; empty if nobody
+            knows.
         whole: nobody knows how many samples were measured: sizes are in mini-batches, and all
             numbers are for 1.
+        source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
+            were counted, and times, if there are any, were put in later; empty if nobody knows.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -93,8 +104,11 @@ class Profile:
     input_bytes: BySize = field(default_factory=dict)
     device: str = ""
     whole: bool = False
+    source: str = ""
 
     def __post_init__(self) -> None:
+        if self.source not in _SOURCES:
+            raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "skips", tuple(self.skips))
         if not self.layers:
@@ -102,7 +116,7 @@ class Profile:
         sizes = self.sizes
         for layer in self.layers:
             for what in _BY_SIZE:
-                if what == "shared_bytes" and not layer.shared_bytes:
+                if what in _OPTIONAL and not getattr(layer, what):
                     continue
                 _check(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
             for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes", "interpreter"):
@@ -121,6 +135,22 @@ class Profile:
             _check(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
         if self.input_bytes:
             _check("input_bytes", self.input_bytes, sizes)
+
+    @property
+    def timed(self) -> bool:
+        """Whether there are times in it."""
+        size = self.sizes[-1]
+        return any(layer.forward[size] + layer.backward[size] for layer in self.layers)
+
+    @property
+    def how(self) -> str:
+        """Where the numbers are from, in words; empty if nobody knows."""
+        if self.source == "estimated":
+            return f"times estimated for {self.device}; sizes counted without values"
+        if self.source == "sizes":
+            times = "times given by hand, " if self.timed else ""
+            return f"{times}sizes counted on {self.device}"
+        return f"measured on {self.device}" if self.device else ""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -188,7 +218,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file that :meth:`load` reads."""
-        text = json.dumps({"syncpipe_profile": 1, **asdict(self)}, indent=1)
+        text = json.dumps({"syncpipe_profile": _VERSION, **asdict(self)}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -208,7 +238,7 @@ class Profile:
             raise ValueError(f"{path} is not a JSON file: {error}") from error
         if isinstance(data, list):
             return cls.from_list(data, samples=samples)
-        if not isinstance(data, dict) or data.pop("syncpipe_profile", None) != 1:
+        if not isinstance(data, dict) or data.pop("syncpipe_profile", None) not in _READ:
             raise ValueError(
                 f"{path} is not a profile: neither one that Profile.save wrote nor a list of "
                 f"entries with {', '.join(_ENTRY)}"
@@ -232,6 +262,8 @@ class Profile:
         size = self.sizes[-1]
         of = "one mini-batch" if self.whole else f"{size} sample{'s' * (size != 1)}"
         where = f" on {self.device}" if self.device else ""
+        if self.source in ("estimated", "sizes"):
+            where = f", {self.how}"
         lines = [["layer", "forward", "backward", "output", "stored", "parameters"]]
         for layer in self.layers:
             lines.append(
@@ -265,6 +297,10 @@ class Profile:
     def __str__(self) -> str:
         return self.table()
 
+
+#: Files as they are written, and those that can be read. What is new since the first version
+#: (peak_bytes, source) may be missing.
+_VERSION, _READ = 2, (1, 2)
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -332,7 +368,8 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def _by_size(data: dict[str, Any], *keys: str) -> dict[str, Any]:
     """JSON has strings for keys; sizes are numbers."""
-    converted = {key: {int(size): n for size, n in data[key].items()} for key in keys}
+    given = [key for key in keys if key in data or key not in _OPTIONAL]
+    converted = {key: {int(size): n for size, n in data[key].items()} for key in given}
     return {**data, **converted}
 
 

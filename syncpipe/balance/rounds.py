@@ -1,4 +1,4 @@
-"""Runs one layer for micro-batches of one size: once to see what it keeps, then against a clock."""
+"""Runs layers for micro-batches of one size: once to see what they keep, then against a clock."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.balance.interpreter import python_time
+from syncpipe.balance.live import Live
 from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
@@ -18,7 +19,7 @@ from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
 from syncpipe.tree import clones, map_tensors, tensors_in
 
-__all__ = ["Progress", "stopwatch"]
+__all__ = ["Progress", "Visit", "stopwatch"]
 
 #: Marks a moment; and the seconds between two of these, read when both have happened.
 Mark = Callable[[], Any]
@@ -50,6 +51,89 @@ def stopwatch(device: torch.device) -> tuple[Mark, Between]:
     return mark, between
 
 
+class Visit:
+    """One layer and its input, for one size of the micro-batch: to be run as often as need be.
+
+    Args:
+        layer: a copy of the layer.
+        inputs: the value from the layer before, and the skips that it pops.
+        popped: their keys.
+        device: where it runs.
+        unpack: whether a tuple or a dict is spread over the arguments.
+
+    Attributes:
+        forward, backward: seconds that it took, for each round so far.
+        peak: the most bytes that were alive at once; None where nobody has counted.
+        mutates: whether it writes into its inputs.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        inputs: Any,
+        popped: tuple[SkipKey, ...],
+        device: torch.device,
+        unpack: bool,
+    ) -> None:
+        self.layer, self.inputs, self.device = layer, inputs, device
+        self._popped, self._unpack = popped, unpack
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.peak: int | None = None
+        self._marks: list[Any] = []
+        self._graph: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def forth(self, mark: Mark) -> None:
+        """Runs the layer forward, once."""
+        # The layer before has just written its input. So it is in the caches, unlike the weights.
+        inputs = self.fresh(copied=True)
+        with _current(self.device):
+            start = mark()
+            output, store = self.call(inputs)
+            self._marks = [start, mark()]
+        roots, _, leaves = _backward(self.layer, inputs, (output, list(store.values())))
+        self._graph = (roots, leaves)
+
+    def back(self, mark: Mark) -> None:
+        """Runs it back, after :meth:`forth`."""
+        (roots, leaves), self._graph = self._graph, ([], [])
+        with _current(self.device):
+            grads = list(map(torch.ones_like, roots))
+            self._marks.append(mark())
+            if roots and leaves:
+                torch.autograd.backward(roots, grads, inputs=leaves)
+            self._marks.append(mark())
+
+    def read(self, between: Between) -> None:
+        """Notes how long both took."""
+        marks, self._marks = self._marks, []
+        self.forward.append(between(marks[0], marks[1]))
+        self.backward.append(between(marks[2], marks[3]))
+
+    def python(self) -> float:
+        """Seconds of Python in one forward of the layer."""
+        inputs = self.fresh(copied=True)
+        with _current(self.device):
+            return python_time(lambda: self.call(inputs))
+
+    def call(self, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
+        value, popped = inputs
+        layer = self.layer
+        call: Any = Unpacked(layer) if self._unpack else layer
+        with use_store(dict(zip(self._popped, popped, strict=True))) as store:
+            try:
+                return call(value), store
+            except TypeError as error:
+                if note := call_note(error, layer, value, unpack=self._unpack):
+                    annotate(error, note)
+                raise
+
+    def fresh(self, *, copied: bool) -> Any:
+        """The inputs as leaves without gradients; or as copies of these, to be written into."""
+        leaves = map_tensors(_leaves, self.inputs)
+        return map_tensors(clones, leaves) if copied else leaves
+
+
 class Progress:
     """What goes from layer to layer for one size of the micro-batch.
 
@@ -64,8 +148,6 @@ class Progress:
         skips: the skips on their way, the same.
         skip_bytes: the size of each skip so far.
         keeping: what the layers store.
-        device: where the current layer runs.
-        forward, backward: seconds that the current layer took, for each round so far.
     """
 
     def __init__(self, size: int, value: Any, layers: int, *, unpack: bool = False) -> None:
@@ -75,95 +157,69 @@ class Progress:
         self.skips: dict[SkipKey, Any] = {}
         self.keeping = Keeping(layers)
         self.skip_bytes: dict[SkipKey, int] = {}
-        self.forward: list[float] = []
-        self.backward: list[float] = []
-        self.device = torch.device("cpu")
-        self._inputs: Any = ()
-        self._popped: tuple[SkipKey, ...] = ()
-        self._mutates = False
 
-    def give(self, popped: Iterable[SkipKey], device: torch.device | None) -> None:
+    def visit(
+        self, layer: nn.Module, popped: Iterable[SkipKey], device: torch.device | None
+    ) -> Visit:
         """Makes the inputs of the next layer ready on its device."""
-        self._popped = tuple(popped)
-        inputs = (self.value, [self.skips.pop(key, None) for key in self._popped])
+        keys = tuple(popped)
+        inputs = (self.value, [self.skips.pop(key, None) for key in keys])
         self.value = None
         if device is not None and any(t.device != device for t in tensors_in(inputs)):
             inputs = map_tensors(lambda tensors: [_leaf(t, device) for t in tensors], inputs)
-        self._inputs = inputs
         given = next((tensor.device for tensor in tensors_in(inputs)), torch.device("cpu"))
-        self.device = given if device is None else device
-        self.forward, self.backward = [], []
+        return Visit(layer, inputs, keys, given if device is None else device, self._unpack)
 
     def observe(
-        self, index: int, layer: nn.Module, stashed: Iterable[SkipKey], *, back: bool
+        self, index: int, visit: Visit, stashed: Iterable[SkipKey], *, back: bool, count: bool
     ) -> None:
         """Runs a layer for the first time, on copies of its inputs, and hands its outputs on.
 
         Args:
             index: of the layer.
-            layer: its copy.
+            visit: the layer and its inputs.
             stashed: the skips that go on to later layers.
-            back: run backward as well, to warm up.
+            back: it will be run backward; if not, a backward that fails does not matter.
+            count: count what is alive meanwhile.
         """
-        inputs = self._fresh(copied=True)
+        layer = visit.layer
+        inputs = visit.fresh(copied=True)
         copies = tensors_in(inputs)
-        saved = Saved()
-        with _current(self.device):
-            output, store = saved.during(lambda: self._call(layer, inputs))
+        saved, live = Saved(), Live() if count else None
+        with _current(visit.device), live or nullcontext():
+            if live is not None:
+                live.watch(copies)
+            output, store = saved.during(lambda: visit.call(inputs))
         # A layer that was lazy has its parameters only now.
         own = {key for t in (*layer.parameters(), *layer.buffers()) for key, _ in blocks(t)}
-        self._mutates = any(tensor._version > 0 for tensor in copies)
-        originals = tensors_in(self._inputs)
+        originals = tensors_in(visit.inputs)
         for key in stashed:
             self.skips[key] = map_tensors(_leaves, store.get(key))
             self.skip_bytes[key] = size_of(store.get(key))
         going_on = (output, list(self.skips.values()))
-        self.keeping.add(index, originals, copies, saved.tensors(), going_on, own)
+        passing = self.keeping.add(index, originals, copies, saved.tensors(), going_on, own)
         self.value = map_tensors(_leaves, output)
         roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
-        if back and roots and leaves:
-            torch.autograd.backward(roots, grads, inputs=leaves)
-
-    def round(self, layer: nn.Module, mark: Mark, between: Between) -> None:
-        """Runs a layer forward and back, once, and measures both."""
-        inputs = self._fresh(copied=self._mutates)
-        with _current(self.device):
-            first = mark()
-            output, store = self._call(layer, inputs)
-            second = mark()
-            roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
-            third = mark()
-            if roots and leaves:
+        if live is None:
+            if back and roots and leaves:
                 torch.autograd.backward(roots, grads, inputs=leaves)
-            fourth = mark()
-        self.backward.append(between(third, fourth) if roots and leaves else 0.0)
-        self.forward.append(between(first, second))
-
-    def python(self, layer: nn.Module) -> float:
-        """Seconds of Python in one forward of a layer."""
-        inputs = self._fresh(copied=self._mutates)
-        with _current(self.device):
-            return python_time(lambda: self._call(layer, inputs))
-
-    def forget(self) -> None:
-        """Lets go of the inputs of the layer."""
-        self._inputs = ()
-
-    def _call(self, layer: nn.Module, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
-        value, popped = inputs
-        call: Any = Unpacked(layer) if self._unpack else layer
-        with use_store(dict(zip(self._popped, popped, strict=True))) as store:
-            try:
-                return call(value), store
-            except TypeError as error:
-                if note := call_note(error, layer, value, unpack=self._unpack):
-                    annotate(error, note)
+            return
+        live.leave_aside(own)
+        visit.peak = live.most - passing
+        if not (roots and leaves):
+            return
+        for parameter in layer.parameters():
+            if parameter.requires_grad:  # as it is from the second micro-batch on
+                parameter.grad = torch.zeros_like(parameter)
+        live.only((*saved.tensors(), *grads))
+        del output, store, going_on
+        try:
+            with _current(visit.device), live:
+                torch.autograd.backward(roots, grads, inputs=leaves)
+        except Exception:
+            if back:
                 raise
-
-    def _fresh(self, *, copied: bool) -> Any:
-        """The inputs as leaves without gradients; or as copies of these, to be written into."""
-        leaves = map_tensors(_leaves, self._inputs)
-        return map_tensors(clones, leaves) if copied else leaves
+        visit.peak = max(visit.peak, live.most)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

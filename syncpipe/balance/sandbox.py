@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from syncpipe.balance.estimation.fused import as_on_gpu
 from syncpipe.layers.building import build_alone
 from syncpipe.layers.callables import Function
 from syncpipe.layers.materialize import Materializer, waiting
@@ -87,7 +88,7 @@ def place_of(module: nn.Module, sample: Any, device: torch.device | str | int | 
             "device out to measure sizes, or make the sample elsewhere to measure time"
         )
     if target is not None and target.type == "meta":
-        return Place(target, [], nullcontext(), "meta", "meta")
+        return Place(target, [], as_on_gpu(), "meta", "meta")
     used = list(dict.fromkeys([tensor.device for tensor in tensors] if target is None else []))
     used = used if target is None else [target]
     return Place(target, used, nullcontext(), "", ", ".join(map(_words, used)) or "cpu")

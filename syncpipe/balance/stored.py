@@ -144,7 +144,7 @@ class Keeping:
         saved: list[Tensor],
         going_on: Any,
         own: set[int],
-    ) -> None:
+    ) -> int:
         """Counts what a layer stores, after the layers before it.
 
         Args:
@@ -154,6 +154,9 @@ class Keeping:
             saved: what autograd stores for it.
             going_on: the value that goes to the next layer, and the skips on their way.
             own: the memory of its parameters and buffers, which is not counted.
+
+        Returns:
+            Bytes of its inputs that layers before it store, and it does not.
         """
         known = dict(self._live)
         for original, given in zip(inputs, copies, strict=True):
@@ -165,6 +168,8 @@ class Keeping:
             return {key: known.setdefault(key, _Memory(size)) for key, size in pairs}
 
         held = set(memories(saved).values())
+        passing = set(memories(inputs).values()) - held
+        unused = sum(memory.bytes for memory in passing if memory.stored)
         for memory in held:
             self.stored[layer] += memory.bytes
             if memory.stored:
@@ -179,3 +184,4 @@ class Keeping:
         for memory in set(self._live.values()) - held:
             if memory.stored:
                 memory.passed.append(layer)
+        return unused

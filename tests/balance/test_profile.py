@@ -71,7 +71,7 @@ def test_a_list_of_unknown_size_becomes_what_one_says_it_is() -> None:
         ("{", "not a JSON file"),
         ("{}", "not a profile"),
         ("3", "not a profile"),
-        ('{"syncpipe_profile": 2}', "not a profile"),
+        ('{"syncpipe_profile": 3}', "not a profile"),
         ('{"syncpipe_profile": 1}', "not a whole profile"),
         ('{"syncpipe_profile": 1, "layers": [3], "skips": []}', "not a whole profile"),
         ("[]", "at least one layer"),

@@ -149,13 +149,13 @@ def test_the_sum_for_a_stage(spec: Spec) -> None:
 # --- sizes without memory -----------------------------------------------------------------------
 
 
-def everything() -> nn.Sequential:
+def everything(dropout: float = 0.5) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False),
         nn.BatchNorm2d(8),
         Send(),
         nn.ReLU(inplace=True),
-        nn.Dropout(),
+        nn.Dropout(dropout),
         Receive(),
         nn.Flatten(),
         nn.Linear(8 * 36, 5),
@@ -164,7 +164,14 @@ def everything() -> nn.Sequential:
 
 def sizes_only(found: Profile) -> list[Any]:
     layers = [
-        (x.name, x.output_bytes, x.stored_bytes, x.shared_bytes, x.memory(3.0))
+        (
+            x.name,
+            x.output_bytes,
+            x.stored_bytes,
+            x.shared_bytes,
+            x.peak_bytes,
+            x.memory(3.0),
+        )
         for x in found.layers
     ]
     return [layers, found.skips, found.input_bytes]
@@ -172,13 +179,13 @@ def sizes_only(found: Profile) -> list[Any]:
 
 def test_meta_measures_the_same_sizes() -> None:
     x = torch.rand(8, 3, 8, 8)
-    real = profile(everything(), x, timeout=0.0)
+    real = profile(everything(0.0), x, timeout=0.0)
     with torch.device("meta"):
-        model = everything()
+        model = everything(0.0)
     for found in (
         profile(model, x),
-        profile(everything(), x, device="meta"),
-        profile(everything(), x.to("meta")),
+        profile(everything(0.0), x, device="meta"),
+        profile(everything(0.0), x.to("meta")),
     ):
         assert sizes_only(found) == sizes_only(real)
         assert found.device == "meta"
