@@ -57,4 +57,7 @@ class Halves:
             weight = whole * (later[j] - later[i]) / of if of > 0 else 0.0
             weights.append(weight)
             inputs.append(max(0.0, whole - weight))
-        return replace(costs, backward_input=tuple(inputs), backward_weight=tuple(weights))
+        last = costs.last and self.split(costs.last, chain, balance)
+        return replace(
+            costs, backward_input=tuple(inputs), backward_weight=tuple(weights), last=last
+        )

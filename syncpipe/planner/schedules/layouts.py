@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from syncpipe.planner.costs.machine import Machine
-
-__all__ = ["ANY", "AUTO", "LAYOUTS", "TITLES", "Layout", "placements", "places"]
+__all__ = ["ANY", "AUTO", "LAYOUTS", "TITLES", "Layout", "placements"]
 
 #: Asks for the fastest plan, whatever its schedule.
 ANY = "any"
@@ -74,11 +72,3 @@ def placements(
     for device_of in made:
         if len(device_of) <= layers and stages in (None, len(device_of)):
             yield device_of
-
-
-def places(machine: Machine, device_of: tuple[int, ...]) -> Machine:
-    """A machine with a device for each stage; those that are one have all of its memory each."""
-    rows = tuple(tuple(machine.bandwidth[a][b] for b in device_of) for a in device_of)
-    names = tuple(machine.name(d) for d in device_of)
-    memory = tuple(machine.memory[d] for d in device_of)
-    return replace(machine, memory=memory, bandwidth=rows, names=names)

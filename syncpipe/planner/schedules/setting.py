@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from syncpipe.planner.costs.chain import costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.schedules.footprint import Footprint, Load, footprints, loads, peak
 from syncpipe.planner.schedules.halves import Halves
-from syncpipe.planner.schedules.layouts import places
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.search.bound import lower_bound
@@ -72,7 +70,7 @@ class Setting:
         self.m, self.n = schedule.m, schedule.n
         self.chain = terms.chain(self.m)
         self.halves = Halves.of(terms.profile, terms.batch_size / self.m)
-        self._places = places(terms.machine, schedule.device_of)
+        self._places = terms.on(terms.machine.ordered(schedule.device_of))
         self._limits = terms.machine.memory
         self._stages = [
             [j for j in range(self.n) if schedule.device_of[j] == d]
@@ -96,7 +94,7 @@ class Setting:
 
     def costs(self, balance: Sequence[int]) -> Costs:
         """What the stages of a cut take."""
-        costs = costs_of(self.chain, self._places, balance)
+        costs = self._places.costs(balance, self.m)
         return self.halves.split(costs, self.chain, balance)
 
     def footprints(
@@ -119,7 +117,7 @@ class Setting:
         simulation = simulate(self.schedule, costs, counts)
         stages = self.footprints(draft.balance, draft.recomputes)
         python = self.terms.interpreter(draft.balance, self.m, self.name, draft.recomputes)
-        bound = lower_bound(self._problem(costs, draft.recomputes))
+        bound = lower_bound(self._problem(costs, draft.recomputes)) * self.terms.sound(self.m)
         own = (
             peak(tuple((load[k],) for load in self._loads[d]), (stages[j],))
             for j, d in enumerate(self.schedule.device_of)
