@@ -58,6 +58,8 @@ class LayerProfile:
         buffer_bytes: its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
             size (:mod:`syncpipe.balance.interpreter`); 0 where nobody knows.
+        weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
+            take (:mod:`syncpipe.balance.halves`); None where nobody knows.
     """
 
     name: str
@@ -71,6 +73,7 @@ class LayerProfile:
     buffer_bytes: int = 0
     interpreter: float = 0.0
     peak_bytes: BySize = field(default_factory=dict)
+    weight_share: float | None = None
 
     def memory(self, param_scale: float) -> float:
         """Bytes that stay on its device however many micro-batches there are.
@@ -136,6 +139,8 @@ class Profile:
                 check_sizes(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
             for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes", "interpreter"):
                 check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
+            if layer.weight_share is not None:
+                check_number(f"weight_share of layer {layer.name!r}", layer.weight_share, most=1)
             if layer.frozen_bytes > layer.parameter_bytes:
                 raise ValueError(
                     f"frozen_bytes of layer {layer.name!r} is {layer.frozen_bytes}, more than its "

@@ -119,13 +119,13 @@ def check_sizes(what: str, numbers: Any, sizes: Sequence[int]) -> None:
         check_number(what, number)
 
 
-def check_number(what: str, number: Any) -> None:
+def check_number(what: str, number: Any, most: float = _MOST) -> None:
     """Refuses what is no time and no size."""
     ok = isinstance(number, Real) and not isinstance(number, bool)
-    if not (ok and 0 <= number <= _MOST):
+    if not (ok and 0 <= number <= most):
         raise ValueError(
             f"{what} is {shown(number)}; it must be a finite number, not negative, "
-            f"and {_MOST:g} at most"
+            f"and {most:g} at most"
         )
 
 

@@ -94,9 +94,12 @@ class Visit:
         roots, _, leaves = _backward(self.layer, inputs, (output, list(store.values())))
         self._graph = (roots, leaves)
 
-    def back(self, mark: Mark) -> None:
-        """Runs it back, after :meth:`forth`."""
+    def back(self, mark: Mark, *, weights: bool = True) -> None:
+        """Runs it back, after :meth:`forth`; if it is told so, to its inputs alone."""
         (roots, leaves), self._graph = self._graph, ([], [])
+        if not weights:
+            own = set(map(id, self.layer.parameters()))
+            leaves = [leaf for leaf in leaves if id(leaf) not in own]
         with _current(self.device):
             grads = list(map(torch.ones_like, roots))
             self._marks.append(mark())

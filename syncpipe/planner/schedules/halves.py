@@ -38,7 +38,7 @@ class Halves:
         shares, outputs, measured = [], [], True
         for layer in profile.layers:
             trained = layer.parameter_bytes > layer.frozen_bytes
-            share = getattr(layer, "weight_share", None) if trained else 0.0
+            share = layer.weight_share if trained else 0.0
             if share is None:
                 share, measured = _GUESS, False
             shares.append(share)
