@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, cast, overload
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from syncpipe.balance.by_cost import param_scale_of
+from syncpipe.balance.estimation.devices import DeviceSpec
+from syncpipe.balance.measure import EFFICIENCY, estimated
 from syncpipe.balance.measure import profile as measured
 from syncpipe.balance.profile import Profile
 from syncpipe.layers.listing import Layers
@@ -50,6 +53,8 @@ def plan(
     schedule: str | None = None,
     param_scale: float | None = None,
     optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: Literal[False] = False,
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -65,6 +70,8 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: Literal[True],
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -84,6 +91,8 @@ def plan(
     schedule: str | None = None,
     param_scale: float | None = None,
     optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: bool = False,
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -126,6 +135,11 @@ def plan(
             the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
         optimizer: instead of that, what makes the optimizer from a list of parameters, such as
             ``torch.optim.AdamW``; its state is measured.
+        on: estimate the times instead of measuring them, for a device that is not here: a name in
+            ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta`` and too large
+            for this machine; see :func:`syncpipe.balance.estimated`.
+        efficiency: for that, the part of the device's peak that matrix products reach; by default
+            a half.
         replicas: PipeDream's plan instead, in which several devices may share a stage. Each device
             then takes mini-batches of ``batch_size / devices`` samples (those of the profile, if
             it does not know its own); see :func:`syncpipe.planner.replicated`.
@@ -165,7 +179,10 @@ def plan(
     if not (isinstance(scale, Real) and 0 <= scale < math.inf):
         raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
     machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
-    layers = _profile(module, sample, devices, timeout, progress)
+    if efficiency is not None and on is None:
+        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
+    guess = None if on is None else partial(_estimated, on, efficiency, progress)
+    layers = _profile(module, sample, devices, timeout, progress, guess)
     if replicas:
         return _replicated(layers, machine, batch_size)
     layers = layers.of(batch_size)
@@ -218,11 +235,13 @@ def _profile(
     devices: Any,
     timeout: float,
     progress: bool | None,
+    guess: Callable[[Any, Any], Profile] | None,
 ) -> Profile:
     """What the layers cost, with times."""
     if isinstance(module, Profile):
-        if sample is not None:
-            raise ValueError("a profile is measured already: leave out the sample")
+        for name, given in (("the sample", sample), ("on", guess)):
+            if given is not None:
+                raise ValueError(f"a profile is measured already: leave out {name}")
         layers = module
     elif not isinstance(module, nn.Module | Iterable):
         raise TypeError(
@@ -231,15 +250,24 @@ def _profile(
         )
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
+    elif guess is not None:
+        layers = guess(module, sample)
     else:
         layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
-    size = layers.sizes[-1]
-    if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
+    if not layers.timed:
         raise ValueError(
             "the profile has no times (on meta and on fake devices only sizes are measured), so "
-            "there is nothing to plan by: measure the layers on a real device"
+            "there is nothing to plan by: measure the layers on a real device, or let times be "
+            "estimated for one that is not here, such as on='A100-80GB'"
         )
     return layers
+
+
+def _estimated(
+    on: str | DeviceSpec, efficiency: float | None, progress: bool | None, module: Any, sample: Any
+) -> Profile:
+    part = EFFICIENCY if efficiency is None else efficiency
+    return estimated(module, sample, on=on, efficiency=part, progress=progress)
 
 
 def measured_for(

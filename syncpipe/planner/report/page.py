@@ -78,7 +78,9 @@ def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> li
 
 def _source(profile: Profile, samples: float) -> str:
     """Where the costs of the layers come from."""
-    source = f"layers measured on {profile.device}" if profile.device else "layers as profiled"
+    source = f"layers: {profile.how}" if profile.how else "layers as profiled"
+    if profile.source in ("", "measured"):
+        source = source.replace("layers: measured", "layers measured")
     *others, largest = map(str, profile.sizes)
     listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
     line = f"{source}, with micro-batches of {listed}"
