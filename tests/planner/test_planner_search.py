@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,8 +85,8 @@ def test_every_candidate_is_what_it_says(
     for one in found:
         n, m = len(one.balance), one.chunks
         assert one.fits(machine)
-        assert batch_size % m == 0
-        chain = Chain.of(profile, batch_size / m, 4)
+        assert len(torch.empty(batch_size).chunk(m)) == m
+        chain = Chain.of(profile, -(-batch_size // m), 4)
         slots = one.slots or (m,) * n
         ends = enumerate(pairwise(accumulate(one.balance, initial=0)))
         assert one.memory == tuple(

@@ -95,35 +95,31 @@ def refitted(terms: Terms, draft: Draft) -> Draft:
 
 
 def polished(
-    terms: Terms, candidate: Candidate, work: int, lowest: float = 0.0
-) -> Candidate:
-    """A candidate at least as good.
+    terms: Terms, draft: Draft, work: int, lowest: float = 0.0
+) -> tuple[Draft, int]:
+    """A draft at least as good.
 
     Args:
         terms: of the search.
-        candidate: one that fits.
+        draft: one that fits.
         work: so many cells (micro-batch, stage) may be played through, more or less.
         lowest: seconds that are good enough, as nothing takes less.
+
+    Returns:
+        The draft, and what is left of the work.
     """
-    n, m = len(candidate.balance), candidate.chunks
-    if n == 1 or m == 1:
-        return candidate
-    slots = candidate.slots or (m,) * n
-    best = drafted(terms, candidate.schedule, candidate.balance, m, slots)
-    assert best is not None  # it fits
-    tries = work // (m * n)
-    improved = True
-    while improved and tries > 0 and best.time > lowest * (1 + _NOTICED):
+    cells, best = len(draft.balance) * draft.chunks, draft
+    improved = len(draft.balance) > 1 and draft.chunks > 1
+    while improved:
         improved = False
         for balance, slots in _neighbours(best):
-            other = drafted(terms, best.schedule, balance, m, slots, best.time)
-            tries -= 1
+            if work <= 0 or best.time <= lowest * (1 + _NOTICED):
+                return best, work
+            other = drafted(terms, best.schedule, balance, best.chunks, slots, best.time)
+            work -= cells
             if other and _better(other, best):
                 best, improved = other, True
-            if tries <= 0 or best.time <= lowest * (1 + _NOTICED):
-                break
-    found = best.candidate(terms)
-    return found if found.time < candidate.time else candidate
+    return best, work
 
 
 def _better(draft: Draft, than: Draft) -> bool:

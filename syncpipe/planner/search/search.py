@@ -27,9 +27,9 @@ from syncpipe.planner.search.sizes import chunk_counts, stage_counts
 
 __all__ = ["Candidate", "Shortage", "evaluate", "search", "shortage"]
 
-#: So many of the best drafts for each number of stages are polished, with so much work for each.
-_POLISHED = 4
-_WORK = 300_000
+#: So many of the best drafts for each number of stages are polished, with so much work for all.
+_POLISHED = 32
+_WORK = 500_000
 _TIE = 1e-9
 
 
@@ -109,14 +109,13 @@ class _Search:
 
     def __init__(self, terms: Terms, families: Sequence[Family]) -> None:
         self._terms, self._families = terms, families
-        self._best: dict[tuple[str, int], Candidate] = {}
+        self._drafts: dict[tuple[str, int], dict[Draft, float]] = {}  # and what bounds them
         self._fastest = dict.fromkeys(SCHEDULES, math.inf)
 
     def run(self, tasks: list[_Task]) -> list[Candidate]:
-        """All that was kept in the end, the fastest first."""
+        """The best of each kind in the end, the fastest first."""
         terms, least = self._terms, math.inf
         heapq.heapify(tasks)
-        drafts: dict[tuple[str, int], list[tuple[Draft, float]]] = {}
         while tasks:
             task = heapq.heappop(tasks)
             if task.cut is None and not self._hopeless(task.schedule, task.lowest):
@@ -126,33 +125,43 @@ class _Search:
                     heapq.heappush(tasks, replace(task, lowest=known, cut=cut))
                 continue
             least = min(least, task.lowest)
-            if self._hopeless(task.schedule, task.lowest):
-                continue
-            found = _drafts(terms, task, self._families)
-            if found:
-                of_kind = drafts.setdefault((task.schedule, task.stages), [])
-                of_kind += [(draft, task.lowest) for draft in found]
-                self._keep(min(found, key=lambda draft: draft.time).candidate(terms))
-        chosen = [
-            pair
-            for of_kind in drafts.values()
-            for pair in sorted(of_kind, key=lambda pair: pair[0].time)[:_POLISHED]
-        ]
-        for draft, lowest in sorted(chosen, key=lambda pair: pair[0].time):
-            if not self._hopeless(draft.schedule, lowest):
-                self._keep(polished(terms, draft.candidate(terms), _WORK, lowest))
-        ranked = sorted(self._best.values(), key=_rank)
+            if not self._hopeless(task.schedule, task.lowest):
+                for draft in _drafts(terms, task, self._families):
+                    self._keep(draft, task.lowest)
+        left = dict.fromkeys(self._drafts, _WORK)
+        for draft, lowest in self._leading(_POLISHED):
+            key = (draft.schedule, len(draft.balance))
+            if left[key] > 0 and not self._hopeless(draft.schedule, lowest):
+                found, left[key] = polished(terms, draft, left[key], lowest)
+                self._keep(found, lowest)
+        few = 4 if terms.profile.skips else 1
+        best: dict[tuple[str, int], Candidate] = {}
+        for draft, _ in self._leading(few):
+            found, key = draft.candidate(terms), (draft.schedule, len(draft.balance))
+            if key not in best or found.time < best[key].time:
+                best[key] = found
+        ranked = sorted(best.values(), key=_rank)
         return [replace(one, least=min(least, ranked[0].time)) for one in ranked]
 
     def _hopeless(self, schedule: str, lowest: float) -> bool:
         return lowest >= self._fastest[schedule] * (1 - _TIE)
 
-    def _keep(self, found: Candidate) -> None:
-        """The better one of its kind stays."""
-        key = (found.schedule, len(found.balance))
-        if key not in self._best or found.time < self._best[key].time:
-            self._best[key] = found
-        self._fastest[key[0]] = min(self._fastest[key[0]], found.time)
+    def _keep(self, draft: Draft, lowest: float) -> None:
+        self._drafts.setdefault((draft.schedule, len(draft.balance)), {})[draft] = lowest
+        if draft.time < self._fastest[draft.schedule]:
+            # Drafts know of no skips.
+            skips = self._terms.profile.skips
+            time = draft.candidate(self._terms).time if skips else draft.time
+            self._fastest[draft.schedule] = min(self._fastest[draft.schedule], time)
+
+    def _leading(self, few: int) -> list[tuple[Draft, float]]:
+        """The best few of each kind, the fastest first."""
+        leading = [
+            pair
+            for found in self._drafts.values()
+            for pair in sorted(found.items(), key=lambda pair: pair[0].time)[:few]
+        ]
+        return sorted(leading, key=lambda pair: pair[0].time)
 
 
 def _drafts(terms: Terms, task: _Task, families: Sequence[Family]) -> list[Draft]:

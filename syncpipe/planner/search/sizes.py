@@ -20,7 +20,7 @@ _UNKNOWN = 4
 #: And where that was measured.
 _MEASURED = 16
 #: Between two numbers that divide the mini-batch there are others, if they are so far apart.
-_GAP = 1.3
+_GAP = 1.5
 
 
 def possible(batch_size: int, chunks: int) -> int:
@@ -36,10 +36,12 @@ def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
     """
     size = -(-batch_size // chunks) if chunks > 0 else 0
     if not size or possible(batch_size, chunks) != chunks:
-        instead = f"as torch.chunk cuts it, they are {possible(batch_size, chunks)} of {size}"
+        instead = ""
+        if size:
+            number = possible(batch_size, chunks)
+            instead = f": as torch.chunk cuts it, they are {number} of {size}; give it chunks={number}"
         raise ValueError(
-            f"chunks={chunks} does not divide batch_size={batch_size} into as many micro-batches"
-            + (f": {instead}; give it that number" if size else "")
+            f"chunks={chunks} does not divide batch_size={batch_size} into so many{instead}"
         )
     return size, batch_size - (chunks - 1) * size
 
