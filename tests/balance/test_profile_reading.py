@@ -25,7 +25,7 @@ ENTRY = {"name": "a", "forward_ms": 1, "backward_ms": 2, "activation_bytes": 10,
 ODD = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([-1, 0, 10**400, -(10**400), 1e308, -1e-300, float("nan"), float("inf"), "", "8"]),
+    st.sampled_from([-1, 0, 10**400, -(10**400), 1e308, -1e-300, float("nan"), float("inf"), "8"]),
     st.integers(),
     st.floats(),
     st.text(max_size=3),

@@ -14,6 +14,7 @@ from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
 from syncpipe.planner.schedules.layouts import TITLES
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
+from syncpipe.planner.search.sizes import chunk_counts
 
 __all__ = ["bounded", "introduction", "page"]
 
@@ -38,6 +39,8 @@ def page(
     samples = batch_size / chosen.chunks
     start = [introduction(batch_size, len(machine))]
     start += _way(chosen, samples, len(machine), fixed)
+    if "chunks" not in fixed:
+        start += _capped(profile, chosen, batch_size, len(machine))
     start.append(_source(profile, samples))
     table = [*_table(stages_of(profile, machine, chosen)), _not_counted(profile, samples)]
     table += _shared_devices(machine, chosen)
@@ -74,6 +77,19 @@ def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> li
         why = "as asked" if "stages" in fixed else "no faster plan with more stages was found"
         lines.append(f"({_devices(devices - used)} left over: {why})")
     return lines
+
+
+def _capped(profile: Profile, chosen: Candidate, batch_size: int, devices: int) -> list[str]:
+    """Why there are not more micro-batches, where that is not a matter of time or memory."""
+    usual, extra = chunk_counts(profile, devices, batch_size)
+    if chosen.chunks == max(usual + extra) < batch_size:
+        return [f"(more micro-batches than {chosen.chunks} are tried on demand only: chunks=)"]
+    if len(profile.sizes) == 1 and chosen.chunks > max(usual):
+        return [
+            "(so many micro-batches, as nobody knows what each takes beside its samples: measure "
+            "several sizes)"
+        ]
+    return []
 
 
 def _source(profile: Profile, samples: float) -> str:
@@ -139,6 +155,11 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
             f"bound       {duration(chosen.bound)} for {bounded(chosen)}: "
             f"the simulated step is {chosen.certificate:.3f} times that",
         ]
+    if chosen.least:
+        lines.append(
+            f"            {duration(chosen.least)} for all that was searched, whatever the cut, "
+            f"chunks, slots and stages: {chosen.time / chosen.least:.3f} times that"
+        )
     if chosen.interpreter > _NOTICED * chosen.time:
         lines.append(
             f"interpreter {duration(chosen.interpreter)} of Python in all forwards, one at a time; "
