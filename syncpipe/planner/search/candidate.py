@@ -86,7 +86,7 @@ class Terms:
         """The layers, for one of so many micro-batches."""
         if chunks not in self._chains:
             samples = self.batch_size / chunks
-            self._chains[chunks] = Chain.of(self.profile, samples, self.param_scale)
+            self._chains[chunks] = Chain.of(self.profile, samples, self.param_scale, chunks)
         return self._chains[chunks]
 
     def on(self, machine: Machine) -> Terms:
