@@ -64,7 +64,6 @@ class Visit:
     Attributes:
         forward, backward: seconds that it took, for each round so far.
         peak: the most bytes that were alive at once; None where nobody has counted.
-        mutates: whether it writes into its inputs.
     """
 
     def __init__(
@@ -86,13 +85,12 @@ class Visit:
     def forth(self, mark: Mark) -> None:
         """Runs the layer forward, once."""
         # The layer before has just written its input. So it is in the caches, unlike the weights.
-        inputs = self.fresh(copied=True)
+        inputs, leaves = self.fresh()
         with _current(self.device):
             start = mark()
             output, store = self.call(inputs)
             self._marks = [start, mark()]
-        roots, _, leaves = _backward(self.layer, inputs, (output, list(store.values())))
-        self._graph = (roots, leaves)
+        self._graph = _graph((output, list(store.values()))), leaves
 
     def back(self, mark: Mark, *, weights: bool = True) -> None:
         """Runs it back, after :meth:`forth`; if it is told so, to its inputs alone."""
@@ -115,7 +113,7 @@ class Visit:
 
     def python(self) -> float:
         """Seconds of Python in one forward of the layer."""
-        inputs = self.fresh(copied=True)
+        inputs, _ = self.fresh()
         with _current(self.device):
             return python_time(lambda: self.call(inputs))
 
@@ -131,10 +129,15 @@ class Visit:
                     annotate(error, note)
                 raise
 
-    def fresh(self, *, copied: bool) -> Any:
-        """The inputs as leaves without gradients; or as copies of these, to be written into."""
+    def fresh(self) -> tuple[Any, list[Tensor]]:
+        """Copies of the inputs, which may be written into; and where backward ends.
+
+        It ends at what was copied, and at the parameters of the layer. Whatever else it gets hold
+        of, such as the user's own parameters by a function that knows them, is not touched.
+        """
         leaves = map_tensors(_leaves, self.inputs)
-        return map_tensors(clones, leaves) if copied else leaves
+        ends = (*self.layer.parameters(), *tensors_in(leaves))
+        return map_tensors(clones, leaves), [tensor for tensor in ends if tensor.requires_grad]
 
 
 class Progress:
@@ -186,7 +189,7 @@ class Progress:
             count: count what is alive meanwhile.
         """
         layer = visit.layer
-        inputs = visit.fresh(copied=True)
+        inputs, leaves = visit.fresh()
         copies = tensors_in(inputs)
         saved, live = Saved(), Live() if count else None
         with _current(visit.device), live or nullcontext():
@@ -202,7 +205,8 @@ class Progress:
         going_on = (output, list(self.skips.values()))
         passing = self.keeping.add(index, originals, copies, saved.tensors(), going_on, own)
         self.value = map_tensors(_leaves, output)
-        roots, grads, leaves = _backward(layer, inputs, (output, list(store.values())))
+        roots = _graph((output, list(store.values())))
+        grads = list(map(torch.ones_like, roots))
         if live is None:
             if back and roots and leaves:
                 torch.autograd.backward(roots, grads, inputs=leaves)
@@ -214,6 +218,7 @@ class Progress:
         for parameter in layer.parameters():
             if parameter.requires_grad:  # as it is from the second micro-batch on
                 parameter.grad = torch.zeros_like(parameter)
+                live.leave_aside(key for key, _ in blocks(parameter.grad))
         live.only((*saved.tensors(), *grads))
         del output, store, going_on
         try:
@@ -244,14 +249,6 @@ def _leaves(tensors: list[Tensor]) -> list[Tensor]:
     return [made[id(tensor)] for tensor in tensors]
 
 
-def _backward(
-    layer: nn.Module, inputs: Any, outputs: Any
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Where backward begins, with which gradients, and where it ends.
-
-    It ends at the copies. Whatever else a layer gets hold of, such as the user's own parameters by
-    a function that knows them, is not touched.
-    """
-    roots = list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
-    leaves = [t for t in (*layer.parameters(), *tensors_in(inputs)) if t.requires_grad]
-    return roots, list(map(torch.ones_like, roots)), leaves
+def _graph(outputs: Any) -> list[Tensor]:
+    """Where backward begins."""
+    return list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())

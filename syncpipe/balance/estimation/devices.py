@@ -69,7 +69,7 @@ def _spec(
     )
 
 
-#: By name. From NVIDIA's data sheets and architecture papers of each of them, and from AMD's for the
+#: By name. From the data sheets and architecture papers of NVIDIA, and from AMD's sheet of the
 #: MI300X; A100, H100, H200 and B200 are the SXM modules. Where a sheet has only figures with
 #: sparsity, which are twice those without, it is half of them.
 DEVICES = {

@@ -5,11 +5,27 @@ run ``[i, j)`` of layers. Times are in seconds, sizes in bytes, all for one micr
 
 What a stage holds while ``q`` of its micro-batches are in flight and ``q0`` of stage 0's:
 
-    fixed + (recomputes ? q * into + stored : q * stored) + q0 * waiting
+    fixed + (q - 1) * (recomputes ? into : stored) + running + arrived + q0 * waiting
 
-``fixed`` is there all the time: parameters, gradients, the optimizer's state, buffers. A stage that
-recomputes keeps its inputs, and for one micro-batch at a time all the rest. ``waiting`` are skips
-from stages to the left: these can send them as early as stage 0 may begin.
+``fixed`` is there all the time: parameters, gradients, the optimizer's state, buffers. Of the
+micro-batches in flight one is running, forward or back, and the others are what they store, or
+their inputs where the stage recomputes. ``running`` is what that one has at most::
+
+    layers    i ... l-1         l            l+1 ...
+              stored            at its peak  goes back first: nothing is left     max over l
+
+where the peak of a layer has all that is alive for a moment: outputs, gradients of activations, the
+gradient of a weight until it is added to that of the micro-batches before. ``arrived`` are inputs
+that the stage before has sent ahead, at most two, as it has that many more in flight; at stage 0
+the rest of the mini-batch, which is there from the start. ``waiting`` are skips from stages to the
+left: these can send them as early as stage 0 may begin, so of those that a stage has not begun with
+there are ``q0 - q``, and where it recomputes it keeps the others as well.
+
+Where nobody knows the peaks (:attr:`Chain.peaks` is empty) what a layer has for a moment does not
+count: it is ``fixed + (recomputes ? q * into + stored : q * stored) + q0 * waiting``.
+
+The gradients that a step finds (none after ``zero_grad()`` as it is by default) are copied by
+``train_batch``, to be put back if it fails: a byte more for each byte of ``param_scale``.
 """
 
 from __future__ import annotations
@@ -18,12 +34,36 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.schedules.simulation import Costs
 
-__all__ = ["Chain", "costs_of", "way"]
+__all__ = ["Chain", "Held", "costs_of", "way"]
+
+#: So many inputs at most have arrived at a stage that has not begun with them.
+_AHEAD = 2
+
+
+class Held(NamedTuple):
+    """What a stage holds at most, in bytes; the sum is :meth:`Chain.memory`.
+
+    Attributes:
+        fixed: parameters, gradients, the optimizer's state, buffers.
+        stored: activations stored for backward, or inputs where it recomputes, of all micro-batches
+            in flight; of the running one all that it stores.
+        moment: what is alive for a moment: outputs, gradients of activations, and the gradient of
+            a weight until it is added to the one before.
+        arrived: inputs that it has not begun with.
+        waiting: skips from stages before.
+    """
+
+    fixed: float
+    stored: float
+    moment: float
+    arrived: float
+    waiting: float
 
 
 @dataclass(frozen=True)
@@ -39,6 +79,9 @@ class Chain:
         fixed: bytes that stay on the device of each layer.
         skips: ``(layer that stashes, layer that pops, bytes)``.
         interpreter: seconds that the forward of each layer holds the interpreter's lock.
+        peaks: bytes that are alive at most while each layer runs (``LayerProfile.peak_bytes``);
+            empty where nobody knows.
+        chunks: how many micro-batches there are, all on the first device; 0 if they are not.
     """
 
     forward: tuple[float, ...]
@@ -49,15 +92,18 @@ class Chain:
     fixed: tuple[float, ...]
     skips: tuple[tuple[int, int, float], ...] = ()
     interpreter: tuple[float, ...] = ()
+    peaks: tuple[float, ...] = ()
+    chunks: int = 0
 
     @classmethod
-    def of(cls, profile: Profile, samples: float, param_scale: float) -> Chain:
+    def of(cls, profile: Profile, samples: float, param_scale: float, chunks: int = 0) -> Chain:
         """The layers of a profile for a micro-batch of so many samples.
 
         Args:
             profile: of a known number of samples (:meth:`Profile.of`).
             samples: in a micro-batch.
             param_scale: bytes for each byte of a parameter that is trained.
+            chunks: micro-batches in the mini-batch, if that is on the first device.
         """
         layers = profile.layers
 
@@ -76,6 +122,8 @@ class Chain:
             ),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
             interpreter=tuple(layer.interpreter for layer in layers),
+            peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
+            chunks=chunks,
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -131,8 +179,42 @@ class Chain:
                 popped[pop + 1] += size
         return list(accumulate(popped)) if any(popped) else None
 
-    def memory(self, i: int, j: int, q: int, q0: int, recomputes: bool) -> float:
-        """Bytes that a stage takes at most.
+    def running(self, i: int) -> list[float] | None:
+        """For each end ``j`` what one micro-batch has at most in ``[i, j)`` while it runs, beyond
+        what it stores there; None if nobody knows.
+        """
+        if not self.peaks:
+            return None
+        if i not in self._running:
+            stored, found, most = self.stored_to, [0.0] * (i + 1), 0.0
+            base = stored[i] - self.shared[i]
+            for l in range(i, len(self)):
+                peak = self.peaks[l] - (self.shared[l] if l > i else 0.0)
+                most = max(most, stored[l] - stored[i] + (self.shared[i] if l > i else 0.0) + peak)
+                found.append(max(0.0, most - (stored[l + 1] - base)))
+            self._running[i] = found
+        return self._running[i]
+
+    @cached_property
+    def _running(self) -> dict[int, list[float]]:
+        return {}
+
+    def inputs_in(self, i: int, q: int) -> float:
+        """Inputs that a stage from layer ``i`` keeps beside what one micro-batch stores."""
+        return (q - bool(self.peaks)) * self.inputs[i]
+
+    def arrived(self, i: int, q: int, q0: int) -> float:
+        """Inputs that a stage from layer ``i`` may have, with which it has not begun."""
+        if not self.peaks:
+            return 0.0
+        return max(0, min(_AHEAD, q0 - q) if i else self.chunks - q) * self.inputs[i]
+
+    def ahead(self, q: int, q0: int) -> int:
+        """How many of each skip wait for a stage that keeps what it stores."""
+        return max(0, q0 - q) if self.peaks else q0
+
+    def held(self, i: int, j: int, q: int, q0: int, recomputes: bool) -> Held:
+        """What a stage takes at most.
 
         Args:
             i: its first layer.
@@ -142,9 +224,19 @@ class Chain:
             recomputes: whether it does its forward again before its backward.
         """
         stored = self.stored_in(i, j)
-        kept = q * self.inputs[i] + stored if recomputes else q * stored
-        waiting = sum(size for stash, pop, size in self.skips if stash < i <= pop < j)
-        return self.fixed_to[j] - self.fixed_to[i] + kept + q0 * waiting
+        running = self.running(i)
+        return Held(
+            fixed=self.fixed_to[j] - self.fixed_to[i],
+            stored=self.inputs_in(i, q) + stored if recomputes else q * stored,
+            moment=running[j] if running else 0.0,
+            arrived=self.arrived(i, q, q0),
+            waiting=(q0 if recomputes else self.ahead(q, q0))
+            * sum(size for stash, pop, size in self.skips if stash < i <= pop < j),
+        )
+
+    def memory(self, i: int, j: int, q: int, q0: int, recomputes: bool) -> float:
+        """Bytes that a stage takes at most: the sum of :meth:`held`."""
+        return sum(self.held(i, j, q, q0, recomputes))
 
 
 def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
