@@ -222,7 +222,7 @@ class _Check:
         run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
         pipeline = self._runs.pipeline
         try:
-            plan = build(schedule, self._runs.m, pipeline.worker_of)
+            plan = build(schedule, self._runs.m, pipeline.placement)
         except ValueError as error:
             run.not_applicable = str(error)
             return
