@@ -21,6 +21,7 @@ same is in the autograd graph::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -101,16 +102,16 @@ class Replica:
                 if like and leaf is not None and leaf.data_ptr() == tensor.data_ptr():
                     return leaf
                 return tensor.detach()
-            kept = not (trains and tensor.requires_grad)
             if known is None or leaf is None or not known.serves(tensor):
-                known = Copy.made(tensor, owner, lane, kept=kept)
+                known = Copy.made(tensor, owner, lane, kept=True)
                 lane.receive(known.event, [known.copy])
                 if not like or leaf is None:
                     leaf = known.copy
                 else:
                     with lane.active():  # graphs of earlier calls may still be using it
                         leaf.data.copy_(known.copy)
-                known = Copy(tensor, known.mark, leaf, known.event, version_of(leaf), kept)
+            kept = not (trains and tensor.requires_grad)
+            known = replace(known, copy=leaf, kept=kept)
             self._copies[id(tensor)] = known
             return leaf
 

@@ -19,6 +19,7 @@ order, too::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -164,11 +165,12 @@ class CallTies:
         found = self._copies.get(key)
         if found is None:
             found = self._before.pop(key, None)
-            if found is None or not found.serves(tensor):
+            state = self._context.state
+            kept = not ((state.grad and tensor.requires_grad) or state.needs_inline)
+            if found is not None and found.serves(tensor):
+                found = replace(found, kept=kept)
+            else:
                 found = None  # its memory can be used again
-                state = self._context.state
-                trains = state.grad and tensor.requires_grad
-                kept = not (trains or state.needs_inline)
                 found = Copy.made(tensor, owner, lane, kept=kept)
             self._copies[key] = found
         lane.receive(found.event, [found.copy])
