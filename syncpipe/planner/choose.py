@@ -18,6 +18,7 @@ from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.devices import machine_of
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.hybrid import runnable
 from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
@@ -161,7 +162,7 @@ def plan(
     machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
     layers = _profile(module, sample, devices, timeout, progress)
     if replicas:
-        return _replicated(layers, machine, batch_size)
+        return _replicated(layers, machine, batch_size, scale)
     layers = layers.of(batch_size)
     choice: dict[str, Any] = {
         "param_scale": scale,
@@ -190,12 +191,13 @@ def _count(name: str, number: Any) -> int:
     return count
 
 
-def _replicated(layers: Profile, machine: Machine, batch_size: int) -> Replicas:
+def _replicated(layers: Profile, machine: Machine, batch_size: int, scale: float) -> Replicas:
     if not machine.uniform:
         raise ValueError("replicas=True is for devices that are alike, with links that are alike")
     n = len(machine)
     samples = None if layers.whole else max(1, batch_size // n)
-    return replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    found = replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    return runnable(found, layers, machine, batch_size, scale)
 
 
 def _real(devices: Any) -> tuple[Any, ...] | None:

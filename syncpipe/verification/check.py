@@ -131,6 +131,7 @@ class _Check:
         devices = ", ".join(map(str, pipe.devices))
         self._report = Report(
             f"syncpipe.verify: {len(pipe)} layers on {devices}; balance={pipe.balance}, "
+            f"{pipe._shown_replicas()}"
             f"{runs.m} micro-batches, checkpoint={pipe.checkpoint!r}"
         )
 
