@@ -21,6 +21,7 @@ from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.devices import machine_of
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.hybrid import runnable
 from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
@@ -184,7 +185,7 @@ def plan(
     guess = None if on is None else partial(_estimated, on, efficiency, progress)
     layers = _profile(module, sample, devices, timeout, progress, guess)
     if replicas:
-        return _replicated(layers, machine, batch_size)
+        return _replicated(layers, machine, batch_size, scale)
     layers = layers.of(batch_size)
     terms = Terms(layers, machine, batch_size, scale)
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
@@ -212,12 +213,13 @@ def _count(name: str, number: Any) -> int:
     return count
 
 
-def _replicated(layers: Profile, machine: Machine, batch_size: int) -> Replicas:
+def _replicated(layers: Profile, machine: Machine, batch_size: int, scale: float) -> Replicas:
     if not machine.uniform:
         raise ValueError("replicas=True is for devices that are alike, with links that are alike")
     n = len(machine)
     samples = None if layers.whole else max(1, batch_size // n)
-    return replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    found = replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    return runnable(found, layers, machine, batch_size, scale)
 
 
 def _real(devices: Any) -> tuple[Any, ...] | None:

