@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -76,7 +75,7 @@ class Processes:
         self._store = distributed_c10d.PrefixStore(
             f"syncpipe/{self._control.group_name}", distributed_c10d._get_default_store()
         )
-        atexit.register(_leave, weakref.ref(self))
+        atexit.register(self._end)
 
     @property
     def inherited(self) -> bool:
@@ -197,14 +196,12 @@ class Processes:
             "pipe, in which the others wait for it"
         )
 
+    def _end(self) -> None:
+        if not self.inherited:
+            self.leave(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
 
 def described(error: BaseException) -> str:
     """An exception in one line, with its notes."""
     parts = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())]
     return "; ".join(parts)
-
-
-def _leave(reference: weakref.ref[Processes]) -> None:
-    processes = reference()
-    if processes is not None and not processes.inherited:
-        processes.leave(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))

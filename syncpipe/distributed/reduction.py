@@ -288,6 +288,8 @@ class Reduction:
         """The numbers after the last backward."""
         if self._ended is None:
             self._hear(lambda: self._done)
+            while not self._events.empty():  # Ctrl-C while the caller waited
+                self._events.get()()
             missing = 0
             try:
                 missing = sum(_dense(leaf) is None for leaf in self._leaves())

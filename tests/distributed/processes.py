@@ -64,12 +64,12 @@ class Ranks:
         found = []
         for rank, answers in enumerate(self._answers):
             try:
-                answer = json.loads(answers.get(timeout=SECONDS) or "null")
+                found.append(json.loads(answers.get(timeout=SECONDS) or "{}"))
             except Empty:
                 raise AssertionError(f"process {rank} does not answer") from None
-            assert "error" not in (answer or {}), f"process {rank}:\n{answer['error']}"
-            found.append(answer and answer["result"])
-        return found
+        for rank, answer in enumerate(found):
+            assert "error" not in answer, f"process {rank}:\n{answer['error']}"
+        return [answer.get("result") for answer in found]
 
     def end(self) -> None:
         """Ends all that still run."""
