@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from syncpipe import Pipe
 from syncpipe.distributed import data_parallel
 from tests.distributed.equal import batches, differences, pipe_of, whole
-from tests.support.running import Do
 
 GUILTY = 1
 
