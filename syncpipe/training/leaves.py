@@ -181,9 +181,8 @@ def _parameters_of(partition: nn.Module) -> list[Tensor]:
             raise RuntimeError(
                 f"a layer is wrapped in {_wrapper(kind)}, which starts collectives of its "
                 "own in backward. Under train_batch the workers of each process would start them "
-                "in any order, once for each micro-batch. Wrap the whole pipe instead, "
-                "DistributedDataParallel(pipe), and call that; or leave the layers as they are "
-                "and average .grad over the processes after train_batch"
+                "in any order, once for each micro-batch. Leave the layers as they are, and make "
+                "the whole pipe data-parallel: syncpipe.distributed.data_parallel(pipe)"
             )
         found.update((id(p), p) for p in module._parameters.values() if p is not None)
     return list(found.values())
