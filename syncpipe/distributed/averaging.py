@@ -90,6 +90,7 @@ class Averaging:
         """As :meth:`Reduction.finish`."""
         factor = reduction.finish(total)
         self._ended_well += 1
+        self._current = None
         return factor
 
     def buckets(self, leaves: Sequence[Iterable[Tensor]]) -> Buckets:

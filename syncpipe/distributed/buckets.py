@@ -51,10 +51,10 @@ class Bucket:
     def gathered(self, values: Sequence[Tensor | None]) -> Tensor:
         """A value for each leaf, in one piece of memory of its own; zeros where there is none."""
         parts = [
-            (torch.zeros_like(leaf) if value is None else value).detach().reshape(-1)
+            (torch.zeros_like(leaf) if value is None else value.detach()).reshape(-1)
             for leaf, value in zip(self.leaves, values, strict=True)
         ]
-        return torch.cat(parts)
+        return torch.cat(parts).to(self.leaves[0].dtype)
 
     @torch.no_grad()
     def write(self, flat: Tensor, without: frozenset[int]) -> None:

@@ -59,9 +59,9 @@ class Processes:
         ranks = dist.get_process_group_ranks(group)
         backend = dist.get_backend_config(group)
         options: dict[str, Any] = {
-            "timeout": timedelta(seconds=timeout),
-            # Those that are not in the group know nothing of this.
-            "use_local_synchronization": True,
+            "timeout": timedelta(seconds=timeout + 5),  # so that we are the ones to say so
+            # Processes that are not in the group know nothing of this.
+            "use_local_synchronization": self.size < dist.get_world_size(),
         }
         self.data = dist.new_group(ranks, backend=backend, **options)
         self._control = dist.new_group(ranks, backend="gloo", **options)
@@ -115,27 +115,30 @@ class Processes:
         if tensor.device.type not in self._gloo:
             work.wait()
             return
-        begun = time.monotonic()
+        begun, note = time.monotonic(), ""
         while not work.is_completed():
             try:
                 work.wait(timedelta(seconds=_LOOK_SECONDS))
             except RuntimeError:
-                if not work.is_completed():  # it is the time that is over
-                    self._look(time.monotonic() - begun)
+                if work.is_completed():
+                    break
+                if note:  # who left it may have done his part right before that
+                    raise LostProcess(note) from None
+                note = self._look(time.monotonic() - begun)
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(str(error)) from error
 
-    def _look(self, waited: float) -> None:
-        """Whether waiting still makes sense.
+    def _look(self, waited: float) -> str:
+        """What somebody left behind, if anybody has left.
 
         Raises:
-            LostProcess: it does not.
+            LostProcess: it takes too long.
         """
         notes = self._notes()
         if notes:
-            raise LostProcess(notes[0])
+            return notes[0]
         if waited > self._timeout:
             here = {str(self.rank), *self._waiting()}
             missing = [str(rank) for rank in range(self.size) if str(rank) not in here]
@@ -146,6 +149,7 @@ class Processes:
                 "it only takes longer, give data_parallel a larger timeout"
             )
         self._set(f"waits/{self.rank}", str(self.ended))
+        return ""
 
     def _lost(self, text: str) -> LostProcess:
         """What to raise when a collective failed."""

@@ -48,8 +48,7 @@ class Lanes(dict[torch.device, Lane]):
         else:
             streams = AcceleratorStreams(device)
             lane = Lane(device, streams, streams.new())
-        self[device] = lane
-        return lane
+        return self.setdefault(device, lane)  # atomic: workers ask for it
 
     def wait_for_current(self, devices: Iterable[torch.device]) -> None:
         """Lets buckets wait for what this thread has been doing."""
@@ -117,8 +116,15 @@ class Reduction:
 
     def fail(self, error: BaseException) -> None:
         """Tells that the call has failed here. The others then fail, too."""
-        self.closed, text = True, described(error)
+        text = described(error)
+        self._release()
         self._tell(lambda: setattr(self, "_failure", text))
+
+    def _release(self) -> None:
+        """Lets go of what is the caller's."""
+        self.closed = True
+        self.before, self.late, self.found = _nothing, _never, []
+        self._flats = []
 
     def _tell(self, event: Callable[[], None]) -> None:
         self._events.put(event)
@@ -156,13 +162,13 @@ class Reduction:
             if lane.streams is not None:
                 caller = Lane(device, lane.streams, lane.streams.current())
                 caller.wait_for(lane)
-                caller.record_on_stream([flat for _, flat in self._flats], lane)
+                flats = [flat for bucket, flat in self._flats if bucket.device == device]
+                caller.record_on_stream(flats, lane)
         for bucket, flat in self._flats:
             if self._factor != 1:
                 flat.mul_(self._factor)
             bucket.write(flat, self._without)
-        self._flats.clear()
-        self.closed = True
+        self._release()
         return self._local()
 
     def wait(self, seconds: float | None = None) -> None:
@@ -191,15 +197,20 @@ class Reduction:
             self._agree()
             works = [self._launched(k, bucket) for k, bucket in enumerate(self.buckets)]
             ended = self._end()
-            if not any(row[0] for row in ended):
-                works += [self._started(bucket) for bucket in self._others(ended)]
+            alike = all(row[1] == ended[0][1] for row in ended)
+            if alike and not any(row[0] for row in ended):
+                others = bucketed(-1, self.found, float("inf"))
+                works += [self._started(bucket) for bucket in others]
             for work, flat in works:
                 with self._lanes[flat.device].active():
                     self._processes.wait(work, flat)
             self._check_failures(ended)
+            if not alike:
+                raise RuntimeError(_OTHERS)
             self._without = self._nowhere(ended)
         except BaseException as error:
-            self.error = self.error or error
+            if not self.closed:
+                self.error = self.error or error
             self.lost = str(error) if isinstance(error, LostProcess) else ""
         finally:
             self._processes.ended += 1
@@ -309,20 +320,6 @@ class Reduction:
         """All that is reduced."""
         return [leaf for bucket in self.buckets for leaf in bucket.leaves] + self.found
 
-    def _others(self, ended: Sequence[Sequence[float]]) -> list[Bucket]:
-        """Leaves that are no parameters of the pipe.
-
-        Raises:
-            RuntimeError: other ones in other processes.
-        """
-        if any(row[1] != ended[0][1] for row in ended):
-            raise RuntimeError(
-                "loss_fn or a layer uses tensors that require grad and are no parameters of the "
-                "pipe, and other ones in another process: their gradients cannot be averaged. "
-                "Let all processes use the same, or make them parameters of a layer"
-            )
-        return bucketed(-1, self.found, float("inf"))
-
     def _nowhere(self, ended: Sequence[Sequence[float]]) -> frozenset[int]:
         """The leaves, by identity, that have no gradient in any process."""
         if not any(row[3] for row in ended):
@@ -369,6 +366,13 @@ def _difference(signatures: Sequence[Signature]) -> ValueError:
                     f"{name} is {value!r} there and {first.get(name)!r} in process 0"
                 )
     return ValueError("processes do not make the same call of a data-parallel pipe")
+
+
+_OTHERS = (
+    "loss_fn or a layer uses tensors that require grad and are no parameters of the pipe, and "
+    "other ones in another process: their gradients cannot be averaged. Let all processes use the "
+    "same, or make them parameters of a layer"
+)
 
 
 def _nothing(leaf: Tensor) -> None:
