@@ -2,9 +2,9 @@
 
     python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
 
-A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``) or
-one part of it (``schedules.ideal``); without one all are run. The report, Markdown with tables and
-pictures, is written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two
+A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``,
+``data_parallel``) or one part of it (``schedules.ideal``); without one all are run. The report,
+Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two
 cores: to see that everything runs; the numbers say nothing. Each group can be run by itself with
 more options, ``python -m benchmarks.schedules --help``.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import common
 from benchmarks.common import Part
+from benchmarks.data_parallel.parts import GROUP as DATA_PARALLEL
 from benchmarks.group import Group, Options, missing_extra
 from benchmarks.memory.parts import GROUP as MEMORY
 from benchmarks.overhead import GROUP as OVERHEAD
@@ -38,6 +39,7 @@ GROUPS: tuple[tuple[Group, type[Options]], ...] = (
     (PLANNING, PlanningOptions),
     (PAPERS, PaperOptions),
     (PEERS, PeerOptions),
+    (DATA_PARALLEL, Options),
 )
 
 

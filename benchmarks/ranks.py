@@ -1,4 +1,7 @@
-"""``torch.distributed.pipelining`` on this machine: for each stage a process that takes orders."""
+"""Processes on this machine that take orders: ``torch.distributed.pipelining``, one for each stage.
+
+What they train is for whoever starts them to say: anything with a method ``prepared``.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,13 @@ class Work(NamedTuple):
     loss: Callable[[Tensor, Tensor], Tensor]
     first: int
 
+    def prepared(
+        self, rank: int, schedule: str, m: int
+    ) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
+        """The layers of a rank, and a training step of it."""
+        module = self.model[: self.first] if rank == 0 else self.model[self.first :]
+        return module, _made(rank, self, module, schedule, m)
+
 
 class Ranks:
     """The processes, from the side of the one that measures.
@@ -71,7 +81,7 @@ class Ranks:
         arguments: what it needs.
     """
 
-    def __init__(self, threads: int, make: Callable[..., Work], *arguments: Any) -> None:
+    def __init__(self, threads: int, make: Callable[..., Any], *arguments: Any) -> None:
         self.threads = threads
         self._work = threads, partial(make, *arguments)
 
@@ -110,10 +120,14 @@ class Ranks:
         return max(self._order("step", schedule, m, times))
 
     def outcome(self, schedule: str, m: int) -> Outcome:
-        """What a training step leaves."""
-        self._order("outcome", schedule, m, 1)
-        parts = [torch.load(Path(self._folder.name) / f"{rank}.pt") for rank in range(RANKS)]
+        """What a training step leaves, where each rank has a part of the model."""
+        parts = self.outcomes(schedule, m)
         return parts[-1][0], [gradient for part in parts for gradient in part[1]]
+
+    def outcomes(self, schedule: str, m: int) -> list[Outcome]:
+        """What it leaves in each rank."""
+        self._order("outcome", schedule, m, 1)
+        return [torch.load(Path(self._folder.name) / f"{rank}.pt") for rank in range(RANKS)]
 
     def _order(self, *order: Any) -> list[float]:
         for link in self._links:
@@ -132,7 +146,7 @@ class Ranks:
         raise SystemExit(f"rank {rank} failed; nothing measured\n{answer}")
 
 
-def _live(rank: int, folder: str, threads: int, make: Callable[[], Work], link: Connection) -> None:
+def _live(rank: int, folder: str, threads: int, make: Callable[[], Any], link: Connection) -> None:
     """The whole life of a rank; the process ends in here.
 
     Args:
@@ -159,22 +173,22 @@ def _live(rank: int, folder: str, threads: int, make: Callable[[], Work], link: 
         os._exit(code)
 
 
-def _obey(rank: int, file: Path, work: Work, link: Connection) -> None:
+def _obey(rank: int, file: Path, work: Any, link: Connection) -> None:
     """Until the other end is closed: steps, timed; the outcome into the file where asked for."""
-    module = work.model[: work.first] if rank == 0 else work.model[work.first :]
-    steps: dict[tuple[str, int], Callable[[], list[Tensor]]] = {}
+    steps: dict[tuple[str, int], tuple[nn.Module, Callable[[], list[Tensor]]]] = {}
     while True:
         try:
             order, schedule, m, times = link.recv()
         except EOFError:
             return
         if (schedule, m) not in steps:
-            steps[schedule, m] = _made(rank, work, module, schedule, m)
+            steps[schedule, m] = work.prepared(rank, schedule, m)
+        module, step = steps[schedule, m]
         distributed.barrier()
         start = time.perf_counter()
         for _ in range(times):
             module.zero_grad()
-            losses = steps[schedule, m]()
+            losses = step()
         took = (time.perf_counter() - start) / times
         if order == "outcome":
             torch.save((sum(losses, torch.zeros(())), gradients(module)), file)

@@ -191,13 +191,17 @@ class Pipe(Trained):
             return input
         pipeline = self._ready()
         check_input(input, self._workers[0].device)
-        return untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
+        output = untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
+        if not self._alone():
+            self._averaging.forward(self._partitions, output)
+        return output
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads, streams and locks are made anew where the pipe is used.
-        return {**self.__dict__, "_pipeline": None, "_trace": None, "_measured": Measured()}
+        # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
+        gone = {"_pipeline": None, "_trace": None, "_averaging": None}
+        return {**self.__dict__, **gone, "_measured": Measured()}
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,9 +21,10 @@ from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.loss.known import check_arguments
+from syncpipe.training.loss.objective import Objective
 from syncpipe.training.measured import Measured
 from syncpipe.training.sources import Source, source_of
-from syncpipe.training.train import evaluate, train
+from syncpipe.training.train import Averaging, evaluate, train
 
 __all__ = ["Trained"]
 
@@ -37,6 +39,7 @@ class Trained(Partitioned):
     _schedule: ScheduleLike
     _measured: Measured
     _trace: Trace | None
+    _averaging: Any = None  #: the other processes, if ``syncpipe.distributed`` has found any
     _whole: type[nn.Module]  #: the class whose ``forward`` a pipe has
 
     def train_batch(
@@ -54,6 +57,7 @@ class Trained(Partitioned):
         grad_scaler: Any = None,
         return_outputs: bool = False,
         verify: bool | None = None,
+        global_loss: bool = False,
     ) -> Any:
         """Forward and backward of one mini-batch, with the loss inside the pipeline.
 
@@ -106,6 +110,8 @@ class Trained(Partitioned):
             return_outputs: return the outputs as well.
             verify: compare the loss with that of several micro-batches at once, and warn if it is
                 another one. None: in the first call with a loss function that is not PyTorch's.
+            global_loss: return the loss, and metrics that are numbers, of the mini-batches of all
+                processes (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
 
         Returns:
             The loss of the mini-batch, detached, without dimensions, on the last device. With
@@ -128,32 +134,68 @@ class Trained(Partitioned):
         with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
         of micro-batches, before that.
         """
-        loss_fn = check_arguments(unexpected, loss_fn)
-        source = self._source(input, target, data_iter)
-        if schedule is None and slots is None:
-            schedule = self._schedule
-        else:
-            schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
-        check_slots(schedule, self.replicas)
+        options = {
+            "loss_reduction": loss_reduction,
+            "weight": weight,
+            "verify": verify,
+            "accumulate": accumulate,
+            "grad_scaler": grad_scaler,
+            "return_outputs": return_outputs,
+        }
+
+        def step(averaging: Averaging | None = None) -> Any:
+            function = check_arguments(unexpected, loss_fn)
+            source = self._source(input, target, data_iter)
+            chosen = self._schedule
+            if schedule is not None or slots is not None:
+                chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
+            check_slots(chosen, self.replicas)
+            return self._step(source, chosen, averaging, loss_fn=function, **options)
+
+        if self._alone(global_loss):
+            return step()
+        return self._averaging.train_batch(step, global_loss=global_loss, accumulate=accumulate)
+
+    def _step(
+        self, source: Source, schedule: ScheduleLike, averaging: Averaging | None, **options: Any
+    ) -> Any:
+        """``train_batch`` of this process."""
         pipeline, how = self._ready(), self._running()
-        step = partial(
-            untraced(train),
-            pipeline,
-            source,
-            loss_fn=loss_fn,
-            loss_reduction=loss_reduction,
-            weight=weight,
-            verify=verify,
-            accumulate=accumulate,
-            grad_scaler=grad_scaler,
-            return_outputs=return_outputs,
-            **how,
-        )
+        step = partial(untraced(train), pipeline, source, averaging=averaging, **options, **how)
         if schedule != AUTO:
             return step(schedule=schedule)
         key = how["checkpoint"], how["inline"]
         trace = self._trace or self.trace()
         return untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
+
+    def _alone(self, global_loss: bool = False) -> bool:
+        """Whether there are no other processes."""
+        if self._averaging is None and global_loss:
+            raise ValueError(
+                "global_loss=True, but this pipe knows of no other processes: "
+                "syncpipe.distributed.data_parallel(pipe) makes it one of several"
+            )
+        return self._averaging is None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Several calls before gradients are averaged over processes, by the first one after it::
+
+            with pipe.no_sync():
+                pipe.train_batch(a, target_a, loss_fn=loss_fn, accumulate=2)
+            pipe.train_batch(b, target_b, loss_fn=loss_fn, accumulate=2)
+            optimizer.step()
+
+        For ``train_batch``, and for ``pipe(x)`` inside of it, wherever its ``backward()`` is.
+
+        Raises:
+            RuntimeError: there are no other processes.
+        """
+        if self._alone():
+            raise RuntimeError(
+                "no_sync() is for a pipe in several processes: make it one of them by "
+                "syncpipe.distributed.data_parallel(pipe)"
+            )
+        return self._averaging.no_sync()  # type: ignore[no-any-return]
 
     def eval_batch(
         self,
@@ -164,6 +206,7 @@ class Trained(Partitioned):
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
         data_iter: Iterable[Any] | None = None,
+        global_loss: bool = False,
     ) -> Any:
         """Forward of one mini-batch, without gradients and in ``eval()`` mode.
 
@@ -177,6 +220,7 @@ class Trained(Partitioned):
             loss_reduction: as for :meth:`train_batch`.
             weight: as for :meth:`train_batch`.
             data_iter: as for :meth:`train_batch`.
+            global_loss: as for :meth:`train_batch`; then all processes have to call it.
 
         Returns:
             The loss of the mini-batch, without dimensions, and metrics if there are any; or
@@ -185,19 +229,28 @@ class Trained(Partitioned):
         Raises:
             TypeError, ValueError: as :meth:`train_batch`.
         """
-        source = self._source(input, target, data_iter)
-        if loss_fn is None and target is not None:
-            raise ValueError("eval_batch has a target, but no loss_fn that could use it: give both")
-        return untraced(evaluate)(
-            self._ready(),
-            source,
-            module=self,
-            modules=[*self.modules(), *self._partitions],
-            loss_fn=loss_fn,
-            loss_reduction=loss_reduction,
-            weight=weight,
-            **self._running(),
-        )
+
+        def step(weighed: Callable[[Objective], None] | None = None) -> Any:
+            source = self._source(input, target, data_iter)
+            if loss_fn is None and (target is not None or weighed is not None):
+                what = "a target" if weighed is None else "global_loss=True"
+                raise ValueError(
+                    f"eval_batch has {what}, but no loss_fn that could use it: give both"
+                )
+            return untraced(evaluate)(
+                self._ready(),
+                source,
+                module=self,
+                modules=[*self.modules(), *self._partitions],
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                weight=weight,
+                weighed=weighed,
+                **self._running(),
+            )
+
+        alone = self._alone(global_loss) or not global_loss
+        return step() if alone else self._averaging.eval_batch(step)
 
     def trace(self, title: str = "") -> Trace:
         """Records what this pipe does, and when::

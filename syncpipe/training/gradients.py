@@ -32,6 +32,10 @@ class Gradients:
                     grad = tensor.grad
                     self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
 
+    def before(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that a leaf had, as a copy."""
+        return self._before.get(tensor, (None, None))[1]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back, into the very tensors that were there."""

@@ -20,7 +20,7 @@ from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described
 
-__all__ = ["Leaves", "leaves_of"]
+__all__ = ["Leaves", "is_shared", "leaves_of"]
 
 
 class Leaves:
@@ -29,6 +29,9 @@ class Leaves:
     Args:
         call: the call.
         gradients: learns of every leaf before it gets a gradient.
+
+    Attributes:
+        parameters: for each stage those that are its own.
 
     Raises:
         RuntimeError: a layer starts collectives of its own in backward.
@@ -39,21 +42,21 @@ class Leaves:
         self._call = call
         self._gradients = gradients
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
-        self._parameters = [_parameters_of(stage.partition) for stage in stages]
-        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self._parameters]
+        self.parameters = [_parameters_of(stage.partition) for stage in stages]
+        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self.parameters]
         if call.ties is not None:  # what is tied is the first stage's
-            for j, parameters in enumerate(self._parameters):
+            for j, parameters in enumerate(self.parameters):
                 foreign = call.ties.foreign(j)
-                self._parameters[j] = [p for p in parameters if id(p) not in foreign]
+                self.parameters[j] = [p for p in parameters if id(p) not in foreign]
                 self._known[j] -= foreign
                 self._known[j].update(map(id, call.ties.leaves[j]))
         #: The nodes of leaves that are known, so that nobody walks there again.
         self._nodes: list[set[Any]] = [set() for _ in stages]
         self._fresh: list[list[Tensor] | None] = [None for _ in stages]
-        for j, parameters in enumerate(self._parameters):
+        for j, parameters in enumerate(self.parameters):
             for parameter in parameters:
                 self._own(j, parameter)
-        gradients.register(chain(*self._parameters))
+        gradients.register(chain(*self.parameters))
 
     def new(self, j: int, nodes: Iterable[Any], borders: Sequence[Border | None]) -> list[Tensor]:
         """The leaves of a graph of stage ``j`` that were in none before.
@@ -90,7 +93,7 @@ class Leaves:
         """
         fresh = self._fresh[j]
         if fresh is None:
-            fresh = self._fresh[j] = self._without_grad(j, self._parameters[j])
+            fresh = self._fresh[j] = self._without_grad(j, self.parameters[j])
         if not new:
             return
         for leaf in new:
@@ -111,12 +114,18 @@ class Leaves:
         fresh = self._fresh[j]
         if fresh:
             for leaf in fresh:
-                if type(leaf.grad) is Tensor and _is_shared(leaf.grad):
+                if type(leaf.grad) is Tensor and is_shared(leaf.grad):
                     leaf.grad = leaf.grad.clone()
             rest = [leaf for leaf in fresh if leaf.grad is None]
             if len(rest) < len(fresh):
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
+
+    def found(self) -> list[Tensor]:
+        """The leaves that are no parameters, by stage and in the order in which it found them."""
+        known = {id(parameter) for parameters in self.parameters for parameter in parameters}
+        owned = [each for each in self._owner.values() if id(each[0]) not in known]
+        return [leaf for leaf, _ in sorted(owned, key=lambda each: each[1])]
 
     def of_others(self, j: int, leaves: Iterable[Tensor]) -> list[Tensor]:
         """Those of some leaves to which a worker is known to add that is not the one of stage j.
@@ -178,9 +187,8 @@ def _parameters_of(partition: nn.Module) -> list[Tensor]:
             raise RuntimeError(
                 f"a layer is wrapped in {_wrapper(kind)}, which starts collectives of its "
                 "own in backward. Under train_batch the workers of each process would start them "
-                "in any order, once for each micro-batch. Wrap the whole pipe instead, "
-                "DistributedDataParallel(pipe), and call that; or leave the layers as they are "
-                "and average .grad over the processes after train_batch"
+                "in any order, once for each micro-batch. Leave the layers as they are, and make "
+                "the whole pipe data-parallel: syncpipe.distributed.data_parallel(pipe)"
             )
         found.update((id(p), p) for p in module._parameters.values() if p is not None)
     return list(found.values())
@@ -195,7 +203,8 @@ def _wrapper(kind: type) -> str:
     return ""
 
 
-def _is_shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same memory."""
     return tensor.layout is torch.strided and _users(tensor) > _ALONE
 
 

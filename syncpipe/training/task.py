@@ -36,10 +36,13 @@ from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import Casts, WeightGradients, can_split
 from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
-__all__ = ["TrainingTask"]
+__all__ = ["TrainingTask", "Watch"]
 
 _NOTHING = nullcontext()
 _Range = torch._C._profiler._RecordFunctionFast
+
+#: Puts something around what performs the actions of a kind on a stage.
+Watch = Callable[[Kind, int, Run], Run]
 
 
 class TrainingTask:
@@ -51,6 +54,8 @@ class TrainingTask:
         head: takes the outputs.
         splits: the cells whose backward comes in two halves.
         leaves: what gets gradients; None if nothing does.
+        watch: is shown what performs the actions of a kind on a stage, and may put something around
+            it.
 
     Attributes:
         targets_travel: whether the first stage sends targets to the last one.
@@ -64,12 +69,14 @@ class TrainingTask:
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
         leaves: Leaves | None = None,
+        watch: Watch | None = None,
     ) -> None:
         stages = call.pipeline.stages
         self._call = call
         self._pipeline = call.pipeline
         self._source = source
         self._splits = splits
+        self._watch = watch
         self._loss_head = head
         self._first = [stage.j == 0 for stage in stages]
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
@@ -95,6 +102,8 @@ class TrainingTask:
         run: Run = partial(_METHODS[kind], self, j)
         if kind in ("backward", "backward_input"):
             run = without_autocast(self._call.context.state, run)
+        if self._watch is not None:
+            run = self._watch(kind, j, run)
         return self._call.bound(run, kind, j)
 
     # -- forward

@@ -7,12 +7,12 @@ forward. What the workers do is in ``task``; here is what comes before and after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from numbers import Real
 from operator import setitem
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
+from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call
 from syncpipe.stages.dealing import collected, on_one_device
@@ -35,9 +36,38 @@ from syncpipe.training.loss.head import LossHead
 from syncpipe.training.loss.known import Loss, Weight, known_loss
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source
-from syncpipe.training.task import TrainingTask
+from syncpipe.training.task import TrainingTask, Watch
 
-__all__ = ["evaluate", "objective_of", "train"]
+__all__ = ["Averaging", "evaluate", "objective_of", "train"]
+
+
+class Averaging(Protocol):
+    """The part of one call in what several processes do together; see ``syncpipe.distributed``."""
+
+    def begin(
+        self,
+        plan: Schedule,
+        leaves: Leaves,
+        gradients: Gradients,
+        objective: Objective,
+        extra: Mapping[Tensor, Tensor],
+    ) -> Watch:
+        """Call before anything runs.
+
+        Args:
+            plan: the schedule.
+            leaves: what gets gradients.
+            gradients: what these were before.
+            objective: the losses.
+            extra: leaves to whose gradients more is added when all workers are through.
+        """
+
+    def finish(self) -> float:
+        """Makes gradients those of all processes.
+
+        Returns:
+            By what those are to be multiplied that go on into the caller's graph.
+        """
 
 
 def train(
@@ -55,6 +85,7 @@ def train(
     checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
+    averaging: Averaging | None = None,
 ) -> Any:
     """Forward and backward of a mini-batch; see ``Pipe.train_batch``."""
     if not torch.is_grad_enabled():
@@ -88,7 +119,10 @@ def train(
             leaves = Leaves(call, gradients)
             check = _check(pipeline, loss, objective, source, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
-            task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves)
+            watch = None
+            if averaging is not None:
+                watch = averaging.begin(plan, leaves, gradients, objective, head.extra_gradients)
+            task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves, watch=watch)
             steps = training_steps(
                 pipeline.edges,
                 plan,
@@ -100,7 +134,7 @@ def train(
             results = _results(call, head, objective)
             if check is not None:
                 _compare(pipeline, objective, check, draws=head.draws)
-            _complete(task, head, objective, gradients)
+            _complete(task, head, objective, gradients, averaging)
         except BaseException:
             gradients.restore()
             raise
@@ -108,12 +142,13 @@ def train(
 
 
 def _complete(
-    task: TrainingTask, head: LossHead, objective: Objective, gradients: Gradients
+    task: TrainingTask,
+    head: LossHead,
+    objective: Objective,
+    gradients: Gradients,
+    averaging: Averaging | None,
 ) -> None:
-    """Gradients of the micro-batches are added up; makes them those of the mini-batch.
-
-    Whoever has to average them over processes does it after this.
-    """
+    """Gradients of the micro-batches are added up; makes them those of the mini-batch."""
     if not head.goes_back:
         raise RuntimeError(
             "the loss does not require grad, so there is nothing to train: all parameters are "
@@ -125,8 +160,10 @@ def _complete(
             leaf.grad = grad
         else:
             leaf.grad += grad
-    factor = objective.factor()
-    if factor is not None:
+    factor: float | Tensor | None
+    if averaging is not None:
+        factor = averaging.finish()
+    elif (factor := objective.factor()) is not None:
         gradients.scale(factor)
     if task.returned:
         tensors = [tensor for tensor, _ in task.returned]
@@ -151,6 +188,7 @@ def evaluate(
     checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
+    weighed: Callable[[Objective], None] | None = None,
 ) -> Any:
     """Forward of a mini-batch; see ``Pipe.eval_batch``."""
     objective = None
@@ -165,7 +203,10 @@ def evaluate(
             pipeline.edges, source.m, pipeline.placement, targets=task.targets_travel
         )
         call.run(steps, task, source.entering())
-        return _results(call, head, objective)
+        results = _results(call, head, objective)
+        if weighed is not None and objective is not None:
+            weighed(objective)
+        return results
 
     # The modes of a module are everybody's: training waits, and another evaluation. If it is the
     # training that asks for this (loss_fn does), its other workers wait.

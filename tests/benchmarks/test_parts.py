@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from benchmarks.common import check
+from benchmarks.data_parallel.parts import GROUP as DATA_PARALLEL
 from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.libraries import LIBRARIES, OURS, missing
 from benchmarks.peers.parts import GROUP as PEERS
@@ -34,6 +35,7 @@ RATIOS = {
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
+    "large_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
 QUICK = [
     *((SCHEDULES, name) for name in SCHEDULES.parts if name != "distributed"),
@@ -41,6 +43,7 @@ QUICK = [
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
     (OVERHEAD, "overhead"),
+    pytest.param(DATA_PARALLEL, "large_layers", marks=needs_gloo),
 ]
 
 

@@ -94,9 +94,7 @@ def refitted(terms: Terms, draft: Draft) -> Draft:
     return best
 
 
-def polished(
-    terms: Terms, draft: Draft, work: int, lowest: float = 0.0
-) -> tuple[Draft, int]:
+def polished(terms: Terms, draft: Draft, work: int, lowest: float = 0.0) -> tuple[Draft, int]:
     """A draft at least as good.
 
     Args:

@@ -39,7 +39,9 @@ def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
         instead = ""
         if size:
             number = possible(batch_size, chunks)
-            instead = f": as torch.chunk cuts it, they are {number} of {size}; give it chunks={number}"
+            instead = (
+                f": as torch.chunk cuts it, they are {number} of {size}; give it chunks={number}"
+            )
         raise ValueError(
             f"chunks={chunks} does not divide batch_size={batch_size} into so many{instead}"
         )

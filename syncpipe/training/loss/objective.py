@@ -142,6 +142,31 @@ class Objective:
             noted[:] = map_tensors(there, list(noted))
         self._assumed_total = map_tensors(there, self._assumed_total)
 
+    @property
+    def assumed(self) -> tuple[Weight, bool] | None:
+        """The weight by which micro-batches are divided, and whether it is the mini-batch's.
+
+        None as long as it depends on the first loss.
+        """
+        if self._loss.reduction == "sum":
+            return 1.0, True
+        if self.known is not None:
+            return self.known[1], True
+        if self._assumed_total is None or (self._returned is None and not self._loss.exact):
+            return None
+        return self._assumed_total, self._total is not None
+
+    @property
+    def total(self) -> Weight | None:
+        """The weight of the mini-batch, in the end; None where that is what was assumed."""
+        assumed = self.assumed
+        return None if assumed is None or assumed[1] else self._sum()
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether losses are sums over samples, and so is that of several mini-batches."""
+        return self._loss.reduction == "sum"
+
     def factor(self) -> Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""
         total, assumed = self._sum(), self._assumed_total

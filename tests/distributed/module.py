@@ -1,0 +1,212 @@
+"""What the processes of ``test_module.py`` do: look at a data-parallel pipe from outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+
+from syncpipe import Pipe
+from syncpipe.distributed import broadcast_buffers, data_parallel
+from tests.distributed.equal import batches, counted, differences, pipe_of, weigh, whole
+from tests.distributed.failing import told
+
+TWO = ["cpu:0", "cpu:1"]
+
+
+def values() -> tuple[list[str], list[float]]:
+    """The keys of the state, and the sum of each tensor."""
+    torch.manual_seed(distributed.get_rank())
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    layers[1].running_mean += distributed.get_rank()
+    pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO), timeout=30)
+    state = pipe.state_dict()
+    return list(state), [float(value.double().sum()) for value in state.values()]
+
+
+def copies() -> list[str]:
+    """Copies are trained by one process alone."""
+    pipe, _ = pipe_of("layers", chunks=4)
+    if distributed.get_rank():
+        return []
+    x, target = batches([8], 1, masked=False)[0]
+    found = []
+    for other in copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe)):
+        found.append(
+            told(lambda other=other: other.train_batch(x, target, loss_fn=F.cross_entropy))
+        )
+        found.append(told(other.no_sync))
+    return found
+
+
+def evaluated() -> tuple[float, float, float, float]:
+    """The loss here and of all, beside the plain model's; and so for a metric."""
+    rank = distributed.get_rank()
+    pipe, plain = pipe_of("layers", chunks=4)
+    pairs = batches([12, 5, 9], 2, masked=True)[: distributed.get_world_size()]
+
+    def fraction(y: Tensor, target: Tensor) -> Tensor:
+        kept = target != -100
+        return (y.argmax(1) == target)[kept].double().mean()
+
+    def function(y: Tensor, target: Tensor) -> Any:
+        found, weight = counted(y, target)
+        return found, weight, {"right": fraction(y, target).nan_to_num(), "sizes": [len(y)]}
+
+    x, target = pairs[rank]
+    y, t = plain(x), target
+    here = pipe.eval_batch(x, target, loss_fn=F.cross_entropy)
+    everywhere, metrics = pipe.eval_batch(x, target, loss_fn=function, global_loss=True)
+    assert sum(map(sum, metrics["sizes"])) == len(x)
+    all_x, all_t = whole(pairs)
+    return (
+        abs(float(here.nan_to_num(-1) - F.cross_entropy(y, t).detach().nan_to_num(-1))),
+        abs(float(everywhere - F.cross_entropy(plain(all_x), all_t).detach())),
+        abs(float(metrics["right"] - fraction(plain(all_x), all_t))),
+        pipe.training,
+    )
+
+
+def batch_norm() -> tuple[bool, bool]:
+    """Statistics are those of each process, until those of process 0 are asked for."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    alone = Pipe(copy.deepcopy(layers), [2, 1], devices=TWO, chunks=2)
+    pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO, chunks=2), timeout=30)
+    pairs = batches([8, 8], 2, masked=False)
+    for model in pipe, alone:
+        model.train_batch(*pairs[rank], loss_fn=F.cross_entropy)
+    local = torch.equal(pipe[1].running_mean, alone[1].running_mean)
+    broadcast_buffers(pipe)
+    shared = pipe[1].running_mean.clone()
+    distributed.broadcast(shared, src=0)
+    return local, torch.equal(pipe[1].running_mean, shared)
+
+
+def draws(alike: bool) -> float:
+    """A number that depends on what dropout draws."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    pipe = data_parallel(Pipe(layers, [1, 1], devices=TWO), timeout=30)
+    torch.manual_seed(1 if alike else distributed.get_rank())
+    return float(pipe.train_batch(torch.ones(64, 6), loss_fn=lambda y: y.pow(2).mean()))
+
+
+def overlap(driver: str) -> list[int]:
+    """How many numbers there are in each bucket, in order.
+
+    The first stage waits in its last backward until a bucket of the last stage is on its way.
+    """
+    pipe, _ = pipe_of("layers", chunks=3)
+    on_its_way, sizes = threading.Event(), []
+    all_reduce = distributed.all_reduce
+
+    def watched(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        work = all_reduce(tensor, *args, **options)
+        sizes.append(tensor.numel())
+        on_its_way.set()
+        return work
+
+    left = [3]
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            left[0] -= 1
+            assert left[0] or on_its_way.wait(20), "no bucket before the last stage is through"
+            return grad
+
+    pipe.partitions[0].register_forward_hook(lambda *given: Waits.apply(given[2]))
+    pipe.checkpoint = "never"
+    x, target = batches([6] * 3, 2, masked=False)[distributed.get_rank()]
+    distributed.all_reduce = watched
+    try:
+        if driver == "train_batch":
+            pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+        else:
+            F.cross_entropy(pipe(x), target).backward()
+    finally:
+        distributed.all_reduce = all_reduce
+    return sizes
+
+
+def subgroup() -> float:
+    """Processes 0 and 2 of three; the one between them goes on alone."""
+    rank = distributed.get_rank()
+    group = distributed.new_group([0, 2])
+    if rank == 1:
+        return 0.0
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO, chunks=2), group, timeout=30)
+    plain = copy.deepcopy(pipe[:])
+    pairs = batches([8, 4], 2, masked=False)
+    pipe.train_batch(*pairs[rank // 2], loss_fn=weigh)
+    weigh(plain(whole(pairs)[0]), whole(pairs)[1]).backward()
+    return differences(pipe, plain)
+
+
+def threads() -> tuple[int, int]:
+    """How many threads talk to other processes, while there is a pipe and after it."""
+
+    def count() -> int:
+        gc.collect()
+        found = [t for t in threading.enumerate() if t.name == "syncpipe data parallel"]
+        return len(found)
+
+    before = count()
+    pipe, _ = pipe_of("layers", chunks=4)
+    x, target = batches([8] * 3, 1, masked=False)[distributed.get_rank()]
+    pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+    during = count() - before
+    thread = pipe._averaging._threads[0]
+    del pipe
+    gc.collect()
+    thread.join(10)
+    return during, count() - before
+
+
+def fork() -> str:
+    """What a fork of the process may not do."""
+    pipe, _ = pipe_of("layers", chunks=4)
+    x, target = batches([8] * 3, 1, masked=False)[distributed.get_rank()]
+    pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if not child:
+        text = told(lambda: pipe.train_batch(x, target, loss_fn=F.cross_entropy))
+        os.write(writable, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(readable, 4096).decode()
+
+
+def many_steps() -> bool:
+    """Objects after a few steps, and after some more."""
+    pipe, _ = pipe_of("layers", chunks=2)
+    x, target = batches([4] * 3, 1, masked=False)[distributed.get_rank()]
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        for _ in range(10):
+            pipe.zero_grad()
+            pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+            F.cross_entropy(pipe(x), target).backward()
+        counts.append(count())
+    return counts[2] <= counts[1]

@@ -1,0 +1,153 @@
+"""What goes wrong in one process ends the call in all, with the reason; and the next one works."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.processes import ranks
+
+REASONS = {
+    "forward": "ArithmeticError: no way on",
+    "backward": "ArithmeticError: no way back",
+    "interrupt": "KeyboardInterrupt",
+    "iterator": "ValueError: data_iter ended when asked for micro-batch 2",
+    "target": "ValueError: ",
+}
+LOST = "RuntimeError: the processes of this data-parallel pipe have lost each other"
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        ("forward", 0),
+        ("backward", 0),
+        ("backward", 2),
+        ("interrupt", 1),
+        ("iterator", 0),
+        ("target", 0),
+    ],
+)
+def test_an_exception_in_one_process(two, how, stage, before):
+    (theirs, *after), (guilty, *its_after) = two.run("failing:recovers", how, stage, before)
+    assert guilty.startswith(REASONS[how])
+    assert theirs.startswith(f"RemoteError: the call failed in process 1: {REASONS[how]}")
+    for same, difference in after, its_after:
+        assert same
+        assert difference < 1e-12
+
+
+def test_an_exception_in_one_process_of_three(three):
+    found = three.run("failing:recovers", "backward", 1, True)
+    assert [told.split(":")[0] for told, *_ in found] == [
+        "RemoteError",
+        "ArithmeticError",
+        "RemoteError",
+    ]
+    assert all(same and difference < 1e-12 for _, same, difference in found)
+
+
+def test_an_exception_in_the_backward_of_pipe_x(two):
+    (theirs, one), (guilty, other) = two.run("failing:backward_recovers")
+    assert guilty == "ArithmeticError: no way back"
+    assert theirs.startswith("RemoteError: the call failed in process 1: RuntimeError: backward()")
+    assert max(one, other) < 1e-12
+
+
+def test_ctrl_c_while_another_process_is_late(two):
+    (first, one), (second, other) = two.run("failing:interrupted_while_it_waits")
+    assert first.startswith("KeyboardInterrupt")
+    assert second == "RemoteError: the call failed in process 0: KeyboardInterrupt"
+    assert max(one, other) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("accumulate", "accumulate is 2 there and 1 in process 0"),
+        ("backward", "the call is 'backward() of pipe(x)' there and 'train_batch' in process 0"),
+        ("frozen", "what its parameters are is "),
+    ],
+)
+def test_calls_that_differ(two, how, what):
+    for first, second in two.run("failing:calls_that_differ", how):
+        assert first.startswith("ValueError: processes 1 and 0 do not make the same call")
+        assert what in first
+        assert second == "nothing"
+
+
+def test_other_tensors_in_another_process(two):
+    for first, second in two.run("failing:calls_that_differ", "found"):
+        assert first.startswith("RuntimeError: loss_fn or a layer uses tensors that require grad")
+        assert second == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("sparse", "TypeError: a parameter of shape [5, 6] has a sparse gradient"),
+        ("create_graph", "RuntimeError: backward(create_graph=True) through a data-parallel pipe"),
+        ("reentrant", "RuntimeError: backward added to a parameter"),
+        ("inside", "RuntimeError: a data-parallel pipe is used inside of another pipe"),
+        ("nested", "RuntimeError: a data-parallel pipe is trained inside of a call of a pipe"),
+    ],
+)
+def test_what_cannot_be_done(two, how, what):
+    for told in two.run("failing:refused", how):
+        assert told.startswith(what)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        (
+            "shape",
+            "parameter '2.weight' of shape [4, 6], torch.float32, trained where process 0 has",
+        ),
+        ("number", "nothing more  where process 0 has parameter '2.bias' of shape [3]"),
+        ("frozen", "parameter '1.weight' of shape [6, 6], torch.float32, frozen where process 0"),
+        ("balance", "balance [1, 2] where process 0 has balance [2, 1]"),
+        ("buffer", "buffer '1.count' of shape [2], torch.float32 where process 0 has nothing more"),
+    ],
+)
+def test_models_that_differ(two, how, what):
+    for told in two.run("failing:models_that_differ", how):
+        assert told.startswith(f"ValueError: processes have different models: process 1 has {what}")
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("lazy", "ValueError: in process 1: parameter '1.weight' has no value yet"),
+        ("sync", "TypeError: in process 1: layer '1' is a SyncBatchNorm"),
+    ],
+)
+def test_models_that_cannot_be_trained_so(two, how, what):
+    for told in two.run("failing:models_that_differ", how):
+        assert told.startswith(what)
+
+
+@pytest.mark.parametrize("waits", ["train_batch", "eval_batch", "backward"])
+def test_a_process_that_makes_fewer_calls(three, waits):
+    first, _, third = three.run("failing:does_not_come", waits)
+    for told, again in first, third:
+        assert told.startswith("LostProcess: process 1 did not come to call 2 ")
+        assert again.startswith(LOST)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("killed", "lost the connection to another process"),
+        ("raises", "process 1 has ended with OSError: the disk is full"),
+        ("ends", "process 1 has ended, after 1 calls"),
+    ],
+)
+def test_a_process_that_is_gone(tmp_path, how, what):
+    with ranks(3, tmp_path) as three:
+        first, gone, third = three.run("failing:one_is_gone", how)
+    assert gone is None
+    for told, again in first, third:
+        assert told.startswith("LostProcess: ")
+        assert what in told
+        assert again.startswith(LOST)
