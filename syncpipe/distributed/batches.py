@@ -12,12 +12,15 @@ from syncpipe.distributed.reduction import Reduction
 from syncpipe.runtime.engine import Run
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.steps import numbers_of
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.task import Watch
 
 __all__ = ["TrainBatch", "eval_batch", "train_batch"]
+
+_BACKWARD = ("backward", "backward_input", "backward_weight")
 
 
 def train_batch(
@@ -79,7 +82,7 @@ class TrainBatch:
         """As of ``training.train.Averaging``."""
         reduction = self._reduction
         self._leaves, self._gradients, self._objective = leaves, gradients, objective
-        buckets = self._averaging.buckets(leaves.parameters)
+        buckets = self._averaging.buckets(leaves.parameters[: plan.n])
         reduction.signature += (
             ("loss_reduction='sum'", objective.adds_up),
             ("what its parameters are", buckets.signature),
@@ -89,16 +92,19 @@ class TrainBatch:
         reduction.late = extra.__contains__
         if self._averaging.syncs:
             reduction.buckets = buckets.all
+        replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]
         left = [plan.m] * plan.n  # backwards, each half for itself
         for _, j in plan.splits:
             left[j] += 1
+        for j in range(plan.n):
+            left[j] = 1 if replicated[j] else left[j]  # when replicas are added up
         if known := objective.assumed:
             reduction.begin(*known)
 
         def watch(kind: Kind, j: int, run: Run) -> Run:
             if kind == "forward" and j == plan.n - 1 and not known:
                 return self._weighing(run)
-            if kind in ("backward", "backward_input", "backward_weight"):
+            if j < plan.n and kind in (("reduce",) if replicated[j] else _BACKWARD):
                 return self._counting(run, left, j, buckets.of_stage[j])
             return run
 

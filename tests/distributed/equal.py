@@ -65,7 +65,8 @@ def pipe_of(kind: str, *, stages: int = 3, **options: Any) -> tuple[Pipe, nn.Seq
     layers = layers_of(kind)
     balance = [2, *[1] * (stages - 2), len(layers) - stages]
     parallel = {k: options.pop(k) for k in ("bucket_mb", "timeout") if k in options}
-    pipe = Pipe(layers, balance, devices=DEVICES[stages], **options)
+    devices = [f"cpu:{w}" for w in range(6)] if "replicas" in options else DEVICES[stages]
+    pipe = Pipe(layers, balance, devices=devices, **options)
     pipe = data_parallel(pipe, timeout=parallel.pop("timeout", 30), **parallel)
     return pipe, copy.deepcopy(pipe[:])
 

@@ -15,6 +15,8 @@ CASES = {
     "uneven": {"sizes": [12, 5, 9], "chunks": [4, 2, 3]},
     "tied": {"kind": "tied"},
     "skip": {"kind": "skip", "schedule": "zb_h1"},
+    "replicas": {"kind": "skip", "replicas": [2, 1, 3]},
+    "replicas, weights with the loss": {"replicas": 2, "loss": "counted", "schedule": "zb_h1"},
     "frozen": {"kind": "frozen"},
     "unused": {"kind": "sometimes"},
     "unknown loss": {"loss": "weigh", "masked": False, "sizes": [12, 7, 4]},
@@ -51,6 +53,10 @@ def test_backward_of_pipe_x(two, kind, no_sync):
 
 def test_backward_of_pipe_x_in_three_processes(three):
     assert max(three.run("equal:back", {"bucket_mb": 1e-4})) < TINY
+
+
+def test_backward_of_pipe_x_with_replicas(two):
+    assert max(two.run("equal:back", {"kind": "skip", "replicas": [1, 3, 2]})) < TINY
 
 
 def test_a_loss_has_parameters_of_its_own_and_one_of_another_stage(two):
