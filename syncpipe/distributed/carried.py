@@ -55,9 +55,9 @@ class Boundary:
                 _plain(leaf, name, where)
             elif not isinstance(leaf, _CONSTANTS):
                 raise TypeError(
-                    f"{_named(name)} from {where} is a {type(leaf).__name__}: from one process to "
-                    "another go tensors, None, numbers and strings, in tuples, dicts and the "
-                    "like; choose a balance that does not cut here"
+                    f"{_named(name)} from {where} is of type {type(leaf).__name__}: from one "
+                    "process to another go tensors, None, numbers and strings, in tuples, dicts "
+                    "and the like; choose a balance that does not cut here"
                 )
         kept = tuple(_Meta(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
         return cls(where, structure, kept)
@@ -183,7 +183,7 @@ def _plain(tensor: Tensor, name: str | int, where: str) -> Tensor:
     if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
         name = _named(name) if isinstance(name, str) else f"tensor {name}"
         raise TypeError(
-            f"{name} from {where} is a {type(found).__name__} ({found.layout}): what goes to "
+            f"{name} from {where} is of type {type(found).__name__} ({found.layout}): what goes to "
             "another process is a plain dense tensor; a DTensor becomes one by to_local(), or by "
             "output layouts with use_local_output=True"
         )

@@ -19,6 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from syncpipe.distributed.module import StageModule
+from syncpipe.distributed.together import Together
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
 from syncpipe.microbatch import gather, scatter_pair
@@ -133,14 +134,8 @@ class _Checked:
                 shared.add_up(owner, before)
             return run.results(losses, return_outputs)
         except BaseException as error:
-            cause = error.__cause__
-            # PyTorch wraps what a layer raises in an error that shows the arguments.
-            own = cause if cause is not None and "failed to run forward" in str(error) else error
             owner.let_go()
-            instead = together.failed(own)
-            if instead is not None and isinstance(own, Exception):
-                raise instead from own
-            raise own from None
+            raise _to_raise(error, together) from None
         finally:
             run.forget()
 
@@ -278,6 +273,20 @@ class _Targets(Source):
         super().__init__(len(targets))
         self._targets, self._sizes = targets, [size] * len(targets)
         self.total = size * len(targets)
+
+
+def _to_raise(error: BaseException, together: Together) -> BaseException:
+    """The reason why a step has failed: what a layer raised here, or what another rank says.
+
+    No frame may hold it in a circle with its traceback: there are references to the process group,
+    which has to die with the last one, or else the others wait in it for ever.
+    """
+    cause = error.__cause__
+    if cause is not None and ("failed to run" in str(error) or "Failed to run" in str(error)):
+        error.__cause__ = None  # PyTorch wraps it to show the arguments
+        error = cause
+    instead = together.failed(error)
+    return error if instead is None or not isinstance(error, Exception) else instead
 
 
 def _reset(schedule: Any, backward: bool) -> None:

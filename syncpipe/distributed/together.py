@@ -79,21 +79,23 @@ class Together:
             BaseException: what ``act`` raised, on its rank.
             RuntimeError: it raised on another rank only; with the reason.
         """
-        error, result = None, None
+        error: BaseException | None = None
         try:
             result = act()
         except BaseException as found:
             error = found
-        fine = torch.tensor([error is None], dtype=torch.int32, device=self._flags)
-        dist.all_reduce(fine, dist.ReduceOp.MIN, group=self.group)
-        if fine.item():
-            return result  # type: ignore[return-value]
-        reasons: list[Any] = [None] * self.size
-        dist.all_gather_object(reasons, _words(error), group=self.group)
-        if error is not None:
-            raise error
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
-        raise RuntimeError(f"rank {rank} of the pipeline refused, so all do: {reasons[rank]}")
+        try:
+            fine = torch.tensor([error is None], dtype=torch.int32, device=self._flags)
+            dist.all_reduce(fine, dist.ReduceOp.MIN, group=self.group)
+            if fine.item():
+                return result
+            reasons = self.everywhere(_words(error))
+            if error is not None:
+                raise error
+            rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+            raise RuntimeError(f"rank {rank} of the pipeline refused, so all do: {reasons[rank]}")
+        finally:
+            error = None  # else it and this frame would keep each other alive
 
     def everywhere(self, found: Any) -> list[Any]:
         """What each rank has found."""
@@ -115,12 +117,15 @@ class Together:
                 message = [act(), None]
             except BaseException as found:
                 error, message = found, [None, _words(found)]
-        dist.broadcast_object_list(message, src=self._ranks[rank], group=self.group)
-        if error is not None:
-            raise error
-        if message[1] is not None:
-            raise RuntimeError(f"rank {rank} of the pipeline failed, so all do: {message[1]}")
-        return message[0]  # type: ignore[no-any-return]
+        try:
+            dist.broadcast_object_list(message, src=self._ranks[rank], group=self.group)
+            if error is not None:
+                raise error
+            if message[1] is not None:
+                raise RuntimeError(f"rank {rank} of the pipeline failed, so all do: {message[1]}")
+            return message[0]  # type: ignore[no-any-return]
+        finally:
+            error = None
 
     def failed(self, error: BaseException) -> RuntimeError | None:
         """Ends the pipeline, once this rank has failed.

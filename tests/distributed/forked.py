@@ -1,13 +1,15 @@
 """Ranks for tests: processes that are forked from one that has imported everything already.
 
-``python -m tests.distributed.forked MODULE FUNCTION RANKS FOLDER`` calls ``FUNCTION(rank)`` in each
-rank, within a process group of gloo, and leaves what it returns in the folder.
+``python -m tests.distributed.forked MODULE FUNCTION RANKS FOLDER`` calls ``FUNCTION(rank,
+folder)`` in each rank, within a process group of gloo, and leaves what it returns in the folder.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -18,10 +20,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-SECONDS = 120
+SECONDS = 60
 
 
-def results_of(function: Callable[[int], Any], ranks: int, folder: Path) -> list[Any]:
+def results_of(function: Callable[[int, Path], Any], ranks: int, folder: Path) -> list[Any]:
     """What a function at the top level of a module returns on each rank."""
     where = [function.__module__, function.__name__, str(ranks), str(folder)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -42,16 +44,24 @@ def main(module: str, name: str, ranks: int, folder: Path) -> int:
         if child == 0:
             _live(function, rank, ranks, folder)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return int(any(codes))
+    failed = 0
+    while children:  # as torchrun does, it ends all when one has failed
+        child, status = os.wait()
+        children.remove(child)
+        if status and not failed:
+            failed = 1
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+    return failed
 
 
-def _live(function: Callable[[int], Any], rank: int, ranks: int, folder: Path) -> None:
+def _live(function: Callable[[int, Path], Any], rank: int, ranks: int, folder: Path) -> None:
     code = 1
+    faulthandler.dump_traceback_later(SECONDS / 2, exit=True)
     try:
         meeting = f"file://{folder}/meet"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-        torch.save(function(rank), folder / f"{rank}.pt")
+        torch.save(function(rank, folder), folder / f"{rank}.pt")
         dist.destroy_process_group()
         code = 0
     except BaseException:
