@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from syncpipe import NoChunk, sequential
 from syncpipe.commands.demo_model import resnet
@@ -33,6 +36,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
         "built": built(),
         "evaluated": evaluated(),
         "trees": trees(),
+        "checkpoints": checkpoints(folder),
         "disagreed": disagreed(rank),
     }
 
@@ -222,6 +226,36 @@ def trees() -> tuple[float, list[str], Any]:
         (F.mse_loss(found, y[k : k + 2]) / 4).backward()
     keys = sorted(mine.state_dict())
     return difference(mine, plain), keys, None if output is None else output["hidden"].shape
+
+
+def checkpoints(folder: Path) -> dict[str, bool]:
+    """From a pipe in one process to four stages, to 2 x 2 with sharded ones, and out again."""
+    x, _ = data()
+    torch.manual_seed(3)  # other values than those to be loaded
+    four = stage(specs(), BALANCES["one"], sample=x[:2])
+    dcp.load({"model": four.state_dict()}, checkpoint_id=folder / "pipe")
+    dcp.save({"model": four.state_dict()}, checkpoint_id=folder / "four")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    two = stage(specs(), [5, 7], sample=x[:2], group=mesh["pp"])
+    for each in two.stages:
+        fully_shard(each.submod, mesh=mesh["dp"])
+    state = two.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder / "four")
+    two.load_state_dict(state)
+    dcp.save({"model": two.state_dict()}, checkpoint_id=folder / "two")
+    wanted = torch.load(folder / "plain.pt")
+    whole = {name: value.full_tensor() for name, value in two.state_dict().items()}
+    again = stage(specs(), BALANCES["one"], sample=x[:2])
+    again.load_state_dict(wanted)  # that of the whole model
+    return {
+        "four": _same(four.state_dict(), wanted),
+        "two": _same(whole, wanted),
+        "again": _same(again.state_dict(), wanted),
+    }
+
+
+def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return bool(found) and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def disagreed(rank: int) -> dict[str, str]:

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
 from torch.distributed import pipelining
 
+from syncpipe import Pipe
 from syncpipe.distributed import stage
 from tests.distributed import stage_ranks
 from tests.distributed.forked import results_of
+from tests.distributed.models import model, specs
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of(stage_ranks.everything, 4, tmp_path_factory.mktemp("ranks"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    pipe = Pipe(model(), [3, 3, 3, 3], devices=["cpu"] * 4)
+    torch.save(pipe.state_dict(), folder / "plain.pt")
+    dcp.save({"model": pipe.state_dict()}, checkpoint_id=folder / "pipe", no_dist=True)
+    return results_of(stage_ranks.everything, 4, folder)
 
 
 def test_without_a_process_group_it_says_how_to_get_one():
@@ -123,6 +135,19 @@ def test_converted_models_take_their_own_arguments_and_return_their_own_outputs(
         keys += names
     assert sorted(keys) == sorted(stage_ranks._Two().state_dict())
     assert [rank["trees"][2] for rank in ranks] == [None, None, None, torch.Size([8, 4])]
+
+
+def test_checkpoints_move_between_a_pipe_and_processes_of_any_shape_and_the_plain_model(
+    ranks, folder
+):
+    for rank in ranks:
+        assert rank["checkpoints"] == {"four": True, "two": True, "again": True}
+    for name in ("four", "two"):
+        plain = torch.nn.Sequential(*[spec.build() for spec in specs()])
+        plain[-1].weight = plain[0].words.weight
+        dcp.load({"model": plain.state_dict()}, checkpoint_id=folder / name, no_dist=True)
+        wanted = torch.load(folder / "plain.pt")
+        assert all(torch.equal(value, wanted[key]) for key, value in plain.state_dict().items())
 
 
 def test_ranks_that_were_told_different_things_say_so(ranks):
