@@ -56,7 +56,7 @@ FLOORS = [
     ["forward", "partitioned", "planner", "training"],
     ["trained"],
     ["pipe"],
-    ["verification"],
+    ["distributed", "verification"],
     [""],  # the public names
     ["commands"],
     ["__main__"],

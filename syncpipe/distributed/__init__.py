@@ -1,5 +1,5 @@
 """Several processes: one stage of a model in each, by ``torch.distributed.pipelining``."""
 
-from .stage import Stages, stage
+from syncpipe.distributed.pipelining.stage import Stages, stage
 
 __all__ = ["Stages", "stage"]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from syncpipe import NoChunk, sequential
 from syncpipe.commands.demo_model import resnet
 from syncpipe.distributed import stage
-from tests.distributed.models import data, difference, expected, model, specs
+from tests.distributed.stages.models import data, difference, expected, model, specs
 
 M = 8
 BALANCES = {"one": [3, 3, 3, 3], "loop": [1, 2, 1, 2, 2, 1, 2, 1], "v": [1, 2, 1, 2, 2, 1, 2, 1]}

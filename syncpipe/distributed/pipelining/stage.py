@@ -17,11 +17,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from syncpipe.balance.by_name import balance_named
 from syncpipe.balance.sandbox import copy_of_layer, sandboxed
-from syncpipe.distributed.carried import Boundary
-from syncpipe.distributed.module import StageModule, passing_skips
-from syncpipe.distributed.schedules import SCHEDULES, make
-from syncpipe.distributed.tied import SharedWeights
-from syncpipe.distributed.together import Together, process_group
+from syncpipe.distributed.pipelining.carried import Boundary
+from syncpipe.distributed.pipelining.module import StageModule, passing_skips
+from syncpipe.distributed.pipelining.schedules import SCHEDULES, make
+from syncpipe.distributed.pipelining.tied import SharedWeights
+from syncpipe.distributed.pipelining.together import Together, process_group
 from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
 from syncpipe.layers.conversion.names import in_order, index_keys
 from syncpipe.layers.conversion.sequential import batch_input

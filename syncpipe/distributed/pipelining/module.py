@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.distributed.carried import Boundary, start
+from syncpipe.distributed.pipelining.carried import Boundary, start
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip.layout import SkipLayout
 from syncpipe.skip.namespace import SkipKey

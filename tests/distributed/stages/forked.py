@@ -1,6 +1,6 @@
 """Ranks for tests: processes that are forked from one that has imported everything already.
 
-``python -m tests.distributed.forked MODULE FUNCTION RANKS FOLDER`` calls ``FUNCTION(rank,
+``python -m tests.distributed.stages.forked MODULE FUNCTION RANKS FOLDER`` calls ``FUNCTION(rank,
 folder)`` in each rank, within a process group of gloo, and leaves what it returns in the folder.
 """
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from torch import distributed as dist
 
-from tests.distributed import stage_failures
-from tests.distributed.forked import results_of
+from tests.distributed.stages import failures
+from tests.distributed.stages.forked import results_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
 def test_the_rank_raises_what_its_layer_raised_and_the_others_say_so(tmp_path):
-    ranks = results_of(stage_failures.everything, 3, tmp_path)
+    ranks = results_of(failures.everything, 3, tmp_path)
     for where, error in {
         "forward": "KeyError: 'the third micro-batch'",
         "backward": "ZeroDivisionError: in backward",

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from syncpipe.distributed.module import StageModule
-from syncpipe.distributed.together import Together
+from syncpipe.distributed.pipelining.module import StageModule
+from syncpipe.distributed.pipelining.together import Together
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
 from syncpipe.microbatch import gather, scatter_pair

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.distributed.together import Together
+from syncpipe.distributed.pipelining.together import Together
 from syncpipe.layers.ties import Tie
 
 __all__ = ["SharedWeights"]

@@ -1,4 +1,4 @@
-"""``syncpipe.distributed.stage`` on four ranks, beside the plain model."""
+"""``syncpipe.distributed.pipelining.stage`` on four ranks, beside the plain model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed import pipelining
 
 from syncpipe import Pipe
 from syncpipe.distributed import stage
-from tests.distributed import stage_ranks
-from tests.distributed.forked import results_of
-from tests.distributed.models import model, specs
+from tests.distributed.stages import four
+from tests.distributed.stages.forked import results_of
+from tests.distributed.stages.models import model, specs
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
@@ -31,7 +31,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     pipe = Pipe(model(), [3, 3, 3, 3], devices=["cpu"] * 4)
     torch.save(pipe.state_dict(), folder / "plain.pt")
     dcp.save({"model": pipe.state_dict()}, checkpoint_id=folder / "pipe", no_dist=True)
-    return results_of(stage_ranks.everything, 4, folder)
+    return results_of(four.everything, 4, folder)
 
 
 def test_without_a_process_group_it_says_how_to_get_one():
@@ -81,7 +81,7 @@ def test_after_refusals_the_ranks_go_on(ranks):
         assert (rank["refused"]["then"], rank["refused"]["then right"]) == ("nothing", "True")
 
 
-@pytest.mark.parametrize("name", stage_ranks.RUNS)
+@pytest.mark.parametrize("name", four.RUNS)
 def test_two_steps_of_each_schedule_leave_the_gradients_of_the_plain_model(ranks, name):
     kind, _ = {
         "gpipe": (pipelining.ScheduleGPipe, 1), "1f1b": (pipelining.Schedule1F1B, 1),
@@ -107,7 +107,7 @@ def test_gradients_and_statistics_of_the_demo_are_those_of_the_plain_loop_bit_fo
         assert gradients
         assert statistics
         keys += names
-    assert keys == list(stage_ranks.resnet().state_dict())
+    assert keys == list(four.resnet().state_dict())
 
 
 def test_each_rank_builds_its_own_specs_with_the_values_of_one_process(ranks):
@@ -133,7 +133,7 @@ def test_converted_models_take_their_own_arguments_and_return_their_own_outputs(
         difference, names, _ = rank["trees"]
         assert difference < 1e-6
         keys += names
-    assert sorted(keys) == sorted(stage_ranks._Two().state_dict())
+    assert sorted(keys) == sorted(four._Two().state_dict())
     assert [rank["trees"][2] for rank in ranks] == [None, None, None, torch.Size([8, 4])]
 
 
