@@ -1,4 +1,4 @@
-"""A pipe in each of several processes.
+"""Several processes: the same pipe in each, or one stage of a model in each.
 
 Example::
 
@@ -8,6 +8,14 @@ Example::
 """
 
 from syncpipe.distributed.data_parallel import broadcast_buffers, data_parallel
+from syncpipe.distributed.pipelining.stage import Stages, stage
 from syncpipe.distributed.processes import LostProcess, RemoteError
 
-__all__ = ["LostProcess", "RemoteError", "broadcast_buffers", "data_parallel"]
+__all__ = [
+    "LostProcess",
+    "RemoteError",
+    "Stages",
+    "broadcast_buffers",
+    "data_parallel",
+    "stage",
+]

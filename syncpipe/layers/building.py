@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -90,7 +90,10 @@ def _seeded(seed: int, layer: int, device: torch.device, make: Callable[[], _T])
 
 
 def build_specs(
-    partitions: Sequence[nn.Sequential], workers: Sequence[Worker], how: Initialization
+    partitions: Sequence[nn.Sequential],
+    workers: Sequence[Worker],
+    how: Initialization,
+    stages: Sequence[tuple[int, int]] | None = None,
 ) -> bool:
     """Builds the specs of partitions, each on the device of its stage, one after another.
 
@@ -98,6 +101,8 @@ def build_specs(
         partitions: in which the layers take the place of their specs.
         workers: of the partitions.
         how: how they get their values.
+        stages: for each partition its stage and the index of its first layer, if these are not all
+            partitions of a model.
 
     Returns:
         Whether there were any.
@@ -113,7 +118,8 @@ def build_specs(
     owners = _owners(chain.from_iterable(partitions))
     whole = nn.Sequential()
     index = 0
-    for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
+    for k, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
+        j, index = (k, index) if stages is None else stages[k]
         for name, layer in partition._modules.items():
             assert layer is not None
             if isinstance(layer, LayerSpec):
@@ -123,7 +129,8 @@ def build_specs(
                     _tie(layer, owners)
             partition._modules[name] = whole._modules[name] = layer
             index += 1
-    verify_skippables(whole)
+    if stages is None:
+        verify_skippables(whole)
     return True
 
 
@@ -169,9 +176,18 @@ def on_meta(layers: Any) -> nn.Sequential:
 
 
 def materialize(
-    partitions: Sequence[nn.Sequential], workers: Sequence[Worker], how: Initialization
+    partitions: Sequence[nn.Sequential],
+    workers: Sequence[Worker],
+    how: Initialization,
+    firsts: Sequence[int] | None = None,
 ) -> bool:
     """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
+
+    Args:
+        partitions: of a model, or some of them.
+        workers: of the partitions.
+        how: how they get their values.
+        firsts: of these some the index of the first layer.
 
     Returns:
         Whether there were any.
@@ -179,14 +195,15 @@ def materialize(
     Raises:
         ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
     """
+    before = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
     placed = [
-        (worker.device, layer)
-        for partition, worker in zip(partitions, workers, strict=True)
-        for layer in partition
+        (index, worker.device, layer)
+        for first, partition, worker in zip(before, partitions, workers, strict=False)
+        for index, layer in enumerate(partition, first)
     ]
     stay: set[int] = set()  # what a stage on meta has, and others share with it
     layers = []
-    for index, (device, layer) in enumerate(placed):
+    for index, device, layer in placed:
         found = set(map(id, waiting(layer)))
         if device.type == "meta":
             stay |= found
