@@ -26,7 +26,7 @@ from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
 from syncpipe.planner.schedules.choice import check_schedule, choose
-from syncpipe.planner.schedules.layouts import ANY
+from syncpipe.planner.schedules.layouts import ANY, placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Terms
 
@@ -198,7 +198,7 @@ def plan(
     fixed = frozenset(name for name, value in choice.items() if value is not None)
     there = _real(devices)
     if there is not None and isinstance(chosen, Scheduled):
-        there = tuple(there[d] for d in chosen.simulation.schedule.device_of)
+        there = tuple(there[d] for d in placement(chosen.simulation.schedule))
     return Plan(layers, machine, batch_size, chosen, rivals, there, fixed, scale)
 
 
