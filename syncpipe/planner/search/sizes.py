@@ -15,7 +15,7 @@ __all__ = ["MOST", "chunk_counts", "possible", "sizes_of", "stage_counts"]
 
 #: More micro-batches are tried only on demand; the simulator plays each of them through.
 MOST = 1024
-#: So many for each device are usual, where nobody knows what a micro-batch costs however small it is.
+#: So many for each device are usual, where nobody knows what a small micro-batch costs.
 _UNKNOWN = 4
 #: And where that was measured.
 _MEASURED = 16
@@ -39,7 +39,9 @@ def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
         instead = ""
         if size:
             number = possible(batch_size, chunks)
-            instead = f": as torch.chunk cuts it, they are {number} of {size}; give it chunks={number}"
+            instead = (
+                f": as torch.chunk cuts it, they are {number} of {size}; give it chunks={number}"
+            )
         raise ValueError(
             f"chunks={chunks} does not divide batch_size={batch_size} into so many{instead}"
         )
