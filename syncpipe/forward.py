@@ -23,6 +23,7 @@ from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, forward_steps
 from syncpipe.stages.call import Call
+from syncpipe.stages.dealing import collected, deal
 from syncpipe.stages.parcel import Parcel, packed, unpacked
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.transfer import early, gate
@@ -61,10 +62,9 @@ def forward(
     )
     first = micro_batches[0]
     run = _Forward(call, micro_batches)
-    steps = forward_steps(pipeline.edges, call.context.m, pipeline.worker_of)
+    steps = forward_steps(pipeline.edges, call.context.m, pipeline.placement)
     call.run(steps, run, first)
-    call.release_to_caller(-1, run.outputs)
-    return gather(run.outputs)
+    return gather(collected(call, run.outputs, graph=call.context.state.grad))
 
 
 class _Forward:
@@ -75,6 +75,7 @@ class _Forward:
         self._pipeline = call.pipeline
         self._context = call.context
         self._inputs: list[Any] = micro_batches
+        self._entered = deal(call, micro_batches)
         self._rematerialized = call.rematerialized
         self._recorder = call.recorder
         # Forward-mode AD has nothing that goes back, and does not pass a gate.
@@ -91,24 +92,26 @@ class _Forward:
         tokens: tuple[Tensor, ...] = ()
         if self._gated:
             tokens = tuple(chain.from_iterable([parcel.along for parcel in parcels]))
-        if j == 0:
+        stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
+        if stage.j == 0:
             inputs, self._inputs[i] = (self._inputs[i], ()), None
             marks: Sequence[int] = ()
+            if j > 0:
+                self._call.lane_of(j).receive(self._entered[i], tensors_in(inputs))
         else:
             inputs, marks = unpacked(parcels)
         if self._call.ties is not None:
             inputs, marks = self._call.ties.joined(i, j, inputs, marks)
-        stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
         outputs, frame = stage.forward(
             i, inputs, self._context, rematerialize=rematerialize, marks=marks
         )
         lent = stage.handed_on(inputs, marks, outputs, self._context, rematerialize=rematerialize)
         if self._recorder is not None and self._context.state.grad:
-            self._recorder.backward(i, j, tensors_in(outputs), tensors_in(inputs))
+            self._recorder.backward(i, stage.j, tensors_in(outputs), tensors_in(inputs))
         del inputs
         if self._gated:
             outputs, tokens = self._gate(i, j, outputs, frame, tokens)
-        if j == len(self._pipeline.stages) - 1:
+        if stage.j == self._pipeline.n - 1:
             self.outputs[i] = outputs[0]
         # Tokens start the recomputations of the last micro-batch.
         return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
@@ -122,7 +125,7 @@ class _Forward:
         tokens: tuple[Tensor, ...],
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Orders the backward of this cell; returns its outputs, and tokens for the next stage."""
-        context, last = self._context, len(self._pipeline.stages) - 1
+        context, last = self._context, self._pipeline.stages[j].j == self._pipeline.n - 1
         follow = [token] if (token := self._tokens[j]) is not None else []
         own: list[Tensor] = []
 
@@ -131,7 +134,7 @@ class _Forward:
             if not differentiable:
                 return tensors
             # The tokens of the last micro-batch start its recomputations as soon as backward does.
-            extra = list(tokens) if j == last else []
+            extra = list(tokens) if last else []
             token, passed = gate(follow + extra, differentiable)
             own.append(token)
             following = iter(passed)
@@ -141,7 +144,7 @@ class _Forward:
         if own:
             token = own[0]
             self._tokens[j] = token if frame is None else early(frame, token)
-            if frame is not None and i == context.m - 1 and j < last:
+            if frame is not None and i == context.m - 1 and not last:
                 start = token.detach().requires_grad_()
                 tokens = (*tokens, early(frame, start))
         return outputs, tokens

@@ -36,9 +36,10 @@ from syncpipe.layers.placement import (
     resolve_workers,
 )
 from syncpipe.layers.state_dict_keys import translate_keys
-from syncpipe.layers.ties import check_memory, find_ties
+from syncpipe.layers.ties import check_memory, check_replicas, find_ties
 from syncpipe.layers.unpack import PipeSequential, unpacks
 from syncpipe.options.checkpoint import modes_of_stages
+from syncpipe.options.replicas import checked_replicas, counts_of, partitions_for, split
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
@@ -67,13 +68,17 @@ class Partitioned(Editable):
         seed: Any = None,
         unpack: bool = False,
         sample: Any = None,
+        replicas: Any = 1,
     ) -> None:
         """The last thing to do in ``__init__``: a layer may be named as an attribute is."""
         module = as_sequential(layers)
         if not has_specs(module):
             verify_skippables(module)
         how = Initialization.checked(module, init_fn, seed)
+        self._asked_replicas = checked_replicas(replicas)
         if balance is None:
+            if replicas != 1:
+                raise ValueError(f"replicas={replicas!r} needs balance=[...] and devices=[...]")
             balance, devices = _placed(module, devices)
         self._asked_devices = None if devices is None else check_devices(devices)
         sizes = self._sizes(balance, module, sample)
@@ -93,6 +98,9 @@ class Partitioned(Editable):
                 raise ValueError("sample= is what balance='time' measures with: leave it out")
         if isinstance(balance, str):
             devices = default_devices(0) if self._asked_devices is None else self._asked_devices
+            replicas = self._asked_replicas
+            if not devices and not isinstance(replicas, int):
+                devices = default_devices(sum(replicas))
             if not devices:
                 balance_named(balance, module, 1)  # whether it is a name at all
                 raise ValueError(
@@ -100,20 +108,35 @@ class Partitioned(Editable):
                     "devices: give devices=['cpu:0', 'cpu:1'], for example"
                 )
             first = resolve_workers(devices, 1)[0].device
-            partitions = min(len(devices), max(1, len(module)))
+            partitions = partitions_for(replicas, balance, len(devices))
+            partitions = min(partitions, max(1, len(module)))
             balance = balance_named(balance, module, partitions, sample=sample, device=first)
         return check_balance(balance, len(module))
 
-    def _resolve(self, partitions: int) -> list[Worker]:
-        devices = self._asked_devices
-        return resolve_workers(
-            default_devices(partitions) if devices is None else devices, partitions
-        )
+    def _resolve(
+        self, partitions: int, devices: list[Any] | None = None, replicas: Any = None
+    ) -> list[tuple[Worker, ...]]:
+        """For each partition its workers, of the devices and replicas that were asked for."""
+        devices = self._asked_devices if devices is None else devices
+        counts = counts_of(self._asked_replicas if replicas is None else replicas, partitions)
+        total = sum(counts)
+        if devices is None:
+            devices = default_devices(total)
+        elif total > partitions and len(devices) != total:
+            raise ValueError(
+                f"replicas={counts} need {total} devices, those of the first stage first, but "
+                f"{len(devices)} are given: {', '.join(map(str, devices))}"
+            )
+        return split(counts, resolve_workers(devices, total))
 
     def _place(
-        self, balance: list[int], workers: list[Worker], how: Initialization = _AS_IT_COMES
+        self,
+        balance: list[int],
+        served: list[tuple[Worker, ...]],
+        how: Initialization = _AS_IT_COMES,
     ) -> None:
         """Cuts the layers and moves them; leaves everything as it was when that is refused."""
+        workers = [those[0] for those in served]
         layers = iter(cast("dict[str, nn.Module]", self._modules).items())
         partitions = []
         old: list[Partition] = self.__dict__.get("_partitions", [])
@@ -131,6 +154,7 @@ class Partitioned(Editable):
         built = build_specs(partitions, workers, how)
         modes = modes_of_stages(self._checkpoint, [k for part in partitions for k in part], balance)
         ties = find_ties(partitions)
+        check_replicas(ties, list(map(len, served)))
         if not all(same_memory(worker.device, workers[0].device) for worker in workers):
             check_memory(partitions)
         if materialize(partitions, workers, how):  # which makes other tensors
@@ -145,6 +169,7 @@ class Partitioned(Editable):
             places = [place for tie in ties for place in tie.places if place.stage == j]
             partition.tied = frozenset(place.full_name for place in places)
         self._balance, self._workers, self._partitions = balance, workers, partitions
+        self._served = served
         self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
@@ -161,15 +186,25 @@ class Partitioned(Editable):
 
     @property
     def devices(self) -> list[torch.device]:
-        """For each partition its device. Setting it moves the layers."""
-        return [worker.device for worker in self._workers]
+        """For each partition its device, or those of its replicas. Setting it moves the layers."""
+        return [worker.device for those in self._served for worker in those]
 
     @devices.setter
     def devices(self, devices: Iterable[Any]) -> None:
         asked = check_devices(devices)
-        workers = resolve_workers(asked, len(self._balance))
-        self._place(self._balance, workers)
+        self._place(self._balance, self._resolve(len(self._balance), asked))
         self._asked_devices = asked
+
+    @property
+    def replicas(self) -> list[int]:
+        """For each partition how many devices serve it. Setting it deals the devices anew."""
+        return list(map(len, self._served))
+
+    @replicas.setter
+    def replicas(self, replicas: int | Iterable[int]) -> None:
+        asked = checked_replicas(replicas)
+        self._place(self._balance, self._resolve(len(self._balance), replicas=asked))
+        self._asked_replicas = asked
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -203,7 +238,7 @@ class Partitioned(Editable):
         if tuple(self._modules.values()) == self._layers:
             return
         self._check_layers()
-        self._place(check_balance(self._balance, len(self)), self._workers)
+        self._place(check_balance(self._balance, len(self)), self._served)
 
     def _check_layers(self) -> nn.Sequential:
         """The layers by themselves, as far as they can be checked before specs are built."""
@@ -263,10 +298,14 @@ class Partitioned(Editable):
     def _shown_stages(self) -> Iterator[str]:
         """The lines of the ``repr`` that show the layers."""
         layers = iter(self._modules.items())
-        for j, (size, device) in enumerate(zip(self._balance, self.devices, strict=True)):
-            yield f"  stage {j} on {device}:"
+        for j, (size, those) in enumerate(zip(self._balance, self._served, strict=True)):
+            yield f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:"
             for name, layer in islice(layers, size):
                 yield indent(f"({name}): {layer!r}", "    ")
+
+    def _shown_replicas(self) -> str:
+        """For the ``repr``; nothing where each stage has one device."""
+        return f"replicas={self.replicas}, " if max(self.replicas, default=1) > 1 else ""
 
     def _layer_devices(self) -> list[torch.device]:
         return [

@@ -60,6 +60,9 @@ class Pipe(Trained):
             accelerator, or a :class:`Worker`; the same one may be named more than once.
             ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
             accelerators; where there is none, one CPU worker for each partition.
+        replicas: for each partition how many devices serve it, or one number for all. Micro-batches
+            are dealt to them in turn. ``devices`` then has all of them, stage by stage; the first
+            one of a stage holds its layers, and the others copies; see docs/replicas.md.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
         checkpoint: what stores nothing for backward and is computed again there: of the
             micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;
@@ -94,6 +97,7 @@ class Pipe(Trained):
         balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Any] | None = None,
+        replicas: int | Iterable[int] = 1,
         chunks: int = 1,
         checkpoint: Any = "except_last",
         schedule: ScheduleLike = "1f1b",
@@ -112,7 +116,9 @@ class Pipe(Trained):
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
-        self._cut(module, balance, devices, deferred_batch_norm, init_fn, seed, unpack, sample)
+        self._cut(
+            module, balance, devices, deferred_batch_norm, init_fn, seed, unpack, sample, replicas
+        )
 
     @property
     def chunks(self) -> int:
@@ -146,7 +152,7 @@ class Pipe(Trained):
     @schedule.setter
     def schedule(self, schedule: ScheduleLike) -> None:
         schedule = checked_schedule(schedule)
-        check_slots(schedule, len(self._balance))
+        check_slots(schedule, self.replicas)
         self._schedule = schedule
 
     @property
@@ -161,9 +167,9 @@ class Pipe(Trained):
         """
         return self._measured.schedules
 
-    def _place(self, balance: list[int], workers: list[Worker], *how: Any) -> None:
-        check_slots(self._schedule, len(balance))
-        super()._place(balance, workers, *how)
+    def _place(self, balance: list[int], served: list[tuple[Worker, ...]], *how: Any) -> None:
+        check_slots(self._schedule, list(map(len, served)))
+        super()._place(balance, served, *how)
         self._measured = Measured()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +207,8 @@ class Pipe(Trained):
 
     def __repr__(self) -> str:
         shown = (
-            f"{type(self).__name__}(balance={self.balance}, chunks={self.chunks}, "
+            f"{type(self).__name__}(balance={self.balance}, {self._shown_replicas()}"
+            f"chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
         )
         return "\n".join([shown, *self._shown_stages(), ")"])

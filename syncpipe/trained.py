@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.placement import own_call
-from syncpipe.options.arguments import checked_schedule
+from syncpipe.options.arguments import check_slots, checked_schedule
 from syncpipe.partitioned import Partitioned
 from syncpipe.runtime.inline import INLINE, untraced
 from syncpipe.runtime.locks import forkable
@@ -133,6 +134,7 @@ class Trained(Partitioned):
             schedule = self._schedule
         else:
             schedule = checked_schedule("1f1b" if schedule is None else schedule, slots)
+        check_slots(schedule, self.replicas)
         pipeline, how = self._ready(), self._running()
         step = partial(
             untraced(train),
@@ -216,7 +218,8 @@ class Trained(Partitioned):
         Raises:
             RuntimeError: on entering, if the pipe is being traced already.
         """
-        names = [str(worker.device) for worker in dict.fromkeys(self._workers)]
+        workers = dict.fromkeys(chain.from_iterable(self._served))
+        names = [str(worker.device) for worker in workers]
         rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
         return Trace(rows, self._attach_trace, title)
 
@@ -251,7 +254,7 @@ class Trained(Partitioned):
         with _building:
             # After a fork its threads are gone, and its locks may be held by nobody.
             if self._pipeline is None or self._pipeline.process != os.getpid():
-                self._pipeline = Pipeline(self._partitions, list(self._modules), self._workers)
+                self._pipeline = Pipeline(self._partitions, list(self._modules), self._served)
             return self._pipeline
 
     def _attach_trace(self, trace: Trace | None) -> None:

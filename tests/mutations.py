@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "runtime/streams.py", "stages/call.py", "stages/parcel.py", "stages/ties.py",
+    "runtime/streams.py", "stages/call.py", "stages/parcel.py", "stages/sharing/ties.py",
+    "stages/sharing/copies.py", "stages/sharing/replicas.py", "stages/dealing.py",
     "stages/transfer.py",
 )  # fmt: skip
 CALLS = {

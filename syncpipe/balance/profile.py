@@ -12,9 +12,19 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
+
+from syncpipe.balance.reading import (
+    by_size,
+    check_name,
+    check_number,
+    check_sizes,
+    entries,
+    listed,
+    read_json,
+    shown,
+)
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
 
@@ -48,6 +58,8 @@ class LayerProfile:
         buffer_bytes: its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
             size (:mod:`syncpipe.balance.interpreter`); 0 where nobody knows.
+        weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
+            take (:mod:`syncpipe.balance.halves`); None where nobody knows.
     """
 
     name: str
@@ -61,6 +73,7 @@ class LayerProfile:
     buffer_bytes: int = 0
     interpreter: float = 0.0
     peak_bytes: BySize = field(default_factory=dict)
+    weight_share: float | None = None
 
     def memory(self, param_scale: float) -> float:
         """Bytes that stay on its device however many micro-batches there are.
@@ -113,28 +126,41 @@ class Profile:
         object.__setattr__(self, "skips", tuple(self.skips))
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        check_name("device", self.device)
+        if not isinstance(self.whole, bool):
+            raise TypeError(f"whole={shown(self.whole)} must be True or False")
+        for index, layer in enumerate(self.layers):
+            check_name(f"the name of layer {index}", layer.name)
         sizes = self.sizes
         for layer in self.layers:
             for what in _BY_SIZE:
                 if what in _OPTIONAL and not getattr(layer, what):
                     continue
-                _check(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
+                check_sizes(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
             for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes", "interpreter"):
-                _check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
+                check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
+            if layer.weight_share is not None:
+                check_number(f"weight_share of layer {layer.name!r}", layer.weight_share, most=1)
             if layer.frozen_bytes > layer.parameter_bytes:
                 raise ValueError(
                     f"frozen_bytes of layer {layer.name!r} is {layer.frozen_bytes}, more than its "
                     f"parameter_bytes={layer.parameter_bytes}"
                 )
         for skip in self.skips:
+            check_name("the name of a skip", skip.name)
+            if not (isinstance(skip.stash, int) and isinstance(skip.pop, int)):
+                raise TypeError(
+                    f"skip {skip.name!r} goes from {shown(skip.stash)} to {shown(skip.pop)}; give "
+                    "it the indices of two layers"
+                )
             if not 0 <= skip.stash < skip.pop < len(self.layers):
                 raise ValueError(
                     f"skip {skip.name!r} goes from layer {skip.stash} to {skip.pop}, but there are "
                     f"{len(self.layers)} layers, and a skip leads to a later one"
                 )
-            _check(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
+            check_sizes(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
         if self.input_bytes:
-            _check("input_bytes", self.input_bytes, sizes)
+            check_sizes("input_bytes", self.input_bytes, sizes)
 
     @property
     def timed(self) -> bool:
@@ -198,12 +224,12 @@ class Profile:
         layers = []
         for index, entry in enumerate(entries):
             if not isinstance(entry, Mapping):
-                raise ValueError(f"entry {index} is a {type(entry).__name__}, not a mapping")
+                raise ValueError(f"entry {index} is {shown(entry)}, not a mapping")
             missing = [key for key in _ENTRY if key not in entry]
             if missing:
                 raise ValueError(f"entry {index} of the profile lacks {', '.join(missing)}")
             for key in _ENTRY[1:]:
-                _check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
+                check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
             layers.append(
                 LayerProfile(
                     name=str(entry["name"]),
@@ -230,30 +256,38 @@ class Profile:
             samples: for a list, how many samples were measured.
 
         Raises:
-            ValueError: the file is neither.
+            OSError: the file cannot be read.
+            ValueError: it is neither; the message says why.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a JSON file: {error}") from error
+        data = read_json(path)
         if isinstance(data, list):
             return cls.from_list(data, samples=samples)
-        if not isinstance(data, dict) or data.pop("syncpipe_profile", None) not in _READ:
+        version = data.pop("syncpipe_profile", None) if isinstance(data, dict) else None
+        if version is None:
             raise ValueError(
                 f"{path} is not a profile: neither one that Profile.save wrote nor a list of "
                 f"entries with {', '.join(_ENTRY)}"
             )
+        if version not in _READ:
+            raise ValueError(
+                f"{path} is not a profile that can be read here: it is of version "
+                f"{shown(version)}, and those are {', '.join(map(str, _READ))}"
+            )
         if samples is not None and not data.get("whole"):
             raise ValueError(f"samples={samples}: {path} says itself how many were measured")
         try:
-            layers = [_by_size(layer, *_BY_SIZE) for layer in data.pop("layers")]
-            skips = [_by_size(skip, "bytes") for skip in data.pop("skips")]
-            found = cls(
-                layers=tuple(LayerProfile(**layer) for layer in layers),
-                skips=tuple(SkipProfile(**skip) for skip in skips),
-                **_by_size(data, "input_bytes"),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            data = by_size(entries(cls, data, "it"), ["input_bytes"], "it")
+            for key, kind, sizes in (
+                ("layers", LayerProfile, _BY_SIZE),
+                ("skips", SkipProfile, ("bytes",)),
+            ):
+                made = []
+                for index, entry in enumerate(listed(key, data.get(key, []))):
+                    what = f"{key}[{index}]"
+                    made.append(kind(**by_size(entries(kind, entry, what), sizes, what)))
+                data[key] = tuple(made)
+            found = cls(**data)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a whole profile: {error}") from error
         return found if samples is None else found.of(samples)
 
@@ -364,26 +398,3 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     ]
-
-
-def _by_size(data: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """JSON has strings for keys; sizes are numbers."""
-    given = [key for key in keys if key in data or key not in _OPTIONAL]
-    converted = {key: {int(size): n for size, n in data[key].items()} for key in given}
-    return {**data, **converted}
-
-
-def _check(what: str, numbers: BySize, sizes: Sequence[int]) -> None:
-    if tuple(sorted(numbers)) != tuple(sizes) or not sizes or sizes[0] < 1:
-        raise ValueError(
-            f"{what} is given for micro-batches of {sorted(numbers)} samples, and the forward time "
-            f"of the first layer for {list(sizes)}: all numbers are for the same sizes, from 1"
-        )
-    for number in numbers.values():
-        _check_number(what, number)
-
-
-def _check_number(what: str, number: Any) -> None:
-    ok = isinstance(number, Real) and not isinstance(number, bool)
-    if not (ok and math.isfinite(number) and number >= 0):
-        raise ValueError(f"{what} is {number!r}; it must be a finite number, not negative")

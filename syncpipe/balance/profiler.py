@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from syncpipe.balance.halves import weight_share
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.balance.rounds import Between, Mark, Progress, Visit, stopwatch
 from syncpipe.balance.sandbox import Place, compiled, described_layer, layer_to_run
@@ -152,6 +153,9 @@ class Profiler:
             else:
                 for lane in range(len(self._lanes)):
                     self._round(first, window, lane, [self._timing.watch] * len(window))
+                for numbers, visits in zip(measured[first:], window, strict=True):
+                    once = weight_share(visits[-1], *self._timing.watch, lambda done: done < 1)
+                    numbers["weight_share"] = once
         for numbers, visits in zip(measured[first:], window, strict=True):
             for what in ("forward", "backward"):
                 rows = zip(self._lanes, visits, strict=True)
@@ -176,6 +180,13 @@ class Profiler:
             while len(held) < LEAST and clock.monotonic() < until and not compiled(visits[0].layer):
                 held.append(visits[0].python())
             measured[first + k]["interpreter"] = min(held, default=0.0)
+
+            def more(done: int, until: float = until) -> bool:
+                return done < LEAST and clock.monotonic() < until
+
+            largest = visits[-1]
+            share = weight_share(largest, *stopwatch(largest.device), more)
+            measured[first + k]["weight_share"] = share
         until = begin + left * len(window) / behind
         watches = [stopwatch(visits[0].device) for visits in window]
         for done in range(MOST):

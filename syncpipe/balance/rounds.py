@@ -92,9 +92,12 @@ class Visit:
             self._marks = [start, mark()]
         self._graph = _graph((output, list(store.values()))), leaves
 
-    def back(self, mark: Mark) -> None:
-        """Runs it back, after :meth:`forth`."""
+    def back(self, mark: Mark, *, weights: bool = True) -> None:
+        """Runs it back, after :meth:`forth`; if it is told so, to its inputs alone."""
         (roots, leaves), self._graph = self._graph, ([], [])
+        if not weights:
+            own = set(map(id, self.layer.parameters()))
+            leaves = [leaf for leaf in leaves if id(leaf) not in own]
         with _current(self.device):
             grads = list(map(torch.ones_like, roots))
             self._marks.append(mark())

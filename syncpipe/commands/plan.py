@@ -6,17 +6,21 @@ import argparse
 import importlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from syncpipe.balance import Profile
+from syncpipe.balance import DEVICES, Profile, estimated
+from syncpipe.balance.measure import EFFICIENCY
 from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
 from syncpipe.planner.choose import measured_for
 from syncpipe.planner.costs.devices import machine_of
+from syncpipe.planner.schedules.layouts import ANY, LAYOUTS
+from syncpipe.planner.search.candidate import SCHEDULES
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
     parser.add_argument("--chunks", type=_count, metavar="M", help="so many micro-batches")
     parser.add_argument("--stages", type=_count, metavar="N", help="so many stages")
-    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], help="this schedule only")
+    parser.add_argument(
+        "--schedule",
+        choices=[*SCHEDULES, *LAYOUTS, ANY],
+        metavar="NAME",
+        help=f"this schedule only: {', '.join([*SCHEDULES, *LAYOUTS])}; or {ANY}, the fastest",
+    )
     parser.add_argument(
         "--param-scale",
         type=float,
@@ -88,12 +97,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="PipeDream's plan, in which devices may share a stage",
     )
+    parser.add_argument(
+        "--on",
+        metavar="NAME",
+        help="estimate times for this device instead of measuring here, and make the model on "
+        f"meta, without memory: {', '.join(DEVICES)}",
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="X",
+        help="the part of that device's peak that matrix products reach (default: 0.5)",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
         help="draw the simulated step: .svg, .png, or .json for https://ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="draw all of the plan, to be looked at in a browser: .html or .svg",
     )
 
 
@@ -112,22 +139,30 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         devices = _devices(args.devices)
-        machine_of(devices, memory=args.memory, bandwidth=args.bandwidth)  # before minutes go by
+        try:  # before minutes go by
+            machine_of(devices, memory=args.memory, bandwidth=args.bandwidth)
+        except (ArithmeticError, LookupError, RuntimeError) as error:
+            raise _Refused(f"--devices {args.devices}: {error}") from error
         _check_files(args)
         layers = _profile(args, devices)
-        found = _plan(args, layers, devices)
-    except NoPlan as error:
-        return _failed(1, error)
     except (_Refused, ValueError, TypeError) as error:
         if not isinstance(error, _Refused) and _raised_by_the_model(error):
             raise
         return _failed(2, error)
+    try:
+        found = _plan(args, layers, devices)
+    except NoPlan as error:
+        return _failed(1, error)
+    except (ValueError, TypeError) as error:
+        return _failed(2, error)
     print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-    if args.picture is not None and isinstance(found, Plan):
-        try:
+    try:
+        if args.picture is not None and isinstance(found, Plan):
             found.timeline().save(args.picture)
-        except (ImportError, OSError) as error:
-            return _failed(2, error)
+        if args.save is not None and isinstance(found, Plan):
+            found.save(args.save)
+    except (ImportError, OSError) as error:
+        return _failed(2, error)
     return 0
 
 
@@ -145,15 +180,21 @@ def _raised_by_the_model(error: BaseException) -> bool:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    for option in ("picture", "profile"):
+    for option in ("picture", "profile", "save"):
         path = getattr(args, option)
         if path is not None and not path.parent.is_dir():
             raise _Refused(f"--{option}: there is no folder {path.parent}")
-    if args.picture is not None:
+        if path is not None and path.is_dir():
+            raise _Refused(f"--{option}: {path} is a folder, not a file")
+    for option, suffixes in (("picture", (".svg", ".png", ".json")), ("save", (".html", ".svg"))):
+        path = getattr(args, option)
+        if path is None:
+            continue
         if args.replicas:
-            raise _Refused("--picture: a plan with replicas has no schedule to draw")
-        if args.picture.suffix not in (".svg", ".png", ".json"):
-            raise _Refused(f"--picture: {args.picture} must end in .svg, .png or .json")
+            raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
+        if path.suffix not in suffixes:
+            *others, last = suffixes
+            raise _Refused(f"--{option}: {path} must end in {', '.join(others)} or {last}")
 
 
 def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Replicas:
@@ -176,28 +217,69 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
     if args.model is None:
         if args.profile is None:
             raise _Refused("give a model (package.module:factory) or a --profile to read")
-        if args.sample is not None:
-            raise _Refused("--sample: a profile that is read needs none")
+        for option in ("sample", "on", "efficiency"):
+            if getattr(args, option) is not None:
+                raise _Refused(f"--{option}: a profile that is read needs none")
         try:
             return Profile.load(args.profile, samples=args.samples)
         except OSError as error:
             raise _Refused(f"--profile: {error}") from error
     if args.samples is not None:
         raise _Refused("--samples is for a --profile that is read, not for a model")
-    module, sample = _model(args.model)
+    with torch.device("meta") if args.on is not None else nullcontext():
+        module, sample = _model(args.model)
     if args.sample is not None:
-        shape, dtype = args.sample
-        whole = not (dtype.is_floating_point or dtype.is_complex)
-        sample = torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
-        parameter = next(iter(module.parameters()), None)
-        if parameter is not None and not parameter.is_meta:
-            sample = sample.to(parameter.device)
+        sample = _made(args, module)
     if sample is None:
         raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
-    found = measured_for(devices, module, sample, timeout=args.timeout)
+    try:
+        found = _costs(args, module, sample, devices)
+    except Exception as error:
+        if args.sample is None or not _raised_by_the_model(error):
+            raise
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", [])[:1])
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _Refused(
+            f"the model does not run on --sample {_shape(args)}: {reason}{notes}. If the sample is "
+            "right, run syncpipe.balance.profile(model, sample) to see where in the layer"
+        ) from error
     if args.profile is not None:
-        found.save(args.profile)
+        try:
+            found.save(args.profile)
+        except OSError as error:
+            raise _Refused(f"--profile: {error}") from error
     return found
+
+
+def _costs(args: argparse.Namespace, module: nn.Sequential, sample: Any, devices: Any) -> Profile:
+    """What the layers cost, measured or estimated."""
+    if args.on is None:
+        if args.efficiency is not None:
+            raise _Refused("--efficiency is that of a device to estimate for: give --on")
+        return measured_for(devices, module, sample, timeout=args.timeout)
+    part = EFFICIENCY if args.efficiency is None else args.efficiency
+    return estimated(module, sample, on=args.on, efficiency=part)
+
+
+def _made(args: argparse.Namespace, module: nn.Sequential) -> torch.Tensor:
+    """A sample of the shape that was asked for."""
+    shape, dtype = args.sample
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    try:
+        with torch.device("meta") if args.on is not None else nullcontext():
+            made = torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
+        parameter = next(iter(module.parameters()), None)
+        if parameter is None or parameter.is_meta:
+            return made
+        return made.to(parameter.device)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise _Refused(f"--sample {_shape(args)} cannot be made: {reason}") from error
+
+
+def _shape(args: argparse.Namespace) -> str:
+    shape, dtype = args.sample
+    return f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
 
 
 def _model(name: str) -> tuple[nn.Sequential, Any]:

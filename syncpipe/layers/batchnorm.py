@@ -31,6 +31,7 @@ from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.streams import moved
 
 __all__ = [
+    "ORIGINAL",
     "DeferredBatchNorm",
     "DeferredBatchNorm1d",
     "DeferredBatchNorm2d",
@@ -46,6 +47,7 @@ __all__ = [
 class _Moments(NamedTuple):
     """Per-channel statistics of one micro-batch, in at least single precision."""
 
+    i: int  # the micro-batch
     values: int  # per channel
     mean: Tensor
     var: Tensor  # biased
@@ -61,7 +63,8 @@ class MiniBatchStatistics:
     Micro-batches of one mini-batch may add from several threads. A module that runs several times
     per micro-batch pools all its inputs, and still counts one mini-batch.
 
-    On an accelerator, all is done on one stream, that of the stage.
+    On an accelerator, all is done on one stream, that of the stage; where it has replicas, each
+    adds on its own, and the caller commits when he has waited for all of them.
     """
 
     def __init__(self) -> None:
@@ -69,19 +72,20 @@ class MiniBatchStatistics:
         self._seen: dict[DeferredBatchNorm, list[_Moments]] = {}
 
     @torch.no_grad()
-    def add(self, module: DeferredBatchNorm, input: Tensor) -> None:
+    def add(self, module: DeferredBatchNorm, input: Tensor, i: int = 0) -> None:
         """Take in one micro-batch.
 
         Args:
             module: the layer whose running statistics are meant.
             input: what it was given, `(N, C, *)`. An empty one contributes nothing.
+            i: the micro-batch. In whatever order they come, they are pooled in this one.
         """
         if input.numel() == 0:
             return
         # One reduction is all that a micro-batch pays; the rest is done once, in commit().
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         var, mean = torch.var_mean(values, dim=[0, *range(2, input.dim())], correction=0)
-        moments = _Moments(input.numel() // input.size(1), mean, var)
+        moments = _Moments(i, input.numel() // input.size(1), mean, var)
         with self._lock:
             self._seen.setdefault(module, []).append(moments)
 
@@ -95,25 +99,29 @@ class MiniBatchStatistics:
         """
         with self._lock:
             seen, self._seen = self._seen, {}
-        pooled = [(module, *_pool(moments)) for module, moments in seen.items()]
+        pooled = [(module, *_pool(module, moments)) for module, moments in seen.items()]
         with _commit_lock:
             for module, mean, var in pooled:
                 module._move_running_stats(mean, var)
 
 
-def _pool(parts: list[_Moments]) -> tuple[Tensor, Tensor]:
+def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of all micro-batches together.
 
     The parallel formula of Chan, Golub and LeVeque (1979) for any number of parts at a time. All
     means are taken relative to the first, so that nothing cancels when they are large.
     """
+    parts = sorted(parts, key=lambda part: part.i)
     total = sum(part.values for part in parts)
     if total < 2:
         raise ValueError(
             "the running variance needs more than 1 value per channel in a mini-batch, but got "
             f"{total}; use a larger mini-batch or put the layer in eval mode"
         )
-    means, variances = torch.stack([p.mean for p in parts]), torch.stack([p.var for p in parts])
+    running = module.running_mean
+    device = parts[0].mean.device if running is None else running.device
+    means = torch.stack([moved(p.mean, device) for p in parts])
+    variances = torch.stack([moved(p.var, device) for p in parts])
     shares = torch.tensor([[p.values / total] for p in parts], dtype=means.dtype)
     shares = moved(shares, means.device)
 
@@ -134,12 +142,14 @@ class collect:
     Args:
         stats: the accumulators of the mini-batch at hand. With `None` training forwards neither
             accumulate nor touch running statistics, which is what recomputation asks for.
+        i: the micro-batch.
     """
 
-    __slots__ = ("_token", "stats")
+    __slots__ = ("_token", "i", "stats")
 
-    def __init__(self, stats: MiniBatchStatistics | None) -> None:
+    def __init__(self, stats: MiniBatchStatistics | None, i: int = 0) -> None:
         self.stats = stats
+        self.i = i
         self._token: Token[collect | None] | None = None
 
     def __enter__(self) -> None:
@@ -154,6 +164,10 @@ class collect:
 
 
 _scope: ContextVar[collect | None] = ContextVar("syncpipe_batch_norm_scope", default=None)
+
+
+#: Where a module that stands in for another one, in one cell or one replica, has that one.
+ORIGINAL = "_syncpipe_original"
 
 
 # -- the layers -----------------------------------------------------------------------------------
@@ -175,7 +189,8 @@ class DeferredBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         if scope.stats is not None:
-            scope.stats.add(self, input)
+            original: DeferredBatchNorm = self.__dict__.get(ORIGINAL, self)
+            scope.stats.add(original, input, scope.i)
         return output
 
     def _move_running_stats(self, mean: Tensor, var: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 ``head.weight = embedding.weight``, one module at two places, ``tie_weights()``: outside of running
 cells there is one tensor, which all of these modules hold. Its owner is the first stage that has
-it. What the other stages compute with is for ``stages.ties`` to say; here is who shares what.
+it. What the others compute with is for ``stages.sharing.ties`` to say; here is who shares what.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.tree import overlap, storage_of
 
-__all__ = ["Place", "Tie", "check_memory", "check_modes", "find_ties", "move_tensors"]
+__all__ = [
+    "Place",
+    "Tie",
+    "check_memory",
+    "check_modes",
+    "check_replicas",
+    "find_ties",
+    "move_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,22 @@ def _check(tie: Tie) -> None:
                     f"{tie} are one tensor, one of them inside of another Pipe, which keeps its "
                     "layers where they are: choose a balance that puts both layers into one "
                     "stage, or untie them"
+                )
+
+
+def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
+    """Refuses ties with stages that have replicas.
+
+    Raises:
+        ValueError: with their names.
+    """
+    for tie in ties:
+        for j in tie.stages:
+            if replicas[j] > 1:
+                raise ValueError(
+                    f"{tie} are one tensor, and stage {j} has {replicas[j]} replicas, each with a "
+                    "copy of its own: choose a balance that puts both layers into one stage, give "
+                    "these stages one device each, or untie them"
                 )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, cast
 
+from syncpipe.options.replicas import consecutive
 from syncpipe.schedules.build import AUTO, ScheduleLike, named, shown
 from syncpipe.schedules.builtin import one_f_one_b
 from syncpipe.schedules.schedule import Schedule
@@ -72,14 +74,23 @@ def _with_slots(slots: Any) -> partial[Schedule]:
     return partial(one_f_one_b, slots=slots)
 
 
-def check_slots(schedule: ScheduleLike, stages: int) -> None:
+def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
     """Refuses slots that cannot be, as far as that can be said before a mini-batch is there.
 
+    Args:
+        schedule: what was checked before.
+        replicas: of each stage.
+
     Raises:
-        ValueError: naming them.
+        ValueError: naming them; or the schedule cannot be for stages with replicas.
     """
+    if schedule == AUTO and any(count > 1 for count in replicas):
+        raise ValueError(
+            f"schedule='auto' is made for stages on one device each, but replicas={list(replicas)}:"
+            " choose a schedule by name, such as '1f1b'"
+        )
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
-        schedule(1, stages)
+        schedule(1, consecutive(replicas))
 
 
 def shown_schedule(schedule: ScheduleLike) -> str:

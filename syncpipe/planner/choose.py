@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, cast, overload
 
@@ -12,17 +13,22 @@ import torch
 from torch import nn
 
 from syncpipe.balance.by_cost import param_scale_of
+from syncpipe.balance.estimation.devices import DeviceSpec
+from syncpipe.balance.measure import EFFICIENCY, estimated
 from syncpipe.balance.measure import profile as measured
-from syncpipe.balance.profile import Profile, in_bytes
+from syncpipe.balance.profile import Profile
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.devices import machine_of
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.hybrid import runnable
 from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
-from syncpipe.planner.search.candidate import SCHEDULES
-from syncpipe.planner.search.search import Shortage, search, shortage
+from syncpipe.planner.schedules.choice import check_schedule, choose
+from syncpipe.planner.schedules.layouts import ANY
+from syncpipe.planner.schedules.setting import Scheduled
+from syncpipe.planner.search.candidate import Terms
 
 __all__ = ["NoPlan", "measured_for", "plan"]
 
@@ -48,6 +54,8 @@ def plan(
     schedule: str | None = None,
     param_scale: float | None = None,
     optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: Literal[False] = False,
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -63,6 +71,8 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: Literal[True],
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -82,6 +92,8 @@ def plan(
     schedule: str | None = None,
     param_scale: float | None = None,
     optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
     replicas: bool = False,
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -113,12 +125,22 @@ def plan(
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
         chunks: the number of micro-batches, or those to choose from; by default all that divide
             ``batch_size``.
-        stages: the number of stages; by default whatever is best, up to the number of devices.
-        schedule: ``"gpipe"`` or ``"1f1b"``; by default the better one.
+        stages: the number of stages; by default whatever is best, up to the number of devices (and
+            several on each, where a schedule wants that).
+        schedule: by default the better one of ``"gpipe"`` and ``"1f1b"``, for which the search is
+            exact; the page says what the others would take. Or one of these two, or another one
+            that is then looked for: ``"zb_h1"``, ``"zb_h2"``, ``"interleaved_1f1b"``,
+            ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``, ``"v_half"``, ``"v_min"``,
+            ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the fastest of them all.
         param_scale: bytes for each byte of a parameter that is trained: parameter, gradient, and
             the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
         optimizer: instead of that, what makes the optimizer from a list of parameters, such as
             ``torch.optim.AdamW``; its state is measured.
+        on: estimate the times instead of measuring them, for a device that is not here: a name in
+            ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta`` and too large
+            for this machine; see :func:`syncpipe.balance.estimated`.
+        efficiency: for that, the part of the device's peak that matrix products reach; by default
+            a half.
         replicas: PipeDream's plan instead, in which several devices may share a stage. Each device
             then takes mini-batches of ``batch_size / devices`` samples (those of the profile, if
             it does not know its own); see :func:`syncpipe.planner.replicated`.
@@ -144,8 +166,7 @@ def plan(
         chunks = counts if many else counts[0]
     if not isinstance(devices, int | str | Machine):
         devices = check_devices(devices)
-    if schedule not in (None, *SCHEDULES):
-        raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
+    check_schedule(schedule)
     if param_scale is not None and optimizer is not None:
         raise ValueError("param_scale and optimizer both say what a parameter takes: give one")
     if replicas:
@@ -159,24 +180,26 @@ def plan(
     if not (isinstance(scale, Real) and 0 <= scale < math.inf):
         raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
     machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
-    layers = _profile(module, sample, devices, timeout, progress)
+    if efficiency is not None and on is None:
+        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
+    guess = None if on is None else partial(_estimated, on, efficiency, progress)
+    layers = _profile(module, sample, devices, timeout, progress, guess)
     if replicas:
-        return _replicated(layers, machine, batch_size)
+        return _replicated(layers, machine, batch_size, scale)
     layers = layers.of(batch_size)
-    choice: dict[str, Any] = {
-        "param_scale": scale,
-        "chunks": chunks,
-        "stages": stages,
-        "schedules": SCHEDULES if schedule is None else (schedule,),
-    }
-    found = search(layers, machine, batch_size, **choice)
-    if not found:
-        lack = shortage(layers, machine, batch_size, **choice)
-        raise NoPlan(_explained(lack, layers, machine, batch_size))
-    rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
-    asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    fixed = frozenset(name for name, value in asked.items() if value is not None)
-    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices), fixed)
+    terms = Terms(layers, machine, batch_size, scale)
+    choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
+    try:
+        chosen, found = choose(terms, schedule, **choice)
+    except LookupError as error:
+        raise NoPlan(*error.args) from None
+    rivals = rivals_of(layers, machine, batch_size, chosen=chosen, found=found, param_scale=scale)
+    choice["schedule"] = None if schedule == ANY else schedule
+    fixed = frozenset(name for name, value in choice.items() if value is not None)
+    there = _real(devices)
+    if there is not None and isinstance(chosen, Scheduled):
+        there = tuple(there[d] for d in chosen.simulation.schedule.device_of)
+    return Plan(layers, machine, batch_size, chosen, rivals, there, fixed, scale)
 
 
 def _count(name: str, number: Any) -> int:
@@ -190,12 +213,13 @@ def _count(name: str, number: Any) -> int:
     return count
 
 
-def _replicated(layers: Profile, machine: Machine, batch_size: int) -> Replicas:
+def _replicated(layers: Profile, machine: Machine, batch_size: int, scale: float) -> Replicas:
     if not machine.uniform:
         raise ValueError("replicas=True is for devices that are alike, with links that are alike")
     n = len(machine)
     samples = None if layers.whole else max(1, batch_size // n)
-    return replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    found = replicated(layers, n, machine.bandwidth[0][-1], samples=samples)
+    return runnable(found, layers, machine, batch_size, scale)
 
 
 def _real(devices: Any) -> tuple[Any, ...] | None:
@@ -213,11 +237,13 @@ def _profile(
     devices: Any,
     timeout: float,
     progress: bool | None,
+    guess: Callable[[Any, Any], Profile] | None,
 ) -> Profile:
     """What the layers cost, with times."""
     if isinstance(module, Profile):
-        if sample is not None:
-            raise ValueError("a profile is measured already: leave out the sample")
+        for name, given in (("the sample", sample), ("on", guess)):
+            if given is not None:
+                raise ValueError(f"a profile is measured already: leave out {name}")
         layers = module
     elif not isinstance(module, nn.Module | Iterable):
         raise TypeError(
@@ -226,15 +252,24 @@ def _profile(
         )
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
+    elif guess is not None:
+        layers = guess(module, sample)
     else:
         layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
-    size = layers.sizes[-1]
-    if not any(layer.forward[size] + layer.backward[size] for layer in layers.layers):
+    if not layers.timed:
         raise ValueError(
             "the profile has no times (on meta and on fake devices only sizes are measured), so "
-            "there is nothing to plan by: measure the layers on a real device"
+            "there is nothing to plan by: measure the layers on a real device, or let times be "
+            "estimated for one that is not here, such as on='A100-80GB'"
         )
     return layers
+
+
+def _estimated(
+    on: str | DeviceSpec, efficiency: float | None, progress: bool | None, module: Any, sample: Any
+) -> Profile:
+    part = EFFICIENCY if efficiency is None else efficiency
+    return estimated(module, sample, on=on, efficiency=part, progress=progress)
 
 
 def measured_for(
@@ -265,30 +300,3 @@ def _only_for_pipelines(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
-
-
-def _explained(lack: Shortage | None, profile: Profile, machine: Machine, batch_size: int) -> str:
-    """Which stage misses by how much, and what would make it fit."""
-    if lack is None:
-        return f"no plan fits {len(machine)} devices and batch_size={batch_size}"
-    s = lack.stage
-    start = sum(lack.balance[:s])
-    names = [layer.name for layer in profile.layers[start : start + lack.balance[s]]]
-    layers = f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
-    again = ", recomputing its forward" if lack.recomputes[s] else ""
-    more = in_bytes(lack.memory_per_device * (1 + 1e-9), up=True)
-    ways = [f"{more} on each device"] if machine.uniform else []
-    if lack.devices is not None:
-        ways.append(f"{lack.devices} such devices")
-    if lack.batch_size is not None:
-        ways.append(f"batch_size={lack.batch_size}")
-    ways.append("a smaller param_scale (an optimizer with less state)")
-    if not machine.uniform:
-        ways.append("the devices in another order (stages are put on them as they are given)")
-    return (
-        f"no plan fits into memory. Nearest comes balance={list(lack.balance)} with "
-        f"chunks={lack.chunks} under {lack.schedule!r}: stage {s} ({layers}) needs "
-        f"{in_bytes(lack.memory[s], up=True)}{again}, {in_bytes(lack.missing, up=True)} more than "
-        f"the {in_bytes(lack.limits[s])} of {machine.name(s)}. What would make it fit: "
-        f"{', or '.join(ways)}"
-    )

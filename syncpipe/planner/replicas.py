@@ -10,7 +10,8 @@ flight, and what counts is the slowest stage or link:
 Sources: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training" (2018), and
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019),
 section 3.1. PipeDream trains without a flush, on weights of different age; the times here are its
-times, of that steady state, and no promise for a synchronous pipeline.
+times, of that steady state, and no promise for a synchronous pipeline; what a pipe makes of these
+stages is in ``options()`` and ``step`` (see ``hybrid``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Replicas:
         data_parallel: all layers on each of the machines.
         bandwidth: bytes per second of a machine's network.
         samples: in a mini-batch; None if nobody knows.
+        chunks: micro-batches with which a synchronous pipe is fastest; 0 if nobody asked.
+        step: seconds that its step takes under 1F1B, with gradients exchanged.
+        memory: bytes that it takes on each device, those of the first stage first.
     """
 
     stages: tuple[tuple[int, int, int], ...]
@@ -55,6 +59,27 @@ class Replicas:
     data_parallel: float
     bandwidth: float
     samples: int | None
+    chunks: int = 0
+    step: float = 0.0
+    memory: tuple[float, ...] = ()
+
+    @property
+    def balance(self) -> list[int]:
+        """For each stage the number of its layers."""
+        return [last - first for first, last, _ in self.stages]
+
+    @property
+    def replicas(self) -> list[int]:
+        """For each stage how many machines, or devices, it is on."""
+        return [replicas for _, _, replicas in self.stages]
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of a pipe that has these stages, on one machine with as many devices::
+
+        pipe = Pipe(model, **plan.options(), devices=[...])
+        """
+        chunks = self.chunks or self.machines
+        return {"balance": self.balance, "replicas": self.replicas, "chunks": chunks}
 
     @property
     def machines(self) -> int:
@@ -105,6 +130,9 @@ class Replicas:
             "one_machine": self.one_machine,
             "speedup": self.speedup,
             "samples": self.samples,
+            "options": self.options(),
+            "step": self.step,
+            "memory": list(self.memory),
         }
 
     def __str__(self) -> str:
@@ -152,6 +180,11 @@ class Replicas:
             words.append(f"{ratio:.2f} times as fast as one machine ({_ms(self.one_machine)})")
             words.append(self._reason())
             words.append("in PipeDream's steady state: no flush, weights of different age")
+        if self.chunks:
+            words.append(
+                f"as a synchronous pipe, {self.chunks} micro-batches: {_ms(self.step)} a step, "
+                f"{in_bytes(max(self.memory))} on a device at most"
+            )
         best = min(self.times)
         if best < self.times[-1]:
             m = self.times.index(best) + 1

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.streams import Lane, Streams
+from syncpipe.schedules.schedule import Devices, devices_of
 
 __all__ = ["Moment", "Record", "Recorder"]
 
@@ -73,16 +74,16 @@ class Recorder:
         self._origins = origins
         self.step = step
         self._lanes: list[Lane] = []
-        self._row_of: tuple[int, ...] = ()
+        self._rows: Devices = ()
 
-    def begin(self, lanes: list[Lane], row_of: tuple[int, ...]) -> None:
+    def begin(self, lanes: list[Lane], rows: Devices) -> None:
         """Call before anything is recorded, on the caller's thread.
 
         Args:
             lanes: for each worker its lane.
-            row_of: for each stage the index of its worker.
+            rows: for each stage the index of its worker, or those of its replicas.
         """
-        self._lanes, self._row_of = lanes, row_of
+        self._lanes, self._rows = lanes, rows
         for lane in lanes:
             if lane.streams is not None and lane.device not in self._origins:
                 # A host that is busy wakes up late; the quickest of some readings tells the time.
@@ -92,7 +93,7 @@ class Recorder:
     @contextmanager
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
         """The context in which stage ``j`` computes something."""
-        record, lane = self._record(kind, i, j), self._lane(j)
+        record, lane = self._record(kind, i, j), self._lane(i, j)
         record.start, running = self._now(lane, lane.compute), time.thread_time()
         yield
         record.host = time.thread_time() - running
@@ -104,7 +105,11 @@ class Recorder:
         """The context in which something is sent from stage ``j`` to ``target``, or back."""
         if backward:  # along the same edge, the other way
             j, target = target, j
-        record, source, there = self._record("transfer", i, j), self._lane(j), self._lane(target)
+        record, source, there = (
+            self._record("transfer", i, j),
+            self._lane(i, j),
+            self._lane(i, target),
+        )
         record.target, record.backward = target, backward
         if source.streams is not None:  # it cannot begin before what it sends is there
             source.streams.wait(source.outbound, source.streams.record(source.compute))
@@ -123,7 +128,7 @@ class Recorder:
             outputs: what the cell computed.
             inputs: from what.
         """
-        lane = self._lane(j)
+        lane = self._lane(i, j)
         records: dict[int, Record] = {}  # for each backward through this graph
 
         def current() -> Record:
@@ -148,10 +153,14 @@ class Recorder:
                 node.register_hook(after)
 
     def _record(self, kind: str, i: int, j: int) -> Record:
-        return Record(kind, i, j, self._row_of[j], self.step)
+        return Record(kind, i, j, self._row(i, j), self.step)
 
-    def _lane(self, j: int) -> Lane:
-        return self._lanes[self._row_of[j]]
+    def _row(self, i: int, j: int) -> int:
+        rows = devices_of(self._rows, j)
+        return rows[i % len(rows)]
+
+    def _lane(self, i: int, j: int) -> Lane:
+        return self._lanes[self._row(i, j)]
 
     def _now(self, lane: Lane, stream: Any) -> Moment:
         if lane.streams is None:

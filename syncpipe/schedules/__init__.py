@@ -17,6 +17,7 @@ from syncpipe.schedules.builtin import (
     zbv,
 )
 from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.merge import dealt
 from syncpipe.schedules.schedule import Action, Schedule, validate
 from syncpipe.schedules.search.auto import auto
 from syncpipe.schedules.search.report import AutoSchedule
@@ -33,6 +34,7 @@ __all__ = [
     "Simulation",
     "auto",
     "build",
+    "dealt",
     "dualpipev",
     "from_csv",
     "gpipe",

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import syncpipe.schedules.builtin as builtin
-from syncpipe.schedules.schedule import Schedule, validate
+from syncpipe.schedules.merge import dealt
+from syncpipe.schedules.schedule import Devices, Schedule, validate
 from syncpipe.schedules.text import from_csv
 
 __all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
 #: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
 #: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
-ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, tuple[int, ...]], Schedule]
+ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, Any], Schedule]
 
 #: The schedules by name; more can be added.
-SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
+SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
     "naive": builtin.naive,
     "gpipe": builtin.gpipe,
     "1f1b": builtin.one_f_one_b,
@@ -38,12 +39,25 @@ SCHEDULES: dict[str, Callable[[int, tuple[int, ...]], Schedule]] = {
 }
 
 
+#: Those that know of replicas.
+_BY_STAGE = (
+    builtin.naive,
+    builtin.gpipe,
+    builtin.one_f_one_b,
+    builtin.zb_h1,
+    builtin.zb_h2,
+)
+
 #: What asks ``train_batch`` to measure, and to make a schedule of that.
 AUTO = "auto"
 
 
-def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
+def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
     """A valid schedule for so many micro-batches and these stages.
+
+    With replicas the looped and the V-shaped schedules, other functions, ``Schedule`` objects and
+    files are made for one device in the place of the replicas of a stage (and of those of other
+    stages on the same ones), and are dealt out (:func:`syncpipe.schedules.dealt`).
 
     Args:
         schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`):
@@ -51,7 +65,7 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
             that returns a schedule, such as ``functools.partial(one_f_one_b, slots="textbook")``.
             Of a function the result is kept: it is asked once for the same arguments.
         m: number of micro-batches.
-        device_of: for each stage the index of its device.
+        device_of: for each stage the index of its device, or those of its replicas in a tuple.
 
     Raises:
         TypeError: if ``schedule`` is none of these, or a function that returns no schedule.
@@ -65,8 +79,7 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
         path = Path(schedule)
         schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
     if isinstance(schedule, Schedule):
-        _check(schedule, m, devices)
-        return schedule
+        return _fitting(schedule, m, devices)
     if not callable(schedule):
         raise TypeError(
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
@@ -76,7 +89,7 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int]) -> Schedule:
     return _made(types.MethodType(operator.call, schedule), m, devices)
 
 
-def named(name: str) -> Callable[[int, tuple[int, ...]], Schedule]:
+def named(name: str) -> Callable[[int, Any], Schedule]:
     """What makes the schedule of that name.
 
     Raises:
@@ -108,20 +121,42 @@ def shown(schedule: ScheduleLike) -> str:
 
 
 @lru_cache(maxsize=128)
-def _made(function: types.MethodType, m: int, device_of: tuple[int, ...]) -> Schedule:
+def _made(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
     name = shown(cast("ScheduleLike", function.__self__))
+    maker: Any = function.__self__
+    maker = maker.func if isinstance(maker, partial) else maker
+    knows = any(maker is known for known in _BY_STAGE)
+    given = device_of if knows else _one_each(device_of)
     try:
-        schedule: Any = function(m, device_of)
+        schedule: Any = function(m, given)
         if not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
-        _check(schedule, m, device_of)
+        fitting = _fitting(schedule, m, device_of)
     except Exception as error:
-        error.add_note(f"So says schedule={name} when called with m={m}, device_of={device_of}")
+        error.add_note(f"So says schedule={name} when called with m={m}, device_of={given}")
         raise
-    return schedule
+    return fitting
 
 
-def _check(schedule: Schedule, m: int, device_of: tuple[int, ...]) -> None:
+def _one_each(device_of: Devices) -> tuple[int, ...]:
+    """The same stages with one device in the place of those that serve a stage together."""
+    if not any(isinstance(devices, tuple) for devices in device_of):
+        return cast("tuple[int, ...]", device_of)
+    groups = list(dict.fromkeys(device_of))
+    return tuple([groups.index(devices) for devices in device_of])
+
+
+def _fitting(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
+    """The schedule itself, or dealt out to replicas, if it is for these stages."""
+    replicas = any(isinstance(devices, tuple) for devices in device_of)
+    if not replicas or schedule.device_of == device_of:
+        _check(schedule, m, device_of)
+        return schedule
+    _check(schedule, m, _one_each(device_of))
+    return dealt(schedule, device_of)
+
+
+def _check(schedule: Schedule, m: int, device_of: Devices) -> None:
     for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, device_of)):
         if has != wanted:
             raise ValueError(

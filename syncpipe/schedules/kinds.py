@@ -2,7 +2,8 @@
 
 A backward may come in two halves: ``backward_input`` computes the gradient that the stage to the
 left waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations
-are in no schedule; ``training_program`` puts them where they belong.
+and the sums of replicas' gradients are in no schedule; they are put where they belong when it is
+compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 __all__ = ["HALVES", "KINDS", "LETTERS", "About", "Kind"]
 
-Kind = Literal["forward", "backward", "backward_input", "backward_weight", "recompute"]
+Kind = Literal["forward", "backward", "backward_input", "backward_weight", "recompute", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ KINDS: dict[Kind, About] = {
     "backward_weight": About("W", -0.36, -1, "", 2, HALVES[1:],
                              "backward, weight half: nobody waits for it"),
     "recompute":       About("", 0.62, 0, "", 0, ("recompute",), "forward again (recomputation)"),
+    "reduce":          About("", -0.6, 0, "", 0, (), "gradients of replicas added up"),
 }  # fmt: skip
 
 #: One for each kind that a schedule can have.

@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from syncpipe.schedules.kinds import KINDS, Kind
-from syncpipe.schedules.schedule import Action, Schedule
+from syncpipe.schedules.schedule import Action, Devices, Schedule, device_count
 
-__all__ = ["onto_devices", "played"]
+__all__ = ["dealt", "onto_devices", "played"]
 
 
 def onto_devices(
-    name: str, m: int, device_of: tuple[int, ...], rows: Sequence[Sequence[tuple[Kind, int]]]
+    name: str, m: int, device_of: Devices, rows: Sequence[Sequence[tuple[Kind, int]]]
 ) -> Schedule:
     """Merges the orders of the stages into one for each device.
 
     Args:
         name: of the schedule.
         m: number of micro-batches.
-        device_of: for each stage the index of its device.
+        device_of: for each stage the index of its device, or of those of its replicas.
         rows: for each stage the kinds and micro-batches of its actions, in an order that works
             when each stage has a device of its own.
     """
     lists = [[Action(kind, i, j) for kind, i in row] for j, row in enumerate(rows)]
-    if max(device_of) + 1 < len(lists):
-        return played(name, m, device_of, lists)
-    alone: list[tuple[Action, ...]] = [()] * len(lists)
-    for j, row in enumerate(lists):
-        alone[device_of[j]] = tuple(row)
+    return _merged(name, m, device_of, lists)
+
+
+@lru_cache(maxsize=128)
+def dealt(schedule: Schedule, device_of: Devices) -> Schedule:
+    """Deals a schedule out to replicas: each takes every ``r``-th micro-batch, in the same order.
+
+    What can be done in one order can be done by more hands in the same order.
+
+    Args:
+        schedule: a valid one. Stages that are on one device have the same replicas, too.
+        device_of: for each stage the index of its device, or of those of its replicas.
+    """
+    return _merged(schedule.name, schedule.m, device_of, schedule.actions)
+
+
+def _merged(name: str, m: int, device_of: Devices, rows: Iterable[Sequence[Action]]) -> Schedule:
+    where = Schedule(m, device_of, (), name).device
+    lists: list[list[Action]] = []
+    for row in rows:
+        hands: dict[int, list[Action]] = {}
+        for action in row:
+            hands.setdefault(where(action.i, action.j), []).append(action)
+        lists += hands.values()
+    alone: list[tuple[Action, ...]] = [()] * device_count(device_of)
+    for actions in lists:
+        d = where(actions[0].i, actions[0].j)
+        if alone[d]:
+            return played(name, m, device_of, lists)
+        alone[d] = tuple(actions)
     return Schedule(m, device_of, tuple(alone), name)
 
 
 def played(
     name: str,
     m: int,
-    device_of: tuple[int, ...],
+    device_of: Devices,
     lists: Sequence[Sequence[Action]],
     room: int | None = None,
 ) -> Schedule:
@@ -48,14 +74,18 @@ def played(
     Args:
         name: of the schedule.
         m: number of micro-batches.
-        device_of: for each stage the index of its device.
+        device_of: for each stage the index of its device, or of those of its replicas.
         lists: any number of them for each device, which together can be carried out.
         room: so many cells may be in flight on a device, and a forward waits until there is room
             for its own. Not less than the lists need. None: any number.
     """
     rows = [list(reversed(row)) for row in lists if row]  # the next action is the last
-    needs = Schedule(m, device_of, tuple(map(tuple, rows)), name).predecessors
-    merged: list[list[Action]] = [[] for _ in range(max(device_of) + 1)]
+    whole = Schedule(m, device_of, tuple(map(tuple, rows)), name)
+    needs = whole.predecessors
+    rows_of: list[list[list[Action]]] = [[] for _ in range(device_count(device_of))]
+    for row in rows:
+        rows_of[whole.device(row[0].i, row[0].j)].append(row)
+    merged: list[list[Action]] = [[] for _ in rows_of]
     free_at, alive = [0] * len(merged), [0] * len(merged)
     over_at: dict[Action, int] = {}
     tick, left = 0, sum(map(len, rows))
@@ -66,15 +96,14 @@ def played(
             full = room is not None and alive[d] >= room
             ready = [
                 row[-1]
-                for row in rows
+                for row in rows_of[d]
                 if row
-                and device_of[row[-1].j] == d
                 and not (full and row[-1].kind == "forward")
                 and all(over_at.get(needed, tick + 1) <= tick for needed in needs(row[-1]))
             ]
             if ready:
                 action = min(ready, key=_first)
-                next(row for row in rows if row and row[-1] == action).pop()
+                next(row for row in rows_of[d] if row and row[-1] == action).pop()
                 taken.append(action)
                 left -= 1
                 alive[d] += KINDS[action.kind].alive

@@ -25,9 +25,12 @@ from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
 
 __all__ = [
     "Action",
+    "Devices",
     "Program",
     "Schedule",
     "clock_cycles",
+    "device_count",
+    "devices_of",
     "forward_program",
     "training_program",
     "validate",
@@ -55,6 +58,21 @@ class Action(NamedTuple):
 #: For each worker the actions that it performs, in order.
 Program = list[list[Action]]
 
+#: For each stage the index of its device; or of several, if it has replicas, to which micro-batches
+#: are dealt in turn.
+Devices = tuple[int | tuple[int, ...], ...]
+
+
+def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
+    """The devices of a stage: micro-batch ``i`` is on number ``i % r`` of ``r``."""
+    devices = device_of[j]
+    return devices if isinstance(devices, tuple) else (devices,)
+
+
+def device_count(device_of: Devices) -> int:
+    """How many devices there are, if each of them has a stage."""
+    return 1 + max(max(devices_of(device_of, j)) for j in range(len(device_of)))
+
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """Yields, for each clock cycle, the cells ``(i, j)`` that run in it.
@@ -67,7 +85,7 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
 
 
-def forward_program(m: int, worker_of: tuple[int, ...]) -> Program:
+def forward_program(m: int, worker_of: Devices) -> Program:
     """The forward half of GPipe's schedule, as a list of actions for each worker.
 
     A lone worker has nobody to wait for it, so it takes the micro-batches one after another
@@ -76,16 +94,17 @@ def forward_program(m: int, worker_of: tuple[int, ...]) -> Program:
 
     Args:
         m: number of micro-batches.
-        worker_of: for each stage the index of the worker that serves it.
+        worker_of: for each stage the index of the worker that serves it, or those of its replicas.
     """
     n = len(worker_of)
-    program: Program = [[] for _ in range(max(worker_of) + 1)]
+    program: Program = [[] for _ in range(device_count(worker_of))]
+    workers = [devices_of(worker_of, j) for j in range(n)]
     if len(program) == 1:
         program[0] = [Action("forward", i, j) for i in range(m) for j in range(n)]
         return program
     for cells in clock_cycles(m, n):
         for i, j in cells:
-            program[worker_of[j]].append(Action("forward", i, j))
+            program[workers[j][i % len(workers[j])]].append(Action("forward", i, j))
     return program
 
 
@@ -98,13 +117,14 @@ class Schedule:
 
     Attributes:
         m: number of micro-batches.
-        device_of: for each stage the index of the device that it is on.
+        device_of: for each stage the index of the device that it is on; of one with replicas those
+            of all of them, micro-batch ``i`` being on number ``i % r`` of ``r``.
         actions: for each device its actions in order.
         name: what people call it; two schedules are equal whatever their names.
     """
 
     m: int
-    device_of: tuple[int, ...]
+    device_of: Devices
     actions: tuple[tuple[Action, ...], ...]
     name: str = field(default="custom", compare=False)
 
@@ -115,6 +135,11 @@ class Schedule:
     def n(self) -> int:
         """Number of stages."""
         return len(self.device_of)
+
+    def device(self, i: int, j: int) -> int:
+        """The device of a cell."""
+        devices = self.device_of[j]
+        return devices[i % len(devices)] if isinstance(devices, tuple) else devices
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
@@ -143,8 +168,9 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """For each stage the largest number of micro-batches whose activations are alive at once.
 
-        From the start of the forward to the end of the backward, or of its weight half. A stage
+        From the start of the forward to the end of the backward, or of its weight half. A cell
         stays on one device, so the order alone decides this and the duration of actions does not.
+        Of a stage with replicas it is the number on any one of them.
         """
         peaks = [0] * self.n
         for row in self.actions:
@@ -214,7 +240,8 @@ def _check_placement(schedule: Schedule) -> None:
     if schedule.m < 1 or schedule.n < 1:
         raise ValueError(f"it needs micro-batches and stages, not m={schedule.m}, n={schedule.n}")
     devices = len(schedule.actions)
-    if set(schedule.device_of) != set(range(devices)):
+    there = [d for j in range(schedule.n) for d in devices_of(schedule.device_of, j)]
+    if set(there) != set(range(devices)):
         raise ValueError(
             f"it has {devices} lists of actions, but device_of={schedule.device_of}; "
             "there is one list for each device, and each device has a stage"
@@ -232,8 +259,8 @@ def _check_cells(schedule: Schedule) -> dict[Action, tuple[int, int]]:
                 raise ValueError(f"{where}, has the kind {kind!r}; there are {', '.join(LETTERS)}")
             if not (0 <= i < schedule.m and 0 <= j < schedule.n):
                 raise ValueError(f"{where}, is outside of m={schedule.m}, n={schedule.n}")
-            if schedule.device_of[j] != d:
-                raise ValueError(f"{where}, belongs on device {schedule.device_of[j]}")
+            if schedule.device(i, j) != d:
+                raise ValueError(f"{where}, belongs on device {schedule.device(i, j)}")
             if action in places:
                 raise ValueError(f"{where}, was already action {places[action][1]}")
             if kind == "backward" and (i, j) in schedule.splits:
@@ -250,7 +277,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, tuple[int, int]]) -
             for kind in ("forward", *kinds):
                 action = Action(kind, i, j)
                 if action not in places:
-                    d = schedule.device_of[j]
+                    d = schedule.device(i, j)
                     raise ValueError(f"{action} is missing on device {d}: {kind} of cell {i, j}")
 
 

@@ -309,7 +309,7 @@ class _Simulator:
 
     def _transfer(self, span: TimedAction, target: int, time: float, skip: bool) -> None:
         """Puts the result of an action on its way to another stage."""
-        there = self._schedule.device_of[target]
+        there = self._schedule.device(span.action.i, target)
         if there == span.device:
             self._arrive(self._receiver(span.action, target), span)
             return
@@ -329,7 +329,7 @@ class _Simulator:
         """Something that an action needs is there."""
         self._missing[action] -= 1
         self._arrived[action] = what  # time does not go back: this is the latest
-        self._start_next(self._schedule.device_of[action.j])
+        self._start_next(self._schedule.device(action.i, action.j))
 
     def _begin(self, what: _Step, cause: _Step | None) -> None:
         heapq.heappush(self._ends, (what.end, len(self._cause), what))

@@ -18,13 +18,23 @@ from typing import NamedTuple
 from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.schedule import (
     Action,
+    Devices,
     Program,
     Schedule,
+    devices_of,
     forward_program,
     training_program,
 )
 
-__all__ = ["Edge", "Step", "Steps", "compiled", "forward_steps", "training_steps"]
+__all__ = [
+    "Edge",
+    "Step",
+    "Steps",
+    "compiled",
+    "forward_steps",
+    "numbers_of",
+    "training_steps",
+]
 
 
 class Edge(NamedTuple):
@@ -40,7 +50,8 @@ class Step(NamedTuple):
     """An action, ready to be bound and run.
 
     Attributes:
-        what: what is bound once for a call: the kind of the action, and its stage.
+        what: what is bound once for a call: the kind of the action, and the number of its stage, or
+            replica (see :func:`numbers_of`).
         i: the micro-batch.
         needs: the numbers of the messages that it takes, in this order.
         sends: the numbers of the messages that it returns, in this order.
@@ -76,7 +87,7 @@ class Steps:
         return tuple({step.what: None for steps in self.of for step in steps})
 
     def backwards(self, j: int) -> list[int]:
-        """The micro-batches in the order in which they go back on a stage."""
+        """The micro-batches in the order in which they go back on a stage, or replica."""
         steps = (step for row in self.of for step in row if step.what[1] == j)
         return [step.i for step in steps if KINDS[step.what[0]].sends == "gradient"]
 
@@ -109,19 +120,34 @@ class Steps:
         return tuple(order)
 
 
+def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
+    """For each stage the numbers of its replicas.
+
+    To what runs, a replica is one more stage. Stages come first, each standing for its first
+    replica; the numbers after them are those of all others, stage by stage.
+    """
+    numbers: list[tuple[int, ...]] = []
+    following = len(worker_of)
+    for j in range(len(worker_of)):
+        more = len(devices_of(worker_of, j)) - 1
+        numbers.append((j, *range(following, following + more)))
+        following += more
+    return numbers
+
+
 @lru_cache(maxsize=128)
 def forward_steps(
-    edges: tuple[Edge, ...], m: int, worker_of: tuple[int, ...], *, targets: bool = False
+    edges: tuple[Edge, ...], m: int, worker_of: Devices, *, targets: bool = False
 ) -> Steps:
     """The steps of :func:`forward_program`.
 
     Args:
         edges: those of the pipeline.
         m: number of micro-batches.
-        worker_of: for each stage the index of the worker that serves it.
+        worker_of: for each stage the index of the worker that serves it, or those of its replicas.
         targets: the first stage sends targets to the last one.
     """
-    return compiled(edges, forward_program(m, worker_of), targets=targets)
+    return compiled(edges, forward_program(m, worker_of), numbers_of(worker_of), targets=targets)
 
 
 @lru_cache(maxsize=128)
@@ -143,12 +169,30 @@ def training_steps(
         returns: more edges, over which only gradients go.
     """
     program = training_program(schedule, rematerialized)
-    return compiled(edges, program, targets=targets, returns=returns)
+    numbers = numbers_of(schedule.device_of)
+    if any(len(those) > 1 for those in numbers):
+        program = _reducing(program, schedule)
+    return compiled(edges, program, numbers, targets=targets, returns=returns)
+
+
+def _reducing(program: Program, schedule: Schedule) -> Program:
+    """The program in which the gradients of replicas are added up.
+
+    Each replica sends the sum of its own as soon as it is through with its stage; the first one
+    adds them to its own, in order, when it has nothing else to do.
+    """
+    rows = [list(row) for row in program]
+    for j in reversed(range(schedule.n)):
+        for i, d in enumerate(devices_of(schedule.device_of, j)[: schedule.m]):
+            last = max(k for k, action in enumerate(rows[d]) if action.j == j)
+            rows[d].insert(last + 1 if i else len(rows[d]), Action("reduce", i, j))
+    return rows
 
 
 def compiled(
     edges: Iterable[Edge],
     program: Program,
+    numbers: Sequence[tuple[int, ...]],
     *,
     targets: bool = False,
     returns: Sequence[Edge] = (),
@@ -160,6 +204,7 @@ def compiled(
             the messages.
         program: for each worker its actions in order. A cell belongs to the worker that has its
             forward.
+        numbers: for each stage those of its replicas.
         targets: the first stage sends targets, last, to the last stage, which takes them last.
         returns: more edges, numbered after the others, over which only gradients go.
     """
@@ -170,6 +215,9 @@ def compiled(
 
     def there(edge: Edge, i: int) -> int:
         return 2 * (i * count + edge.number)
+
+    def summed(i: int, j: int) -> int:
+        return 2 * (1 + max(i for i, _ in worker_of)) * count + numbers[j][i]
 
     stages = range(last + 1)
     incomings = [[edge for edge in edges if edge.target == j] for j in stages]
@@ -195,6 +243,11 @@ def compiled(
             needs = [there(edge, i) + 1 for edge in back_from[j]]
             sends = [there(edge, i) + 1 for edge in back_to[j]]
             to = [edge.source for edge in back_to[j]]
-        return Step((kind, j), i, tuple(needs), tuple(sends), tuple(worker_of[i, k] for k in to))
+        what, workers = (kind, numbers[j][i % len(numbers[j])]), [worker_of[i, k] for k in to]
+        if kind == "reduce" and i:
+            sends, workers = [summed(i, j)], [worker_of[0, j]]
+        elif kind == "reduce":
+            needs = [summed(k, j) for k in range(1, len(numbers[j])) if (k, j) in worker_of]
+        return Step(what, i, tuple(needs), tuple(sends), tuple(workers))
 
     return Steps(tuple(tuple(map(step, row)) for row in program))

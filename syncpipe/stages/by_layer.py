@@ -48,6 +48,7 @@ class Unit(Stage):
             whole.device,
             *_skips_of(partition),
         )
+        self.number = whole.number
         self._whole = whole
         self._again = again
         self.changes.lock = whole.changes.lock  # modules may be in several units

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
+from syncpipe.layers.ties import check_replicas
 from syncpipe.objects import hidden_tensor
 from syncpipe.options.checkpoint import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
@@ -31,8 +32,9 @@ from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.stages.by_layer import divided
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import CallContext
-from syncpipe.stages.ties import CallTies
-from syncpipe.stages.transfer import Note, send
+from syncpipe.stages.sharing.replicas import CallReplicas
+from syncpipe.stages.sharing.ties import CallTies
+from syncpipe.stages.transfer import sent
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
 __all__ = ["Call", "EntryEvent"]
@@ -55,6 +57,9 @@ class EntryEvent(NamedTuple):
 class Call:
     """One mini-batch on its way through a pipeline; to be made on the caller's thread.
 
+    Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
+    ``pipeline.stages``, and in all lists that are kept for each of these.
+
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
@@ -68,6 +73,7 @@ class Call:
         lanes: for each worker its device and streams.
         rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
         ties: the tensors that stages share; None if there are none.
+        replicas: those of all stages; None if there are none.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class Call:
         nested = is_checkpointing() or is_recomputing()
         counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
         recorded = state.grad and not nested
-        modes = checkpoint if recorded else ["never"] * len(checkpoint)
+        modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
         self.rematerialized = tuple(
             counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
         )
@@ -101,7 +107,7 @@ class Call:
             threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
             disturbed=others_may_draw(),
             forwards=[0] * len(stages),
-            statistics={stage.j: MiniBatchStatistics() for stage in stages if stage.defers},
+            statistics={},
             recorder=recorder,
             plain=[stage.plain for stage in stages],
             divided={
@@ -115,6 +121,9 @@ class Call:
                 if isinstance(mode, Selective)
             },
         )
+        for numbers in pipeline.numbers:
+            if stages[numbers[0]].defers:
+                self.context.statistics |= dict.fromkeys(numbers, MiniBatchStatistics())
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._offloads = {
             j: self._offload(j)
@@ -125,17 +134,35 @@ class Call:
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
-            recorder.begin(self.lanes, pipeline.worker_of)
+            recorder.begin(self.lanes, pipeline.placement)
         self.ties: CallTies | None = None
         if ties := pipeline.shared.find():
+            check_replicas(ties, list(map(len, pipeline.numbers)))
             self._wait_for_caller()
-            lanes = [self.lane_of(stage.j) for stage in stages]
+            lanes = [self.lane_of(stage.number) for stage in stages]
             self.ties = CallTies(
                 ties, pipeline.shared, stages, lanes, pipeline.edges, self.context, recorder,
                 graph=graph,
             )  # fmt: skip
+        self.replicas: CallReplicas | None = None
+        if len(stages) > pipeline.n:
+            self._wait_for_caller()
+            self.replicas = CallReplicas(
+                pipeline.replicas, pipeline.numbers, stages,
+                [self.lane_of(stage.number) for stage in stages], self.context, recorder,
+                graph=graph,
+            )  # fmt: skip
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
-        self._ends = [(self.lane_of(e.source), self.lane_of(e.target)) for e in edges]
+        # For each edge and micro-batch.
+        self._ends = [
+            list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
+        ]
+
+    def _along(self, j: int) -> list[Lane]:
+        """For each micro-batch the lane on which it passes stage ``j``."""
+        numbers = self.pipeline.numbers[j]
+        lanes = [self.lane_of(number) for number in numbers]
+        return (lanes * (1 + self.context.m // len(lanes)))[: self.context.m]
 
     def _wait_for_caller(self) -> None:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
@@ -150,7 +177,7 @@ class Call:
             input: a tree that comes from the caller and is used by the first stage.
         """
         self._wait_for_caller()
-        self.lane_of(0).record_on_stream(tensors_in(input), self._caller_of(0))
+        self.lane_of(0).record_on_stream(tensors_in(input), self.caller_of(0))
         for j, offload in self._offloads.items():
             offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
         run = partial(
@@ -169,6 +196,8 @@ class Call:
                 caller.wait_for(lane)
         if self.ties is not None:
             self.ties.finish()
+        if self.replicas is not None:
+            self.replicas.finish()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
@@ -178,7 +207,7 @@ class Call:
             kind: the kind.
             j: the stage.
         """
-        lane, recorder = self.lane_of(j), self.recorder
+        lane, recorder, stage = self.lane_of(j), self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
             run = offload.around(run)
@@ -188,7 +217,7 @@ class Call:
         def on_streams(i: int, parcels: list[Any]) -> Sequence[Any]:
             with lane.active():
                 _received(lane, parcels)
-                with nullcontext() if recorder is None else recorder.span(kind, i, j):
+                with nullcontext() if recorder is None else recorder.span(kind, i, stage):
                     return run(i, parcels)
 
         return on_streams
@@ -221,7 +250,7 @@ class Call:
         Returns:
             The value at the far end, and the event to wait for there.
         """
-        source, target = self._ends[edge.number]
+        source, target = self._ends[edge.number][i]
         if backward:
             source, target = target, source
         if source is target:
@@ -229,10 +258,10 @@ class Call:
         if not (backward or isinstance(value, Tensor)):
             self._check_objects(edge, i, value, graph)
         if self.recorder is None:
-            return _sent(source, target, value, graph, None)
+            return sent(source, target, value, graph, None)
         note = partial(self.recorder.transfer, i, edge.source, edge.target)
         with note(backward=backward):
-            return _sent(source, target, value, graph, note)
+            return sent(source, target, value, graph, note)
 
     def _check_objects(self, edge: Edge, i: int, value: Any, graph: bool) -> None:
         """Refuses objects with tensors in them that would have to be sent.
@@ -313,16 +342,17 @@ class Call:
         """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
         with self.as_caller():
             result = function(*args)
-        self.lane_of(j).wait_for(self._caller_of(j))
+        self.lane_of(j).wait_for(self.caller_of(j))
         return result
 
     def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
         lane = self.lane_of(j)
         if lane.streams is not None:
-            self._caller_of(j).record_on_stream(tensors_in(tree), lane)
+            self.caller_of(j).record_on_stream(tensors_in(tree), lane)
 
-    def _caller_of(self, j: int) -> Lane:
+    def caller_of(self, j: int) -> Lane:
+        """The lane on which the caller works on the device of stage ``j``."""
         return self._callers[self.pipeline.worker_of[j]]
 
 
@@ -351,22 +381,3 @@ def _entry_events(callers: Sequence[Lane]) -> dict[torch.device, EntryEvent]:
             stream = streams.current()
             found[device] = EntryEvent(Lane(device, streams, stream, stream), None)
     return found
-
-
-def _sent(
-    source: Lane, target: Lane, value: Any, graph: bool, note: Note | None
-) -> tuple[Any, Any]:
-    if source.streams is None and same_memory(source.device, target.device):
-        return value, None
-    events: list[Any] = []
-
-    def moved(tensors: list[Tensor]) -> list[Tensor]:
-        if graph:
-            sent, event = send(source, target, tensors, note)
-        else:
-            sent, event = source.send(tensors, target)
-        events.append(event)
-        return sent
-
-    value = map_tensors(moved, value)
-    return value, events[0] if events else None

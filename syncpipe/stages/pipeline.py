@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.steps import Edge
+from syncpipe.schedules.schedule import Devices
+from syncpipe.schedules.steps import Edge, numbers_of
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.run import Partition
+from syncpipe.stages.sharing.replicas import Replica
+from syncpipe.stages.sharing.ties import SharedTensors
 from syncpipe.stages.stage import Stage
-from syncpipe.stages.ties import SharedTensors
 
 __all__ = ["Pipeline"]
 
@@ -24,45 +27,64 @@ class Pipeline:
     Args:
         partitions: the partitions, already on their devices.
         names: for each layer its name in the wrapped module.
-        workers: for each partition the worker that serves it.
+        workers: for each partition the workers that serve it, the owner first.
+
+    Attributes:
+        n: the number of stages.
+        numbers: for each stage those of its replicas, the owner's first.
+        stages: by number: the stages, and after them all other replicas.
+        worker_of: by number the index of the worker.
+        placement: for each stage the index of its worker, or those of its replicas.
+        results: the number of that replica on whose device the caller gets the outputs.
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], names: Sequence[str], workers: Sequence[Worker]
+        self,
+        partitions: Sequence[Partition],
+        names: Sequence[str],
+        workers: Sequence[Sequence[Worker]],
     ) -> None:
         layout = inspect_layout(partitions)
+        self.n = n = len(partitions)
+        self.workers = list(dict.fromkeys(chain.from_iterable(workers)))
+        indices = [tuple(map(self.workers.index, those)) for those in workers]
+        self.placement: Devices = tuple([w if len(w) > 1 else w[0] for w in indices])
+        self.numbers = numbers_of(self.placement)
+        self.results = self.numbers[-1][-1]
+        self.worker_of = tuple(
+            [w[0] for w in indices] + list(chain.from_iterable(w[1:] for w in indices))
+        )
+        self.replicas = [
+            [Replica(partition) for _ in those[1:]]
+            for partition, those in zip(partitions, workers, strict=True)
+        ]
         self.stages: list[Stage] = []
         first = 0
+        more: list[Stage] = []
         for j, partition in enumerate(partitions):
             last = first + len(partition)
-            self.stages.append(
-                Stage(
-                    j,
-                    partition,
-                    names[first:last],
-                    first,
-                    workers[j].device,
-                    list(layout.incoming[j]),
-                    list(layout.outgoing[j]),
-                )
-            )
+            skips = list(layout.incoming[j]), list(layout.outgoing[j])
+            own = [partition, *[replica.partition for replica in self.replicas[j]]]
+            for k, (layers, worker) in enumerate(zip(own, workers[j], strict=True)):
+                stage = Stage(j, layers, names[first:last], first, worker.device, *skips)
+                if k:
+                    stage.number = self.numbers[j][k]
+                (more if k else self.stages).append(stage)
             first = last
-        self.workers = list(dict.fromkeys(workers))
-        self.worker_of = tuple(self.workers.index(worker) for worker in workers)
+        self.stages += more
         self.engine = Engine(self.workers)
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
-        self.shared = SharedTensors(partitions, workers)
+        self.shared = SharedTensors(partitions, [those[0] for those in workers])
         self.checked: dict[Any, int] = {}  # loss functions by name: 2 if no check is due
-        n = len(partitions)
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
-        for j, stage in enumerate(self.stages):
-            for key in stage.pops:
+        for j in range(n):
+            for key in self.stages[j].pops:
                 source = layout.incoming[j][key]
                 ways.append((source, j, self.stages[source].stashes.index(key)))
         self.edges = edges = tuple([Edge(number, *way) for number, way in enumerate(ways)])
-        self.incoming = [[edge for edge in edges if edge.target == j] for j in range(n)]
-        self.outgoing = [[edge for edge in edges if edge.source == j] for j in range(n)]
+        self.incoming = [[edge for edge in edges if edge.target == s.j] for s in self.stages]
+        self.outgoing = [[edge for edge in edges if edge.source == s.j] for s in self.stages]
 
     @property
     def on_cpu(self) -> bool:

@@ -32,7 +32,7 @@ from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
 from syncpipe.skip.walk import layer_skips
-from syncpipe.stages.stand_ins import StandIns
+from syncpipe.stages.sharing.stand_ins import StandIns
 
 __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
@@ -59,7 +59,7 @@ class Partition(nn.Sequential):
 
 @dataclass(slots=True)
 class CallContext:
-    """What all cells of one call have in common.
+    """What all cells of one call have in common. A replica counts as a stage of its own.
 
     Attributes:
         m: number of micro-batches.
@@ -68,7 +68,8 @@ class CallContext:
         threads: intra-op threads of the CPU workers (0: the calling thread's own).
         disturbed: whether threads of the user's may draw meanwhile.
         forwards: for each stage the number of cells that went forward so far.
-        statistics: accumulators of deferred BatchNorm, for each stage that has any.
+        statistics: accumulators of deferred BatchNorm, for each stage that has any; its replicas
+            have them in common.
         recorder: writes down what runs when, for a trace.
         plain: for each stage ``StageLayers.plain``.
         stand_ins: for each stage that computes with other tensors than its modules hold.
@@ -97,6 +98,9 @@ class CallContext:
 class StageLayers:
     """One partition on one device.
 
+    Attributes:
+        number: its place among all stages and replicas.
+
     Args:
         j: the stage's index.
         partition: its layers.
@@ -117,7 +121,7 @@ class StageLayers:
         pops: Sequence[SkipKey],
         stashes: Sequence[SkipKey],
     ) -> None:
-        self.j = j
+        self.j = self.number = j
         self.partition = partition
         self.names = list(names)
         self.first = first
@@ -217,7 +221,7 @@ class StageRun:
         stage = self.stage
         kind = "recompute" if self.recomputing else "forward"
         with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
-            if self.context.plain[stage.j] and not stage.changes.renorming:
+            if self.context.plain[stage.number] and not stage.changes.renorming:
                 return self.layers(inputs[0]), ()
             if stage.changes.renorming and not self.recomputing:
                 outputs: Inputs = stage.changes.renorm(lambda: self._through(inputs))
@@ -228,7 +232,8 @@ class StageRun:
         stage = self.stage
         if not stage.defers:
             return self._with_skips(inputs)
-        with collect(None if self.recomputing else self.context.statistics[stage.j]):
+        statistics = None if self.recomputing else self.context.statistics[stage.number]
+        with collect(statistics, self.i):
             return self._with_skips(inputs)
 
     def _with_skips(self, inputs: Inputs) -> Inputs:
@@ -276,7 +281,7 @@ class StageRun:
         stage = self.stage
         if self.context.divided and (units := self.context.divided.get(stage)) is not None:
             return units.run(self, value)
-        first = not self.recomputing and not self.context.forwards[stage.j]
+        first = not self.recomputing and not self.context.forwards[stage.number]
         care = first or self.drawn is not None
         unpack = stage.partition.unpack
         k, layer = 0, None  # Ctrl-C may come before the first

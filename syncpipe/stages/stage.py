@@ -157,11 +157,11 @@ class Stage(StageLayers):
             context: what the cells of this call share.
             run: runs it.
         """
-        draws = context.backward_draws.get(self.j)
+        draws = context.backward_draws.get(self.number)
         if draws is None:
             unknown = self.python_behind or (not self._nests and _hooked(self.partition))
             draws = self.generators.all if unknown else self.backward_draws
-            context.backward_draws[self.j] = self.backward_draws
+            context.backward_draws[self.number] = self.backward_draws
         else:
             unknown = False
         if not draws:
@@ -181,7 +181,7 @@ class Stage(StageLayers):
             )
             if unknown:
                 self.backward_draws |= seen.draws
-                context.backward_draws[self.j] = self.backward_draws
+                context.backward_draws[self.number] = self.backward_draws
 
         self._locked(seeded)  # the order of locks is: stage before random state
 
@@ -205,9 +205,9 @@ class Stage(StageLayers):
                 OUTERMOST.reset(token)
 
     def _count(self, context: CallContext) -> None:
-        context.forwards[self.j] += 1
-        if self.defers and context.forwards[self.j] == context.m:
-            context.statistics[self.j].commit()
+        context.forwards[self.number] += 1
+        if self.defers and context.forwards[self.number] == context.m:  # those of replicas: later
+            context.statistics[self.number].commit()
 
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
         if cell.context.state.grad:

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
-from syncpipe.runtime.streams import Lane
+from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.tree import map_tensors
 
-__all__ = ["Note", "early", "gate", "send"]
+__all__ = ["Note", "early", "gate", "send", "sent"]
 
 
 def gate(tokens: list[Tensor], outputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -78,6 +79,35 @@ def send(
     with target.active():
         sent = Send.apply(source, target, events, note, *tensors)  # type: ignore[no-untyped-call]
     return list(sent), events[0]
+
+
+def sent(source: Lane, target: Lane, value: Any, graph: bool, note: Note | None) -> tuple[Any, Any]:
+    """Sends a tree to another lane.
+
+    Args:
+        source: where it is.
+        target: where it is needed.
+        value: the tree.
+        graph: let gradients come back the same way when autograd asks for them.
+        note: as for :func:`send`.
+
+    Returns:
+        The tree on the device of ``target``, and the event that says when it is there.
+    """
+    if source.streams is None and same_memory(source.device, target.device):
+        return value, None
+    events: list[Any] = []
+
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        if graph:
+            there, event = send(source, target, tensors, note)
+        else:
+            there, event = source.send(tensors, target)
+        events.append(event)
+        return there
+
+    value = map_tensors(moved, value)
+    return value, events[0] if events else None
 
 
 class Gate(torch.autograd.Function):

@@ -20,6 +20,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from syncpipe.schedules.kinds import KINDS
+from syncpipe.timeline.colours import PALETTE
 from syncpipe.timeline.layout import (
     COLUMN_PAD,
     HANDLE,
@@ -43,11 +44,6 @@ from syncpipe.timeline.span import Span
 
 __all__ = ["draw"]
 
-#: By micro-batch, again and again. Chosen so that neighbours differ for the colour-blind, too (the
-#: least CIELAB distance is 37 with Machado's models), and also in light shades.
-PALETTE = (
-    "#2F6DB5", "#A89A1C", "#5AAFE0", "#C8483C", "#7B62B8", "#1A9A87", "#E9822B", "#8A5A36",
-)  # fmt: skip
 #: By what a span looks like: in words, and how far that is from the colour of its micro-batch.
 LOOKS = {kind: (about.words, about.shade) for kind, about in KINDS.items()} | {
     "activation": ("activations sent, below their sender", 0.35),

@@ -88,7 +88,7 @@ class Timeline:
         ]
         for way in simulation.transfers:
             kind, i, j = way.action
-            row, back = schedule.device_of[j], kind != "forward"
+            row, back = schedule.device(i, j), kind != "forward"
             spans.append(Span("transfer", i, j, row, way.start, way.end, way.target, backward=back))
         names = rows or [f"device {d}" for d in range(len(schedule.actions))]
         return cls(spans, names, unit, title or schedule.name)

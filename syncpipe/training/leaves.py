@@ -119,7 +119,12 @@ class Leaves:
                 self._fresh[j] = rest
 
     def of_others(self, j: int, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """Those of some leaves to which a worker is known to add that is not the one of stage j."""
+        """Those of some leaves to which a worker is known to add that is not the one of stage j.
+
+        Of leaves that are not its own a replica never knows: the first one may have them.
+        """
+        if j >= self._call.pipeline.n:
+            return list(leaves)
         here = self._worker_of[j]
         owners = [(leaf, self._owner.get(id(leaf), (leaf, j))[1]) for leaf in leaves]
         return [leaf for leaf, k in owners if self._worker_of[k] != here]
@@ -149,9 +154,10 @@ class Leaves:
 
     def _named(self, j: int) -> str:
         pipeline = self._call.pipeline
-        loss = " or loss_fn" if j == len(pipeline.stages) - 1 else ""
+        stage = pipeline.stages[j]
+        loss = " or loss_fn" if stage.j == pipeline.n - 1 else ""
         device = pipeline.workers[self._worker_of[j]].device
-        return f"stage {j} ({pipeline.stages[j].layers_in_words}{loss}, on {device})"
+        return f"stage {stage.j} ({stage.layers_in_words}{loss}, on {device})"
 
 
 def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:

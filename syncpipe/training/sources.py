@@ -6,6 +6,7 @@ Both give pairs of input and target, tuples whose last entry is the target, or d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
@@ -118,8 +119,19 @@ class FromIterator(Source):
         self._pack = pack
         self._iterator = iterator
         self._where = target
+        self._lock = threading.Lock()  # the replicas of the first stage take turns
+        self._waiting: dict[int, Any] = {}  # inputs that came to light, and were not pulled yet
+        self._following = 0
 
     def pull(self, i: int) -> Any:
+        with self._lock:
+            while self._following <= i:
+                self._waiting[self._following] = self._taken(self._following)
+                self._following += 1
+            return self._waiting.pop(i)
+
+    def _taken(self, i: int) -> Any:
+        """The input of micro-batch ``i``, which comes next."""
         try:
             item = next(self._iterator)
         except StopIteration:

@@ -2,7 +2,8 @@
 
 Every cell (micro-batch ``i``, stage ``j``) has a small graph of its own. Who owns it: what is kept
 of a cell is in the list of its stage, which only the worker of that stage touches. Performing the
-backward takes it out; a call that fails drops all of them.
+backward takes it out; a call that fails drops all of them. (A replica counts as a stage of its own,
+see ``Call``.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
@@ -25,6 +27,7 @@ from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge
 from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, packed, unpacked
+from syncpipe.stages.transfer import sent
 from syncpipe.training.border import Border
 from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss.head import LossHead
@@ -51,7 +54,6 @@ class TrainingTask:
 
     Attributes:
         targets_travel: whether the first stage sends targets to the last one.
-        returned: tensors of the caller, with the gradients that go on into the caller's graph.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class TrainingTask:
         self._source = source
         self._splits = splits
         self._loss_head = head
-        self._last = len(stages) - 1
-        self.targets_travel = source.lazy and self._last > 0
+        self._first = [stage.j == 0 for stage in stages]
+        self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
+        self._several = len(call.pipeline.numbers[-1]) > 1
+        self.targets_travel = source.lazy and call.pipeline.n > 1
         self._leaves: Any = leaves
         self._pending: list[dict[int, PendingBackward]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
@@ -80,7 +84,12 @@ class TrainingTask:
         if call.ties is not None:  # their gradients go on with the input half
             self._hooked = [{id(leaf): True for leaf in leaves} for leaves in call.ties.leaves]
         self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
-        self.returned: list[tuple[Tensor, Tensor]] = []
+        self._returned: list[list[tuple[Tensor, Tensor]]] = [[] for _ in stages]
+
+    @property
+    def returned(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of the caller, with the gradients that go on into the caller's graph."""
+        return list(chain.from_iterable(self._returned))
 
     def bind(self, kind: Kind, j: int) -> Run:
         run: Run = partial(_METHODS[kind], self, j)
@@ -92,10 +101,11 @@ class TrainingTask:
 
     def _forward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         came: Parcel | None = None  # the target, where it comes to light with the input
-        if j == self._last and self.targets_travel:
+        last = self._last[j]
+        if last and self.targets_travel:
             came = parcels.pop()
-        if j == 0:
-            inputs, needed, marks, target, came = self._pulled(i)
+        if self._first[j]:
+            inputs, needed, marks, target, came = self._pulled(j, i)
         else:
             needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
             inputs, marks = unpacked(parcels)
@@ -113,7 +123,7 @@ class TrainingTask:
         del inputs, target
         if self._call.context.state.grad:
             self._pending[j][i] = pending
-        if j < self._last:
+        if not last:
             prepare = partial(_detached, pending)
             made = packed(self._call, i, j, outputs, lent, prepare, graph=False)
             if self._ties is not None:
@@ -123,11 +133,13 @@ class TrainingTask:
             target = self._call.to_stage(self._source.target(i), j)
         else:
             target = self._call.to_stage(came.value[0], j, came.value[1])
-        self._loss_head.take(i, outputs[0], target, self._source.size(i), pending)
+        if self._several:
+            self._loss_head.first_size(self._source.size(0))
+        self._loss_head.take(j, i, outputs[0], target, self._source.size(i), pending)
         return []
 
     def _pulled(
-        self, i: int
+        self, j: int, i: int
     ) -> tuple[Any, list[Sequence[bool]], Sequence[int], Any, Parcel | None]:
         """The input of the first stage, its flags and marks; the target, if it is here."""
         came = None
@@ -135,7 +147,7 @@ class TrainingTask:
             with undisturbed_draws(), self._call.as_caller():
                 value, target = self._source.pull(i), self._source.target(i)
                 ready = self._call.ready((value, target))
-            value = self._call.to_stage(value, 0, ready)
+            value = self._call.to_stage(value, j, ready)
             came = Parcel((target, ready), None)
         else:
             value, target = self._source.pull(i), self._source.peek_target(i)
@@ -144,6 +156,8 @@ class TrainingTask:
         # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
         # one tensor, and what is done to one of them in place is nothing to the others.
         inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
+        if j > 0 and not self._source.lazy:
+            inputs = self._call.to_stage(inputs, j)
         return (inputs, ()), [flags], (), target, came
 
     def _computed(
@@ -188,7 +202,7 @@ class TrainingTask:
         given = pending.border.cross(recomputation.inputs)
         with self._recording(i, j, pending):
             output, skips = stage.recompute(recomputation, given)
-        if j == self._last:
+        if self._last[j]:
             pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
             pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
@@ -219,7 +233,7 @@ class TrainingTask:
             self._halves[j][i] = pending.halves
         if pending.target is not None:
             self._return(j, pending.targets, pending.target)
-        if j == 0:
+        if self._first[j]:
             self._return(j, self._source.inputs(i), pending.border)
         following = iter(pending.border.grads)
         made = []
@@ -249,7 +263,7 @@ class TrainingTask:
         """
         with _NOTHING if pending.halves is None else pending.halves.splitting():
             if pending.root is not None:
-                self._loss_head.go_back(pending)
+                self._loss_head.go_back(j, pending)
             if pending.output is not None:
                 grads.append(pending.output.grads)
             roots, given = pending.roots(grads)
@@ -266,13 +280,31 @@ class TrainingTask:
             self._leaves.got(j)
         return []
 
+    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        """Sends the gradients of a replica to the first one, who adds them to its own."""
+        replicas = self._call.replicas
+        assert replicas is not None
+        if i > 0:
+            owner = self._call.lane_of(self._pipeline.stages[j].j)
+            return [Parcel(*sent(self._call.lane_of(j), owner, replicas.taken(j), False, None))]
+        for parcel in parcels:  # replica 1, 2, ...
+            pairs = zip(replicas.trained(j), parcel.value, strict=True)
+            there = [(leaf, grad) for leaf, grad in pairs if grad is not None]
+            del parcel
+            if there:
+                self._leaves.claim(j, [])
+                go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
+                there.clear()
+                self._leaves.got(j)
+        return []
+
     def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
                 grad = compact(grad)
                 self._call.release_to_caller(j, grad)
-                self.returned.append((tensor, grad))
+                self._returned[j].append((tensor, grad))
 
 
 def _detached(pending: PendingBackward, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
@@ -296,4 +328,5 @@ _METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Parce
     "backward": TrainingTask._backward,
     "backward_input": TrainingTask._backward,
     "backward_weight": TrainingTask._backward_weight,
+    "reduce": TrainingTask._reduce,
 }

@@ -26,6 +26,7 @@ from syncpipe.runtime.thread_state import backward_here
 from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call
+from syncpipe.stages.dealing import collected, on_one_device
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
@@ -72,7 +73,7 @@ def train(
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
         )
-    plan = build(schedule, source.m, pipeline.worker_of)
+    plan = build(schedule, source.m, pipeline.placement)
     if not (isinstance(accumulate, Real) and 0 < float(accumulate) < math.inf):
         raise ValueError(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
@@ -91,7 +92,7 @@ def train(
             steps = training_steps(
                 pipeline.edges,
                 plan,
-                call.rematerialized,
+                call.rematerialized[: pipeline.n],
                 targets=task.targets_travel,
                 returns=() if call.ties is None else call.ties.edges,
             )
@@ -118,7 +119,8 @@ def _complete(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    for leaf, grad in head.extra_gradients.items():  # their hooks have run already
+    extra = chain.from_iterable(aside.items() for aside in head.extra_gradients.values())
+    for leaf, grad in extra:  # their hooks have run already
         if leaf.grad is None:
             leaf.grad = grad
         else:
@@ -160,7 +162,7 @@ def evaluate(
         head = LossHead(call, objective, keep_outputs=objective is None)
         task = TrainingTask(call, source, head)
         steps = forward_steps(
-            pipeline.edges, source.m, pipeline.worker_of, targets=task.targets_travel
+            pipeline.edges, source.m, pipeline.placement, targets=task.targets_travel
         )
         call.run(steps, task, source.entering())
         return _results(call, head, objective)
@@ -218,10 +220,12 @@ def _compare(pipeline: Pipeline, objective: Objective, check: LossCheck, *, draw
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
     """What the caller gets: the loss, the outputs, the metrics, or several of them."""
     with torch.no_grad():
+        if objective is not None:
+            on_one_device(call, objective.bring)
         loss = None if objective is None else objective.loss()
         metrics = None if objective is None else objective.metrics()
-        call.release_to_caller(-1, (loss, head.outputs, metrics))
-        outputs = None if head.outputs is None else gather(head.outputs)
+        call.release_to_caller(call.pipeline.results, (loss, metrics))
+        outputs = None if head.outputs is None else gather(collected(call, head.outputs))
     if loss is None:
         return outputs
     found = [

@@ -131,6 +131,7 @@ class _Check:
         devices = ", ".join(map(str, pipe.devices))
         self._report = Report(
             f"syncpipe.verify: {len(pipe)} layers on {devices}; balance={pipe.balance}, "
+            f"{pipe._shown_replicas()}"
             f"{runs.m} micro-batches, checkpoint={pipe.checkpoint!r}"
         )
 
@@ -222,7 +223,7 @@ class _Check:
         run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
         pipeline = self._runs.pipeline
         try:
-            plan = build(schedule, self._runs.m, pipeline.worker_of)
+            plan = build(schedule, self._runs.m, pipeline.placement)
         except ValueError as error:
             run.not_applicable = str(error)
             return

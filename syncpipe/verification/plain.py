@@ -83,7 +83,7 @@ class _Holder(nn.Module):
 def layers_of(pipeline: Pipeline) -> list[Layer]:
     """The layers of a pipeline in order."""
     found = []
-    for stage in pipeline.stages:
+    for stage in pipeline.stages[: pipeline.n]:
         device = pipeline.workers[pipeline.worker_of[stage.j]].device
         for k, module in enumerate(stage.partition._modules.values()):
             assert module is not None
@@ -110,7 +110,7 @@ class PlainRun:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._layers = layers_of(pipeline)
-        self._stages = pipeline.stages
+        self._stages = pipeline.stages[: pipeline.n]
         self._seed = draw_seed()
         self._statistics = {s.j: MiniBatchStatistics() for s in self._stages if s.defers}
         self.drew: set[int] = set()

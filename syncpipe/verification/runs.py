@@ -81,7 +81,9 @@ class Runs:
         self._modules: dict[str, nn.Module] = {layer.name: layer.module for layer in self.layers}
         if isinstance(loss.function, nn.Module):
             self._modules["loss_fn"] = loss.function
-        stages = {f"stage {stage.j}": stage.partition for stage in self.pipeline.stages}
+        stages = {
+            f"stage {stage.j}": stage.partition for stage in self.pipeline.stages[: self.pipeline.n]
+        }
         self._state = State({**stages, **self._modules}, leave=[pipe])
         self._others: list[Tensor] = []  # leaves that belong to no layer
         # The last bit depends on how many threads compute it: layers of CPU workers share them.

@@ -39,6 +39,14 @@ def bad_layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 5))
 
 
+def bad_pair() -> tuple[nn.Sequential, torch.Tensor]:
+    return bad_layer(), torch.zeros(8, 3)
+
+
+def huge() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(16)))  # 275 GB
+
+
 def listed() -> list[Any]:
     return [LayerSpec(nn.Linear, 5, 3), torch.relu, LayerSpec(nn.Linear, 3, 2)]
 
@@ -120,6 +128,18 @@ def test_devices_of_this_machine(measured: str, capsys: pytest.CaptureFixture[st
     assert "cpu:1" in capsys.readouterr().out
 
 
+def test_the_plan_is_saved_as_a_page(measured: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    assert run("--profile", measured, *DEVICES, "--save", str(path)) == 0
+    assert "<svg" in path.read_text()
+
+
+def test_another_schedule_is_planned(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--profile", measured, *DEVICES, "--schedule", "zbv", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schedule"], found["device_of"]) == ("zbv", [0, 1, 1, 0])
+
+
 def test_a_picture_is_drawn(measured: str, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     assert run("--profile", measured, *DEVICES, "--picture", str(path)) == 0
@@ -145,12 +165,22 @@ def test_replicas(measured: str, json_too: list[str], capsys: pytest.CaptureFixt
         ([f"{HERE}:factory", "--sample", "8x3", "--picture", "step.gif"], "step.gif"),
         ([f"{HERE}:factory", "--sample", "8x3", "--profile", "no/such/p.json"], "no/such"),
         ([f"{HERE}:factory", "--sample", "8x3", "--memory", "much"], "much"),
-        ([f"{HERE}:factory", "--sample", "8x3", "--chunks", "7"], "chunks=7"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--chunks", "60"], "chunks=60"),
         (["no.such.module:factory"], "No module named"),
         ([f"{HERE}:factory"], "--sample is missing"),
         ([f"{HERE}:factory", "--sample", "8x3", "--samples", "3"], "--samples"),
         (["--profile", "no/such/file.json"], "no/such"),
         (["--profile", "no_such_file.json"], "no_such_file.json"),
+        (["--profile", "."], "--profile: . is a folder"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--profile", "."], "--profile: . is a folder"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--save", "plan.pdf"], "must end in .html or .svg"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--save", "p.svg", "--replicas"], "--save"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--on", "abacus"], "on='abacus' is not known"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--efficiency", "0.3"], "give --on"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--on", "H100", "--efficiency", "nan"], "nan"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--timeout", "-1"], "timeout=-1.0"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--param-scale", "nan"], "param_scale=nan"),
+        ([f"{HERE}:ready", "--sample", "8x3", "--schedule", "zbv"], "two stages on each device"),
     ],
 )
 def test_what_does_not_fit_is_said_on_one_line(
@@ -163,10 +193,55 @@ def test_what_does_not_fit_is_said_on_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("model", ["broken", "bad_layer"])
-def test_errors_of_the_model_come_with_their_traceback(model: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=r"the model's own|shapes cannot"):
-        run(f"{HERE}:{model}", "--sample", "8x3", *DEVICES)
+def test_errors_of_the_factory_come_with_their_traceback() -> None:
+    with pytest.raises(ValueError, match="the model's own"):
+        run(f"{HERE}:broken", "--sample", "8x3", *DEVICES)
+
+
+def test_errors_of_the_model_on_its_own_sample_come_with_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot"):
+        run(f"{HERE}:bad_pair", *DEVICES)
+
+
+@pytest.mark.parametrize("sample", ["8x3", "8", "8x5x0001x5:int64", "8x5:complex64"])
+def test_a_sample_that_the_model_does_not_take_is_said(
+    sample: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{HERE}:bad_layer", "--sample", sample, *DEVICES) == 2
+    error = capsys.readouterr().err
+    assert "the model does not run on --sample 8" in error
+    assert "in layer '0' (Linear)" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("sample", ["9999999999x9999999999", "8x3:float8_e4m3fn"])
+def test_a_sample_that_cannot_be_made_is_said(
+    sample: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{HERE}:factory", "--sample", sample, *DEVICES) == 2
+    assert "--sample" in capsys.readouterr().err
+
+
+def test_a_model_that_is_too_large_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--on", "A100-80GB", "--devices", "16 x 80GB, 300GB/s", "--batch-size", "64"]
+    assert run(f"{HERE}:huge", "--sample", "8x65536", *options) == 0
+    page = capsys.readouterr().out
+    assert "times estimated for A100-80GB, 50 % of its peak" in page
+    assert "measured on" not in page
+
+
+@pytest.mark.parametrize(
+    "devices",
+    ["four", "", "-1", "0", "1e400 x 16GB", "4 x", "4 x 16", "4 x 16GB, 12", "99999",
+     "cuda:0", "xla", "mps", "cpu:0,four", "4 x 16GB, 12gb/s", "nan x 16GB", "4.5 x 1GB"],
+)  # fmt: skip
+def test_devices_that_there_cannot_be_are_an_error(
+    devices: str, measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run("--profile", measured, f"--devices={devices}", "--batch-size", "8")
+    error = capsys.readouterr().err
+    assert status == 2 or (status == 0 and devices == "cuda:0" and torch.cuda.is_available())
+    assert status == 0 or error.count("\n") == 1
 
 
 def test_a_number_of_devices_is_a_number(measured: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,7 @@ def plain_step(
     chunks: int,
     orders: Sequence[Sequence[int]],
     balance: Sequence[int],
+    replicas: Sequence[int] | None = None,
 ) -> Trained:
     """The loop over micro-batches that ``train_batch`` has to equal.
 
@@ -190,6 +191,7 @@ def plain_step(
         chunks: number of micro-batches.
         orders: for each stage the order in which micro-batches go back.
         balance: for each stage the number of its layers.
+        replicas: for each stage of how many replicas gradients are added up one by one.
     """
     x = fresh(x)
     inputs = [_own(piece) for piece in cut_tree(x, chunks)]
@@ -210,8 +212,15 @@ def plain_step(
         grads.append(dict(zip([id(t) for t in wanted + given], found, strict=True)))
     stages = [j for j, size in enumerate(balance) for _ in range(size)]
     for name, parameter in named.items():
-        for i in orders[stages[int(name.split(".")[0])]]:
-            add_grad(parameter, grads[i].get(id(parameter)))
+        j = stages[int(name.split(".")[0])]
+        r = 1 if replicas is None else replicas[j]
+        for k in range(r):
+            total = torch.empty_like(parameter, requires_grad=True) if k else parameter
+            for i in orders[j]:
+                if i % r == k:
+                    add_grad(total, grads[i].get(id(parameter)))
+            if k:
+                add_grad(parameter, total.grad)
     for i, piece in enumerate(inputs):
         for leaf in pytree.tree_leaves(piece):
             if is_wanted(leaf):

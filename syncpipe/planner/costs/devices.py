@@ -34,6 +34,8 @@ __all__ = [
 #: loses between blocks, and for what libraries take for themselves at their first call.
 RESERVE = 0.06
 
+#: As many as a description may have.
+_MOST_DEVICES = 1024
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
 
@@ -148,6 +150,8 @@ def _places(devices: Any) -> list[torch.device]:
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise ValueError(f"devices={devices}: there is at least one")
+        if devices > _MOST_DEVICES:
+            raise ValueError(f"devices={devices}: plans are made for {_MOST_DEVICES} at most")
         here = default_devices(devices)
         if len(here) < devices:
             raise ValueError(

@@ -10,13 +10,17 @@ from itertools import pairwise
 from syncpipe.balance.profile import Profile, in_bytes, interpolate
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.report.rivals import Rival, duration
-from syncpipe.planner.report.stages import StagePlan, stages_of
+from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
+from syncpipe.planner.schedules.layouts import TITLES
+from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
+from syncpipe.planner.search.sizes import chunk_counts
 
-__all__ = ["page"]
+__all__ = ["bounded", "introduction", "page"]
 
-_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _WIDTH = 96
+#: Another schedule is worth a word if it takes so much less, relative.
+_WORTH = 1.01
 #: Time of the interpreter is told from this part of the step on, and is the bottleneck from this
 #: part of the devices' on: it is a lower bound.
 _NOTICED, _TIGHT = 0.1, 0.9
@@ -28,42 +32,71 @@ def page(
     batch_size: int,
     chosen: Candidate,
     rivals: Sequence[Rival],
+    others: Sequence[Scheduled],
     fixed: Set[str],
 ) -> str:
     """What ``print(plan)`` shows; the arguments are the attributes of the plan."""
     samples = batch_size / chosen.chunks
-    start = [f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(len(machine))}"]
+    start = [introduction(batch_size, len(machine))]
     start += _way(chosen, samples, len(machine), fixed)
+    if "chunks" not in fixed:
+        start += _capped(profile, chosen, batch_size, len(machine))
     start.append(_source(profile, samples))
     table = [*_table(stages_of(profile, machine, chosen)), _not_counted(profile, samples)]
+    table += _shared_devices(machine, chosen)
     if any(chosen.recomputes):
         table.append("+ again: this stage stores its inputs only, and computes its forward again")
     blocks = [start, table, _figures(chosen, batch_size)]
     if rivals:
         blocks.append(_comparison(rivals, chosen.time))
+    if others:
+        blocks.append(_schedules(others, chosen, machine))
     if bottleneck := _bottleneck(chosen):
         blocks.append(bottleneck)
     fewer = len(chosen.balance) == 1 < len(machine) and not fixed
-    blocks.append(textwrap.wrap(_verdict(rivals, chosen.time, fewer), _WIDTH))
+    blocks.append(textwrap.wrap(_verdict(rivals, others, chosen.time, machine, fewer), _WIDTH))
     return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def introduction(batch_size: int, devices: int) -> str:
+    """What stands above everything."""
+    return f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(devices)}"
 
 
 def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> list[str]:
     """The schedule, and how many stages and micro-batches."""
     n, m = len(chosen.balance), chosen.chunks
+    used = max(chosen.simulation.schedule.device_of) + 1
     what = (
-        f"{_NAMES[chosen.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
+        f"{TITLES[chosen.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
     )
+    if 1 < n > used:
+        what += f" on {_devices(used)}"
     lines = [f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(int(samples), 'sample')}"]
-    if n < devices:
+    if used < devices:
         why = "as asked" if "stages" in fixed else "no faster plan with more stages was found"
-        lines.append(f"({_devices(devices - n)} left over: {why})")
+        lines.append(f"({_devices(devices - used)} left over: {why})")
     return lines
+
+
+def _capped(profile: Profile, chosen: Candidate, batch_size: int, devices: int) -> list[str]:
+    """Why there are not more micro-batches, where that is not a matter of time or memory."""
+    usual, extra = chunk_counts(profile, devices, batch_size)
+    if chosen.chunks == max(usual + extra) < batch_size:
+        return [f"(more micro-batches than {chosen.chunks} are tried on demand only: chunks=)"]
+    if len(profile.sizes) == 1 and chosen.chunks > max(usual):
+        return [
+            "(so many micro-batches, as nobody knows what each takes beside its samples: measure "
+            "several sizes)"
+        ]
+    return []
 
 
 def _source(profile: Profile, samples: float) -> str:
     """Where the costs of the layers come from."""
-    source = f"layers measured on {profile.device}" if profile.device else "layers as profiled"
+    source = f"layers: {profile.how}" if profile.how else "layers as profiled"
+    if profile.source in ("", "measured"):
+        source = source.replace("layers: measured", "layers measured")
     *others, largest = map(str, profile.sizes)
     listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
     line = f"{source}, with micro-batches of {listed}"
@@ -85,7 +118,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
                 duration(stage.backward) + (" + again" if stage.recomputes else ""),
                 duration(stage.send) if stage.send else "",
                 str(stage.in_flight),
-                _memory(stage),
+                _of(stage.memory, stage.limit),
             ]
         )
     left = {1, 2, 7}
@@ -119,13 +152,63 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
     if len(chosen.balance) > 1:
         lines += [
             f"bubble      {chosen.simulation.bubble:.1%} of the devices' time",
-            f"bound       {duration(chosen.bound)}; the simulated step is "
-            f"{chosen.certificate:.3f} times that",
+            f"bound       {duration(chosen.bound)} for {bounded(chosen)}: "
+            f"the simulated step is {chosen.certificate:.3f} times that",
         ]
+    if chosen.least:
+        lines.append(
+            f"            {duration(chosen.least)} for all that was searched, whatever the cut, "
+            f"chunks, slots and stages: {chosen.time / chosen.least:.3f} times that"
+        )
     if chosen.interpreter > _NOTICED * chosen.time:
         lines.append(
             f"interpreter {duration(chosen.interpreter)} of Python in all forwards, one at a time; "
             "what the pipe itself does is not in it"
+        )
+    return lines
+
+
+def bounded(chosen: Candidate) -> str:
+    """What the bound is a bound of."""
+    if isinstance(chosen, Scheduled):
+        return "any order of these actions"
+    return "this cut, chunks and slots" if chosen.slots else "this cut and these chunks"
+
+
+def _shared_devices(machine: Machine, chosen: Candidate) -> list[str]:
+    """What devices with several stages hold at once."""
+    device_of = chosen.simulation.schedule.device_of
+    if len(set(device_of)) == len(device_of):
+        return []
+    lines = []
+    for d, memory in enumerate(on_devices(chosen)):
+        stages = ", ".join(str(s) for s, device in enumerate(device_of) if device == d)
+        lines.append(
+            f"{machine.name(d)}, stages {stages} at once: {_of(memory, machine.memory[d])}"
+        )
+    return lines
+
+
+def _schedules(others: Sequence[Scheduled], chosen: Candidate, machine: Machine) -> list[str]:
+    """Step time and memory of the schedules that were not chosen."""
+    first = others[0].schedule
+    lines = [f"Under other schedules (schedule={first!r} asks for one, and looks longer)"]
+    for other in others:
+        n, largest = len(other.balance), max(on_devices(other))
+        lacking = next((d for d, b in enumerate(on_devices(other)) if b > machine.memory[d]), None)
+        shape = f"{_count(n, 'stage')}, {_count(other.chunks, 'micro-batch', 'es')}"
+        if any(other.recomputes):
+            shape += f", recomputes {_count(sum(other.recomputes), 'stage')}"
+        if lacking is None:
+            times = f"{duration(other.time):>9}  {_more(other.time, chosen.time):>6}"
+            times += f"  {in_bytes(largest):>8} at most"
+        else:
+            needs = in_bytes(on_devices(other)[lacking], up=True)
+            times = f"does not fit: {machine.name(lacking)} would need {needs}"
+        lines.append(f"  {other.schedule:<23}  {times}; {shape}")
+    if any(other.guessed for other in others):
+        lines.append(
+            "  (halves of backwards are estimated: half of it for each layer that has weights)"
         )
     return lines
 
@@ -156,8 +239,26 @@ def _comparison(rivals: Sequence[Rival], step_time: float) -> list[str]:
     return lines
 
 
-def _verdict(rivals: Sequence[Rival], step_time: float, fewer: bool) -> str:
+def _verdict(
+    rivals: Sequence[Rival],
+    schedules: Sequence[Scheduled],
+    step_time: float,
+    machine: Machine,
+    fewer: bool,
+) -> str:
     """The plain truth about whether this is the way to go; ``fewer``: one device was chosen."""
+    truth = _truth(rivals, step_time, fewer)
+    best = next((other for other in schedules if other.fits(machine)), None)
+    if best is None or best.time * _WORTH >= step_time:
+        return truth
+    changed = ", and change the last bits of gradients" * bool(best.simulation.schedule.splits)
+    return (
+        f"Under schedule={best.schedule!r} this plan would be {step_time / best.time:.2f} times as "
+        f"fast{changed}. {truth.replace('Nothing that', 'Nothing else that')}"
+    )
+
+
+def _truth(rivals: Sequence[Rival], step_time: float, fewer: bool) -> str:
     others = [(rival.time, rival.name) for rival in rivals if not rival.pipeline and rival.time]
     time, name = min(others, default=(math.inf, ""))
     start = "No pipeline that was found is faster than one of these devices alone." * fewer
@@ -187,10 +288,10 @@ def _short(name: str) -> str:
     return name if len(name) <= 24 else name[:11] + ".." + name[-11:]
 
 
-def _memory(stage: StagePlan) -> str:
-    if math.isinf(stage.limit):
-        return in_bytes(stage.memory)
-    return f"{in_bytes(stage.memory)} of {in_bytes(stage.limit)} ({stage.memory / stage.limit:.0%})"
+def _of(memory: float, limit: float) -> str:
+    if math.isinf(limit):
+        return in_bytes(memory)
+    return f"{in_bytes(memory)} of {in_bytes(limit)} ({memory / limit:.0%})"
 
 
 def _more(time: float, base: float) -> str:

@@ -11,6 +11,8 @@ from syncpipe.balance.profile import Profile, in_bytes
 from syncpipe.planner.costs.chain import Chain
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.heuristics import block_partitions, even_split
+from syncpipe.planner.schedules.layouts import TITLES
+from syncpipe.planner.search.candidate import SCHEDULES
 from syncpipe.planner.search.search import Candidate, evaluate, search
 
 __all__ = ["Rival", "duration", "rivals_of"]
@@ -54,12 +56,13 @@ def rivals_of(
     """
     rivals = []
     n = len(chosen.balance)
-    if n > 1:
+    if n > 1 and chosen.schedule in SCHEDULES:
         rivals += _other_cuts(profile, machine, batch_size, chosen, param_scale)
-    other = next((c for c in found if c.schedule != chosen.schedule and len(c.balance) > 1), None)
-    if n > 1 and other is not None:
-        name = {"gpipe": "GPipe", "1f1b": "1F1B"}[other.schedule]
-        rivals.append(Rival(f"the best plan under {name}", other.time, _described(other)))
+    for schedule in SCHEDULES:
+        other = next((c for c in found if c.schedule == schedule and len(c.balance) > 1), None)
+        if n > 1 and other is not None and schedule != chosen.schedule:
+            name = f"the best plan under {TITLES[schedule]}"
+            rivals.append(Rival(name, other.time, _described(other)))
     if n > 1:
         rivals.append(_one_device(profile, machine, batch_size, param_scale))
     rivals += _replicas(profile, machine, batch_size, param_scale)

@@ -7,9 +7,10 @@ from itertools import accumulate, pairwise
 
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
 
-__all__ = ["StagePlan", "stages_of"]
+__all__ = ["StagePlan", "on_devices", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StagePlan:
         in_flight: the largest number of its micro-batches that are alive at once.
         recomputes: whether it re-materializes.
         memory: bytes, at most.
-        limit: bytes, that its device has for this.
+        limit: bytes, that its device has for this and its other stages.
     """
 
     layers: tuple[str, ...]
@@ -44,17 +45,23 @@ def stages_of(profile: Profile, machine: Machine, chosen: Candidate) -> tuple[St
     costs = chosen.simulation.costs
     names = [layer.name for layer in profile.layers]
     sends = (*costs.transfer, 0.0)
+    device_of = chosen.simulation.schedule.device_of
     return tuple(
         StagePlan(
             layers=tuple(names[i:j]),
-            device=machine.name(s),
+            device=machine.name(device_of[s]),
             forward=costs.forward[s],
             backward=costs.backward_input[s] + costs.backward_weight[s],
             send=sends[s],
             in_flight=chosen.simulation.in_flight[s],
             recomputes=chosen.recomputes[s],
             memory=chosen.memory[s],
-            limit=machine.memory[s],
+            limit=machine.memory[device_of[s]],
         )
         for s, (i, j) in enumerate(pairwise(accumulate(chosen.balance, initial=0)))
     )
+
+
+def on_devices(chosen: Candidate) -> tuple[float, ...]:
+    """Bytes that each device takes at most, all of its stages together."""
+    return chosen.on_device if isinstance(chosen, Scheduled) else chosen.memory

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from syncpipe.schedules.builtin.placement import Placement, depths_of, placed
+from syncpipe.schedules.builtin.placement import Placement, depths_of, placed, replicas_of
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.merge import onto_devices
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.schedule import Devices, Schedule
 
 __all__ = ["gpipe", "naive", "one_f_one_b", "zb_h1", "zb_h2"]
 
@@ -71,7 +71,8 @@ def one_f_one_b(
     """1F1B with flush: a stage goes forward until its slots are taken, then back and forth in turn.
 
     With even stages and without transfers the bubble is GPipe's, ``(n-1) / (m+n-1)``, but at most
-    as many micro-batches are in flight on a stage as it has slots.
+    as many micro-batches are in flight on a stage as it has slots. With replicas it is 1F1B-RR:
+    micro-batch ``i`` goes both ways on replica ``i % r``, and each replica takes turns as above.
 
     Source: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training
     (the order); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU
@@ -86,19 +87,21 @@ def one_f_one_b(
             ``"overlap"`` is ``2 (n-j) - 1``: while a stage computes, activations and gradients of
             other micro-batches are on their way, and when one takes long the next stage has work
             left. Or a number for each stage, never more than
-            for the stage before. More than ``m`` is ``m``.
+            for the stage before. More than ``m`` is ``m``. With replicas they are for each device
+            of the stage: ``n - j`` is the number of devices from stage ``j`` on, divided by
+            those of the stage and rounded up, PipeDream's number; and all replicas of a stage
+            together never have fewer than those of the next.
 
     Raises:
         ValueError: if the slots cannot work.
     """
     devices = placed(m, device_of)
-    depths = depths_of(devices)
     if slots == "textbook":
-        counts = depths
+        counts = _counts(devices, 1)
     elif slots == "overlap":
-        counts = [2 * depth - 1 for depth in depths]
+        counts = _counts(devices, 2)
     else:
-        counts = _checked_slots(slots, len(devices))
+        counts = _checked_slots(slots, replicas_of(devices))
     rows = [_row(m, count, "backward") for count in counts]
     return onto_devices("1f1b", m, devices, rows)
 
@@ -119,7 +122,7 @@ def zb_h1(m: int, device_of: Placement) -> Schedule:
             device count as one stage above.
     """
     devices = placed(m, device_of)
-    rows = _with_halves(m, depths_of(devices))
+    rows = _with_halves(m, _counts(devices, 1))
     return onto_devices("zb_h1", m, devices, rows)
 
 
@@ -142,8 +145,21 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
             device count as one stage above.
     """
     devices = placed(m, device_of)
-    rows = _with_halves(m, [2 * depth - 1 for depth in depths_of(devices)])
+    rows = _with_halves(m, _counts(devices, 2))
     return onto_devices("zb_h2", m, devices, rows)
+
+
+def _counts(device_of: Devices, passes: int) -> list[int]:
+    """For each stage how many micro-batches are in flight on all of its devices together.
+
+    As many as there are devices behind it, once, or on the way there and back.
+    """
+    counts: list[int] = []
+    depths, replicas = depths_of(device_of), replicas_of(device_of)
+    for depth, r in zip(reversed(depths), reversed(replicas), strict=True):
+        wanted = max([passes * depth - (passes - 1) * r, *counts[-1:]])
+        counts.append(-(-wanted // r) * r)  # each replica has as many
+    return counts[::-1]
 
 
 def _with_halves(m: int, counts: Sequence[int]) -> list[list[tuple[Kind, int]]]:
@@ -171,7 +187,9 @@ def _row(m: int, count: int, back: Kind, delay: int = 0) -> list[tuple[Kind, int
     return row + (weights[max(0, m - delay) :] if back == "backward_input" else [])
 
 
-def _checked_slots(slots: Any, n: int) -> list[int]:
+def _checked_slots(slots: Any, replicas: list[int]) -> list[int]:
+    """For each stage the slots of all replicas."""
+    n = len(replicas)
     counts = [] if isinstance(slots, str) or not isinstance(slots, Sequence) else list(slots)
     if not counts or not all(isinstance(count, int) for count in counts):
         raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
@@ -182,9 +200,11 @@ def _checked_slots(slots: Any, n: int) -> list[int]:
     for j, count in enumerate(counts):
         if count < 1:
             raise ValueError(f"slots={counts}: stage {j} needs at least one slot, not {count}")
-        if j and count > counts[j - 1]:
+        if j and count * replicas[j] > counts[j - 1] * replicas[j - 1]:
+            most = counts[j - 1] * replicas[j - 1] // replicas[j]
             raise ValueError(
                 f"slots={counts}: stage {j} would wait for ever for a micro-batch that stage "
-                f"{j - 1} has no slot for; give it at most {counts[j - 1]}"
+                f"{j - 1} has no slot for; give it at most {most}"
+                + (f" (the replicas are {replicas})" if max(replicas) > 1 else "")
             )
-    return counts
+    return [count * r for count, r in zip(counts, replicas, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -30,6 +30,8 @@ def auto(
     inputs: Sequence[float] | None = None,
     memory: float | Sequence[float] | None = None,
     split: bool = True,
+    starts: Iterable[Schedule] = (),
+    budget: int = BUDGET,
 ) -> AutoSchedule:
     """A schedule made to measure: none with a name is shorter in the same memory, simulated.
 
@@ -60,6 +62,8 @@ def auto(
             ``math.inf`` for no limit. By default what ``"1f1b"`` takes, or with halves ``"zb_h1"``
             if that is more.
         split: whether backwards may come in two halves.
+        starts: schedules to begin with, beside those with names.
+        budget: so many actions are placed or played, at most; by default a second or two.
 
     Returns:
         The schedule; its ``report`` has the simulated step, the bound and the named schedules.
@@ -92,7 +96,7 @@ def auto(
         memory = [max(map(free.peak, pair)) for pair in pairs]
     elif not isinstance(memory, Sequence):
         memory = [memory] * len(usual.actions)
-    return _made(problem(_sizes("memory", memory, len(usual.actions))))
+    return _made(problem(_sizes("memory", memory, len(usual.actions))), starts, budget)
 
 
 def halved(schedule: Schedule) -> Schedule:
@@ -108,9 +112,15 @@ def _halves(action: Action) -> Iterator[Action]:
         yield Action(kind, action.i, action.j)
 
 
-def _made(problem: Problem) -> AutoSchedule:
+def _made(problem: Problem, starts: Iterable[Schedule], budget: int) -> AutoSchedule:
     m, devices, costs = problem.m, problem.device_of, problem.costs
-    known = {name: made for name, made in _named(problem).items() if problem.fits(made.actions)}
+    named = _named(problem)
+    named |= {f"{made.name}, given": made for made in starts if made not in named.values()}
+    known = {
+        name: made
+        for name, made in named.items()
+        if (problem.split or not made.splits) and problem.fits(made.actions)
+    }
     if not known:
         raise ValueError(_shortage(problem))
     spans = {name: simulate(made, costs, problem.rematerialized) for name, made in known.items()}
@@ -118,9 +128,9 @@ def _made(problem: Problem) -> AutoSchedule:
     best, step = next(iter(steps.items()))
     actions, bound = known[best].actions, lower_bound(problem)
     ordered = [problem.rows(made) for made in known.values()]
-    starts = [rows for rows in ordered if problem.fits(map(problem.actions, rows))]
-    if starts:
-        rows = improved(problem, starts, bound, BUDGET)
+    begin = [rows for rows in ordered if problem.fits(map(problem.actions, rows))]
+    if begin:
+        rows = improved(problem, begin, bound, budget)
         found = problem.play(rows).makespan
         if found <= step * (1 + ROUNDING):
             actions, step = tuple(tuple(problem.actions(row)) for row in rows), min(found, step)
@@ -144,7 +154,7 @@ def _named(problem: Problem) -> dict[str, Schedule]:
             schedule = makers[name](m, devices)
         except ValueError:  # it is for other stages
             continue
-        if (problem.split or not schedule.splits) and schedule not in found.values():
+        if schedule not in found.values():
             found[name] = schedule
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ __all__ = ["LossHead"]
 class LossHead:
     """Takes the outputs of the last stage. Used by the worker of that stage.
 
+    If it has replicas, by several: what they have in common changes under a lock, and nothing that
+    is computed depends on who comes first. The loss function itself runs outside of it.
+
     Args:
         call: the call.
         objective: makes losses of the outputs; None if the outputs are all that is wanted.
@@ -32,7 +36,8 @@ class LossHead:
 
     Attributes:
         outputs: for each micro-batch its output, detached; None if they are not wanted.
-        extra_gradients: leaves that the loss itself depends on, with the gradient yet to be added.
+        extra_gradients: for each of these workers leaves that the loss itself depends on, with the
+            gradient yet to be added.
         goes_back: whether any loss needed a gradient.
     """
 
@@ -46,21 +51,32 @@ class LossHead:
         check: LossCheck | None = None,
     ) -> None:
         self._context = call.context
-        self._stage = call.pipeline.stages[-1]
+        self._stages = call.pipeline.stages
+        self._replicas = call.pipeline.numbers[-1]
+        self._lock = threading.Lock()
         self._objective = objective
+        self._entering = None if objective is None else objective.known
         self._leaves: Any = leaves
         self._call = call
-        self._begun_losses = False
+        self._known: dict[int, Any] = {}  # where each worker is
         self._check = check
-        self._draws: int | None = None  # generators that the loss function draws from
+        self._draws: dict[int, int] = {}  # generators that the loss function draws from
         self.outputs: list[Any] | None = [None] * call.context.m if keep_outputs else None
-        self.extra_gradients: dict[Tensor, Tensor] = {}
+        self.extra_gradients: dict[int, dict[Tensor, Tensor]] = {j: {} for j in self._replicas}
         self.goes_back = False
 
-    def take(self, i: int, output: Any, target: Any, size: int, pending: PendingBackward) -> None:
+    def first_size(self, size: int) -> None:
+        """Says how many samples there are in micro-batch 0, if several workers compute losses."""
+        if self._objective is not None:
+            self._objective.first_size = size
+
+    def take(
+        self, j: int, i: int, output: Any, target: Any, size: int, pending: PendingBackward
+    ) -> None:
         """Takes the output of a micro-batch.
 
         Args:
+            j: the number of the last stage, or of its replica.
             i: the micro-batch.
             output: what the last layer returned.
             target: its target.
@@ -72,7 +88,7 @@ class LossHead:
         if self._objective is not None:
             if self._context.state.grad:
                 output, target = self._begun(output, target, pending)
-            root = self._loss(self._objective, i, (output, target), size)
+            root = self._loss(self._objective, j, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
                 pending.root = root
@@ -96,18 +112,20 @@ class LossHead:
             pending.target, target = cut(target)
         return output, target
 
-    def _loss(self, objective: Objective, i: int, given: tuple[Any, Any], size: int) -> Tensor:
+    def _loss(
+        self, objective: Objective, j: int, i: int, given: tuple[Any, Any], size: int
+    ) -> Tensor:
         try:
-            if self._check is not None:
+            if self._check is not None and j == self._replicas[0]:
                 self._check.keep(i, *given)
-            result, self._draws = self._stage.run_loss(
-                i, self._context, objective.call, given, self._draws, objective.name
+            result, self._draws[j] = self._stages[j].run_loss(
+                i, self._context, objective.call, given, self._draws.get(j), objective.name
             )
-            if not self._begun_losses and objective.known is not None:
-                objective.known = self._call.to_stage(objective.known, self._stage.j)
-            self._begun_losses = True
-            root = objective.root(i, result, size, *given)
-            self._call.release_to_caller(-1, objective.noted(i))
+            if j not in self._known and self._entering is not None:
+                self._known[j] = self._call.to_stage(self._entering, j)
+            with self._lock:
+                root = objective.root(i, result, size, *given, self._known.get(j))
+            self._call.release_to_caller(j, objective.noted(i))
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
@@ -116,11 +134,11 @@ class LossHead:
     @property
     def draws(self) -> bool:
         """Whether the loss function drew random numbers."""
-        return bool(self._draws)
+        return any(self._draws.values())
 
-    def go_back(self, pending: PendingBackward) -> None:
+    def go_back(self, j: int, pending: PendingBackward) -> None:
         """Backward of the loss of a micro-batch, and of the cell where their graphs are one."""
-        j, leaves, root = self._stage.j, self._leaves, pending.root
+        leaves, root = self._leaves, pending.root
         assert root is not None
         pending.root = None
         borders = [pending.border if pending.output is None else pending.output, pending.target]
@@ -133,7 +151,7 @@ class LossHead:
             ends = [end.node for ends in pending.ends for end in ends]
             leaves.claim(j, leaves.new(j, ends, [pending.border]))
             grads = torch.autograd.grad(root, others, retain_graph=True, allow_unused=True)
-            self._put_aside(others, grads)
+            self._put_aside(j, others, grads)
             aside = set(map(id, others))
             new = [leaf for leaf in new if id(leaf) not in aside]
             inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in aside]
@@ -142,13 +160,14 @@ class LossHead:
         leaves.claim(j, new)
         go_back([root], [torch.ones_like(root)], inputs)
 
-    def _put_aside(self, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
-        self._leaves.register(self._stage.j, leaves)
+    def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+        self._leaves.register(j, leaves)
+        aside = self.extra_gradients[j]
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is None:
                 continue
-            if leaf in self.extra_gradients:
-                self.extra_gradients[leaf] += grad
+            if leaf in aside:
+                aside[leaf] += grad
             else:  # memory of its own: two gradients may be one tensor, or expanded
-                self.extra_gradients[leaf] = torch.zeros_like(leaf) + grad
-            self._call.release_to_caller(-1, self.extra_gradients[leaf])
+                aside[leaf] = torch.zeros_like(leaf) + grad
+            self._call.release_to_caller(j, aside[leaf])

@@ -5,7 +5,9 @@ not masked. The mini-batch's is ``sum(w_i l_i) / W``, ``W`` the sum of weights, 
 goes back from ``(w_i / W) l_i``; one without any weight has no part, whatever its mean (``0 / 0``).
 Where ``W`` is known only in the end, because the weights come with the losses or the micro-batches
 from an iterator, ``m w`` stands in for it, ``w`` the first weight. In the end all gradients are
-multiplied by ``m w / W``; which is 1, and nothing to be done, when all weights are equal.
+multiplied by ``m w / W``; which is 1, and nothing to be done, when all weights are equal. (Where
+several workers compute losses nobody knows which weight is the first, and so ``w`` is the number of
+samples in micro-batch 0, or 1.)
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Objective:
 
     Attributes:
         known: these weights and their sum, which may be on another device than the last stage.
+        first_size: the samples in micro-batch 0, where several workers compute losses.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Objective:
         self._losses: list[Any] = [None] * m
         self._weights: list[Weight] = [1] * m
         self._metrics: list[dict[str, Any]] = [{} for _ in range(m)]
+        self.first_size: int | None = None
         self.known: tuple[list[Weight], Weight] | None = None
         if weights is not None:
             self.known = weights, _sum(weights)
@@ -83,7 +87,9 @@ class Objective:
         function = self._loss.function
         return function(output) if target is None else function(output, target)
 
-    def root(self, i: int, result: Any, size: int, output: Any, target: Any) -> Tensor:
+    def root(
+        self, i: int, result: Any, size: int, output: Any, target: Any, known: Any = None
+    ) -> Tensor:
         """Notes the loss of a micro-batch.
 
         Args:
@@ -92,6 +98,7 @@ class Objective:
             size: how many samples there are in the micro-batch.
             output: what the loss function was given.
             target: the same.
+            known: ``known``, where these are; they stay there.
 
         Returns:
             What the micro-batch goes back from.
@@ -99,12 +106,16 @@ class Objective:
         Raises:
             TypeError, ValueError: the result is no loss, or its weight is no weight.
         """
+        if known is not None:
+            self.known = known
+            self._assumed_total = known[1]
         loss, weight, metrics = self._checked(i, result, size, target)
         self._losses[i], self._weights[i] = compact(loss.detach()), weight
         if metrics:
             self._metrics[i] = {name: _detached(value) for name, value in metrics.items()}
         if self._assumed_total is None:
-            self._assumed_total = self._m * _not_zero(weight)
+            assumed = weight if self.first_size is None else self._by_size * self.first_size or 1
+            self._assumed_total = self._m * _not_zero(assumed)
         if not (self._by_size or (self._loss.exact and isinstance(weight, Tensor))):
             loss = _with_a_part(loss, weight, output)
         part: Tensor = self._part(loss, weight, self._assumed_total)
@@ -120,6 +131,16 @@ class Objective:
     def noted(self, i: int) -> tuple[Any, ...]:
         """What was noted of a micro-batch, with which the caller goes on."""
         return self._losses[i], self._weights[i], self._assumed_total, self._metrics[i]
+
+    def bring(self, device: torch.device) -> None:
+        """Brings what was noted to one device, once all of it is there."""
+
+        def there(tensors: list[Tensor]) -> list[Tensor]:
+            return [moved(tensor, device) for tensor in tensors]
+
+        for noted in (self._losses, self._weights, self._metrics):
+            noted[:] = map_tensors(there, list(noted))
+        self._assumed_total = map_tensors(there, self._assumed_total)
 
     def factor(self) -> Weight | None:
         """What all gradients have yet to be multiplied by; None for nothing."""

@@ -19,7 +19,7 @@ order, too::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,35 +36,14 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
 from syncpipe.stages.inplace import TIED
 from syncpipe.stages.run import CallContext, Inputs, Partition, StageLayers
-from syncpipe.stages.stand_ins import StandIns
+from syncpipe.stages.sharing.copies import Copy
+from syncpipe.stages.sharing.stand_ins import StandIns
 from syncpipe.stages.transfer import SendCopy, Uses
 
 __all__ = ["CallTies", "SharedTensors"]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of a tensor, and what tells whether it is still one.
-
-    Attributes:
-        tensor: the original.
-        mark: its memory and its version, when the copy was made.
-        copy: on another device.
-        event: tells when it is there.
-        version: its own, then.
-        kept: whether it may serve another call. A gradient is a reason to change the original, and
-            what is written into ``tensor.data`` then leaves no trace.
-    """
-
-    tensor: Tensor
-    mark: tuple[Any, ...]
-    copy: Tensor
-    event: Any
-    version: int
-    kept: bool
-
-
-_Copies = dict[tuple[int, torch.device], _Copy]  # by the identity of a tensor, and a device
+_Copies = dict[tuple[int, torch.device], Copy]  # by the identity of a tensor, and a device
 
 
 class SharedTensors:
@@ -166,9 +145,8 @@ class CallTies:
                 context.plain[j] = False
                 units = context.divided[stage].units if stage in context.divided else []
                 for run in (stage, *units):
-                    context.stand_ins[run] = StandIns(
-                        run.partition, j, ties, fixed[j], self._slots[j]
-                    )
+                    linked = [tie.tensor for tie in self._slots[j]]
+                    context.stand_ins[run] = StandIns(run.partition, fixed[j], linked)
         self._cells = self._link(values, recorder)
         self._plan_return(returning, fixed, len(edges))
 
@@ -186,18 +164,14 @@ class CallTies:
         key = (id(tensor), lane.device)
         found = self._copies.get(key)
         if found is None:
-            mark = (tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype)
             found = self._before.pop(key, None)
-            if found is not None and found.kept and found.tensor is tensor and found.mark == mark:
-                copy, event = found.copy, found.event
+            state = self._context.state
+            kept = not ((state.grad and tensor.requires_grad) or state.needs_inline)
+            if found is not None and found.serves(tensor):
+                found = replace(found, kept=kept)
             else:
                 found = None  # its memory can be used again
-                with torch.inference_mode(False), torch.no_grad():  # for calls to come, too
-                    (copy,), event = owner.send([tensor.detach()], lane)
-            state = self._context.state
-            trains = state.grad and tensor.requires_grad
-            kept = not (trains or state.needs_inline)
-            found = _Copy(tensor, mark, copy, event, version_of(copy), kept)
+                found = Copy.made(tensor, owner, lane, kept=kept)
             self._copies[key] = found
         lane.receive(found.event, [found.copy])
         return found.copy

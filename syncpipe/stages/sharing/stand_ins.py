@@ -1,9 +1,10 @@
 """Modules that hold other tensors than the real ones do, for one run of a cell.
 
 A stage that is not the owner of a tied weight computes with a tensor of its own: a copy on its
-device, or the begin of its cell's graph. The modules themselves keep the one Parameter all the
-time: an optimizer, a loss function or another thread that looks at them meanwhile must not see
-anything else, and one module may run in two stages at the same time. So a cell runs on *stand-ins*
+device, or the begin of its cell's graph; and so does a replica, with all of its tensors. The
+modules themselves keep the one Parameter all the time: an optimizer, a loss function or another
+thread that looks at them meanwhile must not see anything else, and one module may run in two stages
+at the same time. So a cell runs on *stand-ins*
 of the modules on the way to such a tensor: shallow copies, as ``torch.nn.parallel.replicate``
 makes them, that share all else with the modules that they stand for.
 
@@ -18,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from syncpipe.layers.ties import Tie
+from syncpipe.layers.batchnorm import ORIGINAL
 
-__all__ = ["StandIns"]
+__all__ = ["Lasting", "StandIns"]
 
 _MISSING: Any = object()
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
@@ -38,30 +40,22 @@ class StandIns:
 
     Args:
         partition: the stage's.
-        j: the stage.
-        ties: what stages share.
-        fixed: by the identity of a tied tensor what is in its place in all cells.
-        linked: those for which each cell gets a tensor of its own.
+        fixed: by the identity of a tensor what is in its place in all cells.
+        linked: the tensors for which each cell gets one of its own.
     """
 
     def __init__(
-        self,
-        partition: nn.Module,
-        j: int,
-        ties: Sequence[Tie],
-        fixed: dict[int, Tensor],
-        linked: Sequence[Tie],
+        self, partition: nn.Module, fixed: dict[int, Tensor], linked: Sequence[Tensor] = ()
     ) -> None:
         self._partition = partition
         self._fixed = fixed
-        self._linked = [id(tie.tensor) for tie in linked]
+        self._linked = list(map(id, linked))
         replaced = {*fixed, *self._linked}
         holders = {
-            id(place.module)
-            for tie in ties
-            if id(tie.tensor) in replaced
-            for place in tie.places
-            if place.stage == j
+            id(module)
+            for module in partition.modules()
+            for tensor in chain(module._parameters.values(), module._buffers.values())
+            if id(tensor) in replaced
         }
         self._on_the_way: set[int] = set()
         self._lead(partition, holders, set())
@@ -81,7 +75,7 @@ class StandIns:
         """The partition with other tensors.
 
         Args:
-            tensors: for each linked tie what the cell uses.
+            tensors: for each linked tensor what the cell uses.
         """
         others = {**self._fixed, **dict(zip(self._linked, tensors, strict=True))}
         made = _Made(others, self._on_the_way)
@@ -100,7 +94,7 @@ class _Made:
         self._own = set(map(id, tensors.values()))
         self._made: dict[int, nn.Module] = {}
         #: For each: the real module, the stand-in, and what the latter was at first.
-        self._first: list[tuple[nn.Module, nn.Module, dict[str, dict[str, Any]]]] = []
+        self.first: list[tuple[nn.Module, nn.Module, dict[str, dict[str, Any]]]] = []
 
     def of(self, module: nn.Module) -> nn.Module:
         """The stand-in of a module; itself if there is nothing to replace."""
@@ -108,9 +102,8 @@ class _Made:
             return module
         if id(module) in self._made:
             return self._made[id(module)]
-        other = self._made[id(module)] = object.__new__(type(module))
-        state = other.__dict__  # straight there: `__setattr__` may be the user's
-        state.update(module.__dict__)
+        other = self._made[id(module)] = self._new(module)
+        state = {ORIGINAL: module, **module.__dict__}  # that of a stand-in stays
         state["_modules"] = {
             name: None if child is None else self.of(child)
             for name, child in module._modules.items()
@@ -122,9 +115,14 @@ class _Made:
         for name, value in module.__dict__.items():
             if type(value) in _BOUND:
                 state[name] = self._adapted(value, _DEPTH)
+        object.__setattr__(other, "__dict__", state)  # `__setattr__` may be the user's
         first = {kind: dict(state[kind]) for kind in _CONTAINERS}
-        self._first.append((module, other, {"": dict(state), **first}))
+        self.first.append((module, other, {"": dict(state), **first}))
         return other
+
+    def _new(self, module: nn.Module) -> nn.Module:
+        """What stands in for a module, with nothing in it yet."""
+        return object.__new__(type(module))
 
     def _adapted(self, value: Any, depth: int) -> Any:
         """An attribute as the stand-in has it: bound to it, and with its tensors.
@@ -175,7 +173,7 @@ class _Made:
 
     def give_back(self) -> None:
         """Sets on the real modules what was set on their stand-ins."""
-        for module, other, first in self._first:
+        for module, other, first in self.first:
             state = other.__dict__
             self._set(module.__dict__, first[""], state)
             for kind in _CONTAINERS:
@@ -193,3 +191,43 @@ class _Made:
         """Whether a value, or an item of a list, is a tensor of this run."""
         items = value if type(value) is list else [value]
         return any(id(item) in self._own for item in items)
+
+
+class Lasting:
+    """Stand-ins of all modules of a partition that stay from call to call, for a replica.
+
+    Args:
+        partition: the partition.
+    """
+
+    def __init__(self, partition: nn.Module) -> None:
+        self._partition = partition
+        self._made: list[tuple[nn.Module, nn.Module]] = []
+
+    def follow(self, tensors: dict[int, Tensor]) -> nn.Module:
+        """The partition as it is now.
+
+        Args:
+            tensors: by the identity of each tensor of the modules what is in its place.
+        """
+        made = _Followed(tensors, set(map(id, self._partition.modules())), self._made)
+        other = made.of(self._partition)
+        self._made = [(module, stand_in) for module, stand_in, _ in made.first]
+        return other
+
+
+class _Followed(_Made):
+    """The stand-ins that there were before, as their modules are now."""
+
+    def __init__(
+        self,
+        tensors: dict[int, Tensor],
+        on_the_way: set[int],
+        before: list[tuple[nn.Module, nn.Module]],
+    ) -> None:
+        super().__init__(tensors, on_the_way)
+        self._before = {id(module): stand_in for module, stand_in in before}
+
+    def _new(self, module: nn.Module) -> nn.Module:
+        before = self._before.get(id(module))
+        return before if type(before) is type(module) else super()._new(module)

@@ -1,0 +1,1 @@
+"""Tensors that several stages compute with: ties, and replicas."""

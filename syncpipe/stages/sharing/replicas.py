@@ -1,0 +1,316 @@
+"""Stages that are served by several devices, which micro-batches are dealt to in turn.
+
+    stage 0, replica 0   micro-batches 0 2 4 ..  --+
+                                                   +-->  stage 1   0 1 2 3 4 ..
+    stage 0, replica 1   micro-batches 1 3 5 ..  --+
+
+The first replica is the owner: it runs the modules themselves. To what runs, each other one is a
+stage of its own, over stand-ins of the modules that hold tensors of its own: copies on its device,
+as fresh as the originals are when a call begins, or where that is the same memory the very same
+values, as leaves of their own. So no two workers ever run one module, or add to one gradient.
+
+In ``train_batch`` a replica adds up the gradients of its micro-batches in its own leaves. When it
+is through with its stage it sends them to the owner, who adds them to its own: replica 1, 2, and so
+on, whenever they come. Each goes through the parameter's hooks as one gradient. In ``pipe(x)`` the
+same is in the autograd graph::
+
+    weight <-- Uses <-- owner's cells
+                 ^----- SendCopy <-- cells of replica 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from syncpipe.layers.batchnorm import DeferredBatchNorm
+from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.streams import Lane, same_memory
+from syncpipe.stages.run import CallContext, Partition, StageLayers
+from syncpipe.stages.sharing.copies import Copy
+from syncpipe.stages.sharing.stand_ins import Lasting, StandIns
+from syncpipe.stages.transfer import SendCopy, Uses
+
+__all__ = ["CallReplicas", "Replica"]
+
+
+class Replica:
+    """The layers of a stage once more, from call to call.
+
+    Args:
+        original: the partition.
+
+    Attributes:
+        partition: the same with tensors of its own.
+    """
+
+    def __init__(self, original: Partition) -> None:
+        self._lasting = Lasting(original)
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, and own
+        self._copies: dict[int, Copy] = {}
+        self.partition: Any = self._lasting.follow({})
+
+    def follow(self, tensors: Sequence[Tensor], owner: Lane, lane: Lane, *, trains: bool) -> None:
+        """Makes it what the partition is now.
+
+        Args:
+            tensors: all parameters and buffers of the partition.
+            owner: the lane of the first replica, where they are.
+            lane: its own.
+            trains: whether there will be gradients, a reason to change the originals.
+        """
+        before, self._leaves = self._leaves, {}
+        copies, self._copies = self._copies, {}
+        own: dict[int, Tensor] = {}
+        for tensor in tensors:
+            _, leaf = before.get(id(tensor), (None, None))
+            leaf = self._fresh(tensor, leaf, copies.get(id(tensor)), owner, lane, trains=trains)
+            if leaf.requires_grad != tensor.requires_grad:
+                leaf.requires_grad_(tensor.requires_grad)
+            self._leaves[id(tensor)] = tensor, leaf
+            own[id(tensor)] = leaf
+        self._lasting.follow(own)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What it has in the place of a tensor."""
+        return self._leaves[id(tensor)][1]
+
+    def _fresh(
+        self,
+        tensor: Tensor,
+        leaf: Tensor | None,
+        known: Copy | None,
+        owner: Lane,
+        lane: Lane,
+        *,
+        trains: bool,
+    ) -> Tensor:
+        """A tensor's values on this device; the one that was there before wherever that can be."""
+        like = leaf is not None and (leaf.shape, leaf.dtype) == (tensor.shape, tensor.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            if same_memory(tensor.device, lane.device):
+                if like and leaf is not None and leaf.data_ptr() == tensor.data_ptr():
+                    return leaf
+                return tensor.detach()
+            if known is None or leaf is None or not known.serves(tensor):
+                known = Copy.made(tensor, owner, lane, kept=True)
+                lane.receive(known.event, [known.copy])
+                if not like or leaf is None:
+                    leaf = known.copy
+                else:
+                    with lane.active():  # graphs of earlier calls may still be using it
+                        leaf.data.copy_(known.copy)
+            kept = not (trains and tensor.requires_grad)
+            known = replace(known, copy=leaf, kept=kept)
+            self._copies[id(tensor)] = known
+            return leaf
+
+
+class CallReplicas:
+    """The replicas in one call; to be made on the caller's thread.
+
+    Args:
+        replicas: for each stage those that are not the first.
+        numbers: for each stage the numbers of all.
+        stages: by number.
+        lanes: by number, the lane of its worker, which waits for the caller already.
+        context: the call's.
+        recorder: writes transfers down.
+        graph: the caller gets an autograd graph, in which all replicas are linked.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[Replica]],
+        numbers: Sequence[tuple[int, ...]],
+        stages: Sequence[StageLayers],
+        lanes: Sequence[Lane],
+        context: CallContext,
+        recorder: Recorder | None,
+        *,
+        graph: bool,
+    ) -> None:
+        self._stages, self._numbers, self._context = stages, numbers, context
+        self._lanes = lanes
+        self._trained: dict[int, list[Tensor]] = {}  # by number: what gets gradients
+        self._before: list[tuple[StageLayers, list[tuple[nn.Module, str, Tensor, int]]]] = []
+        # Their values are no tensors of the process, or go with tangents: everything runs here.
+        self._as_they_are = context.state.needs_inline or forward_ad._current_level >= 0
+        grad = context.state.grad
+        for j, more in enumerate(replicas):
+            if not more:
+                continue
+            owner = stages[j]
+            check_replicated(owner)
+            tensors = _tensors_of(owner.partition)
+            for number, replica in zip(numbers[j][1:], more, strict=True):
+                replica.follow(tensors, lanes[j], lanes[number], trains=grad)
+            trained = [t for t in tensors if grad and t.requires_grad]
+            if graph and (trained or self._as_they_are):
+                self._link(j, tensors if self._as_they_are else trained, more, recorder)
+            self._trained[j] = trained
+            for number, replica in zip(numbers[j][1:], more, strict=True):
+                self._trained[number] = list(map(replica.of, trained))
+            for number in numbers[j]:
+                self._before.append((stages[number], _noted(stages[number].partition)))
+
+    # -- pipe(x)
+
+    def _link(
+        self,
+        j: int,
+        tensors: Sequence[Tensor],
+        replicas: Sequence[Replica],
+        recorder: Recorder | None,
+    ) -> None:
+        """Puts nodes that add up gradients between the tensors and those who use them."""
+        owner = self._lanes[j]
+        fixed: list[dict[int, Tensor]] = [{} for _ in self._numbers[j]]
+        for tensor in tensors:
+            if self._as_they_are:
+                uses = [tensor] * len(fixed)
+            else:
+                with owner.active():
+                    uses = Uses.apply(len(replicas), tensor)  # type: ignore[no-untyped-call]
+            fixed[0][id(tensor)] = uses[0]
+            for k, replica in enumerate(replicas, start=1):
+                own, lane = replica.of(tensor), self._lanes[self._numbers[j][k]]
+                fixed[k][id(own)] = self._sent(j, k, owner, lane, uses[k], own, recorder)
+        for number, tensors_of_it in zip(self._numbers[j], fixed, strict=True):
+            stage, context = self._stages[number], self._context
+            context.plain[number] = False
+            units = context.divided[stage].units if stage in context.divided else []
+            for run in (stage, *units):
+                context.stand_ins[run] = StandIns(run.partition, tensors_of_it)
+
+    def _sent(
+        self,
+        j: int,
+        k: int,
+        owner: Lane,
+        lane: Lane,
+        use: Tensor,
+        own: Tensor,
+        recorder: Recorder | None,
+    ) -> Tensor:
+        """A tensor on its way to replica ``k``, and its gradient on the way back."""
+        if self._as_they_are:
+            (there,), event = owner.send([use], lane)
+            lane.receive(event, [there])
+            return there
+        if (lane.streams, owner.streams) == (None, None):
+            return use
+        note = recorder and partial(recorder.transfer, k, j, j)
+        with lane.active():
+            linked: Tensor = SendCopy.apply(  # type: ignore[no-untyped-call]
+                owner, lane, note, own.detach(), use
+            )
+        return linked
+
+    # -- train_batch
+
+    def taken(self, number: int) -> list[Tensor | None]:
+        """The gradients that a replica has added up; not there any more."""
+        leaves = self._trained[number]
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return grads
+
+    def trained(self, number: int) -> list[Tensor]:
+        """What gets gradients on a replica, in one order on all of a stage."""
+        return self._trained[number]
+
+    # -- after the last cell
+
+    def finish(self) -> None:
+        """Moves running statistics; refuses what cannot have replicas.
+
+        Raises:
+            RuntimeError: a forward wrote into a parameter or a buffer.
+        """
+        for stage, before in self._before:
+            for module, name, tensor, version in before:
+                now = module._parameters.get(name, module._buffers.get(name))
+                if now is not tensor or version_of(tensor) != version:
+                    raise RuntimeError(_changed(stage, module, name))
+        for j, numbers in enumerate(self._numbers):
+            if len(numbers) > 1 and j in self._context.statistics:
+                self._context.statistics[j].commit()
+
+
+def check_replicated(stage: StageLayers) -> None:
+    """Refuses layers that cannot run on several devices at a time.
+
+    Raises:
+        ValueError: with the layer, and what to do.
+    """
+    for k, layer in enumerate(stage.partition._modules.values()):
+        for module in () if layer is None else layer.modules():
+            if reason := _reason(module):
+                raise ValueError(
+                    f"stage {stage.j} has replicas, but layer {stage.first + k} "
+                    f"({stage.names[k]!r}: {type(layer).__name__}) {reason}"
+                )
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a module cannot have replicas; empty if it can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript, which computes with its own tensors only: give it one device"
+    if getattr(module, "_syncpipe_skips_are_internal", False):
+        return "has a Pipe in it, which keeps its layers where they are: give it one device"
+    if any(t is not None and is_lazy(t) for t in module._parameters.values()):
+        return "has parameters without values: run the plain model once before it is made a Pipe"
+    moves = isinstance(module, _NormBase) and module.training and module.running_mean is not None
+    if moves and not isinstance(module, DeferredBatchNorm):
+        return (
+            f"has running statistics in its {type(module).__name__}, which micro-batches move one "
+            "after another: make the Pipe with deferred_batch_norm=True, call eval() of that "
+            "normalisation, or give the stage one device"
+        )
+    if getattr(module, "max_norm", None) is not None and isinstance(
+        module, (nn.Embedding, nn.EmbeddingBag)
+    ):
+        return "has an embedding with max_norm, which writes into its weight: give it one device"
+    return ""
+
+
+def _tensors_of(partition: nn.Module) -> list[Tensor]:
+    """All parameters and buffers, each once."""
+    found = {
+        id(tensor): tensor
+        for module in partition.modules()
+        for tensor in chain(module._parameters.values(), module._buffers.values())
+        if tensor is not None
+    }
+    return list(found.values())
+
+
+def _noted(partition: nn.Module) -> list[tuple[nn.Module, str, Tensor, int]]:
+    """All parameters and buffers where they are, and as they are."""
+    return [
+        (module, name, tensor, version_of(tensor))
+        for module in partition.modules()
+        for name, tensor in chain(module._parameters.items(), module._buffers.items())
+        if tensor is not None
+    ]
+
+
+def _changed(stage: StageLayers, module: nn.Module, name: str) -> str:
+    return (
+        f"{name!r} of a {type(module).__name__} changed in a call, and stage {stage.j} has "
+        "replicas: each of them sees some of the micro-batches only, and what a layer counts in "
+        "its buffers, or writes into its parameters, would be of these. Give the stage one device, "
+        "or let the layer return it"
+    )

@@ -1,0 +1,1 @@
+"""Stages that are served by several devices."""

@@ -1,0 +1,167 @@
+"""Plans under other schedules than GPipe's and 1F1B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import syncpipe
+from syncpipe import Pipe
+from syncpipe.balance import LayerProfile, Profile
+from syncpipe.planner import NoPlan, Plan
+from syncpipe.planner.schedules.footprint import footprints, over_time
+from syncpipe.planner.schedules.layouts import LAYOUTS
+from syncpipe.planner.search.candidate import SCHEDULES, Terms
+from syncpipe.schedules import auto, build, gpipe, simulate
+from syncpipe.schedules.simulation import Costs
+from tests.support.models import linear_model
+
+NAMES = [name for name in LAYOUTS if name != "auto"]
+
+
+def profile_of(times: list[float], stored: float = 1e6, parameters: int = 10**5) -> Profile:
+    """Layers that take so many ms for 8 samples, twice that backward."""
+    return Profile(
+        tuple(
+            LayerProfile(
+                name=f"layer{k}",
+                forward={8: time / 1e3},
+                backward={8: 2 * time / 1e3},
+                output_bytes={8: 10**5},
+                stored_bytes={8: stored * (1 + k % 3)},
+                parameter_bytes=parameters,
+            )
+            for k, time in enumerate(times)
+        )
+    )
+
+
+PROFILE = profile_of([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+
+
+def planned(profile: Profile = PROFILE, devices: str = "3 x 1GB, 10GB/s", **more: Any) -> Plan:
+    return syncpipe.plan(profile, devices=devices, **{"batch_size": 64, **more})
+
+
+def held(plan: Plan) -> list[float]:
+    """The most that each device holds, counted along the simulated step."""
+    chain = Terms(plan.profile, plan.machine, plan.batch_size, 4.0).chain(plan.chunks)
+    chosen, schedule = plan.chosen, plan.simulation.schedule
+    outputs = [layer.output_bytes[8] * 64 / plan.chunks / 8 for layer in plan.profile.layers]
+    stages = footprints(chain, plan.balance, schedule.in_flight[0], chosen.recomputes, outputs)
+    return [max(level for _, level in row) for row in over_time(plan.simulation, stages)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_is_that_schedule_simulated(name: str) -> None:
+    plan = planned(schedule=name)
+    schedule = build(name, plan.chunks, plan.device_of)
+    assert plan.simulation.schedule == schedule
+    assert plan.step_time == simulate(schedule, plan.simulation.costs).makespan
+    assert plan.bound <= plan.step_time * (1 + 1e-9)
+    assert sum(plan.balance) == len(PROFILE.layers)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_a_pipe_runs_it(name: str) -> None:
+    profile = profile_of([1.0] * 6)
+    plan = planned(profile, "2 x 1GB, 10GB/s", schedule=name, chunks=4)
+    model, input = linear_model(6), torch.randn(8, 3)
+    model(input).mean().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    pipe = Pipe(model, **plan.options(), devices=plan.on(["cpu:0", "cpu:1"]))
+    pipe.train_batch(input, loss_fn=torch.mean)
+    for parameter, gradient in zip(pipe.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
+    times = data.draw(st.lists(st.floats(0.5, 5), min_size=6, max_size=9))
+    name = data.draw(st.sampled_from([*SCHEDULES, *NAMES]))
+    limit = data.draw(st.sampled_from(["1GB", "40MB", "25MB"]))
+    try:
+        plan = planned(profile_of(times), f"2 x {limit}, 10GB/s", schedule=name, chunks=8)
+    except NoPlan:
+        return
+    said = plan.as_dict()["memory_of_devices"]
+    for most, told, memory in zip(held(plan), said, plan.machine.memory, strict=False):
+        assert most <= told * (1 + 1e-9) <= memory * (1 + 1e-8)
+    if name in NAMES or not any(plan.chosen.recomputes):
+        assert held(plan) == pytest.approx(said)
+
+
+def test_less_memory_means_recomputation() -> None:
+    plan = planned(devices="3 x 22MB, 10GB/s", schedule="interleaved_1f1b", chunks=8)
+    assert "always" in plan.checkpoint
+    assert "never" in planned(schedule="interleaved_1f1b", chunks=8).checkpoint
+
+
+def test_the_fastest_of_all_is_not_slower_than_any() -> None:
+    fastest = planned(schedule="any")
+    assert fastest.step_time <= min(planned(schedule=name).step_time for name in (None, *LAYOUTS))
+
+
+def test_the_page_says_what_every_schedule_takes() -> None:
+    page = str(planned())
+    for name in LAYOUTS:
+        line = next(line for line in page.splitlines() if line.strip().startswith(name))
+        assert "MB at most" in line
+
+
+def test_the_page_says_which_schedules_do_not_fit() -> None:
+    page = str(planned(devices="3 x 16MB, 10GB/s", chunks=8))
+    assert "does not fit: device" in page
+
+
+def test_what_devices_hold_is_told_where_they_have_several_stages() -> None:
+    page = str(planned(schedule="zbv"))
+    assert "device 0, stages 0, 5 at once" in page
+
+
+def test_stages_are_all_stages() -> None:
+    plan = planned(schedule="interleaved_1f1b", stages=9)
+    assert plan.device_of == [0, 1, 2] * 3
+
+
+def test_real_devices_are_named_for_each_stage() -> None:
+    plan = syncpipe.plan(
+        PROFILE, devices=["cpu:0", "cpu:1"], memory="1GB", batch_size=64, schedule="zbv"
+    )
+    assert plan.devices == ("cpu:0", "cpu:1", "cpu:1", "cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"schedule": "zbv", "stages": 5}, ValueError, "two stages on each device"),
+        ({"schedule": "zbv", "profile": profile_of([1, 2, 3])}, ValueError, "3 layers"),
+        ({"schedule": "zb_h1", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "more than its 2.0 MB"),
+        ({"schedule": "auto", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "no plan fits"),
+        ({"schedule": "any", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "no plan fits"),
+        ({"schedule": gpipe}, TypeError, "names"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        planned(**arguments)
+
+
+def test_devices_for_a_plan_must_be_enough() -> None:
+    with pytest.raises(ValueError, match="this plan uses 3 devices"):
+        planned(schedule="zb_h1", stages=3).on(["cpu:0"])
+
+
+def test_made_to_measure_is_no_worse_than_where_it_starts() -> None:
+    costs = Costs((3.0, 1.0, 2.0), (2.0, 4.0, 1.0), (1.0, 1.0, 2.0))
+    best = auto(6, 3, costs=costs)
+    again = auto(6, 3, costs=costs, starts=[best], budget=1)
+    assert again.report.step <= best.report.step
