@@ -284,27 +284,29 @@ class CutSearch(ABC):
             ]
         fixed, stored, waiting = chain.fixed_to, chain.stored_to, chain.waiting(i)
         w, z, given = fixed[i], stored[i] - chain.shared[i], chain.inputs[i]
+        running, q0 = chain.running(i), self.slots[0]
+        ahead, inputs, arrived = chain.ahead(q, q0), chain.inputs_in(i, q), chain.arrived(i, q, q0)
         edges = []
         for j in range(j0, j1 + 1):
-            base = fixed[j] - w
+            base = fixed[j] - w + (running[j] if running else 0.0)
             each = stored[j] - z
             if base + each > limit and self._growing:
                 break
             times = (forward[j] - f) / speed, (backward[j] - b) / speed
-            if self.free:
-                skips = waiting[j] if waiting else 0.0  # stage 0 has as many slots at least
-                most = _most(limit - base, each + skips, q)
+            skips = waiting[j] if waiting else 0.0
+            if self.free:  # stage 0 has as many slots at least
+                most = _most(limit - base, each + (0.0 if running else skips), q)
                 if most:
                     edges.append((j, *times, False, most))
-                again = _most(limit - base - each, given + skips, q)
+                room = limit - base - each + (given if running else 0.0)
+                again = _most(room, given + skips, q)
                 if again > most:
                     edges.append((j, *times, True, again))
                 continue
-            if waiting:
-                base += self.slots[0] * waiting[j]
-            if base + q * each <= limit:
+            base += arrived
+            if base + q * each + ahead * skips <= limit:
                 edges.append((j, *times, False, q))
-            elif base + q * given + each <= limit:
+            elif base + inputs + each + q0 * skips <= limit:
                 edges.append((j, *times, True, q))
         return edges
 

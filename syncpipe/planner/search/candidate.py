@@ -85,25 +85,25 @@ class Terms:
             raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._chains: dict[int, Chain] = {}
         self._sound: dict[int, float] = {}
 
     def chain(self, chunks: int) -> Chain:
         """The layers, for one of so many micro-batches: any but the last, which may be smaller."""
-        return self._of(sizes_of(self.batch_size, chunks)[0], chunks)
+        return self._of(sizes_of(self.batch_size, chunks)[0])
 
-    def _of(self, samples: int, chunks: int) -> Chain:
-        key = samples, chunks
-        if key not in self._chains:
-            self._chains[key] = Chain.of(self.profile, samples, self.param_scale, chunks)
-        return self._chains[key]
+    def _of(self, samples: int) -> Chain:
+        if samples not in self._chains:
+            terms = self.param_scale, self.batch_size
+            self._chains[samples] = Chain.of(self.profile, samples, *terms)
+        return self._chains[samples]
 
     def costs(self, balance: Sequence[int], chunks: int) -> Costs:
         """What the simulator needs to know of a cut."""
         size, rest = sizes_of(self.batch_size, chunks)
-        costs = costs_of(self._of(size, chunks), self.machine, balance)
+        costs = costs_of(self._of(size), self.machine, balance)
         if rest < size:
-            costs = replace(costs, last=costs_of(self._of(rest, chunks), self.machine, balance))
+            costs = replace(costs, last=costs_of(self._of(rest), self.machine, balance))
         return costs
 
     def sound(self, chunks: int) -> float:
@@ -114,7 +114,7 @@ class Terms:
             size, rest = sizes_of(self.batch_size, chunks)
             part = 1.0
             if rest < size:
-                whole, small = self._of(size, chunks), self._of(rest, chunks)
+                whole, small = self._of(size), self._of(rest)
                 pairs = [
                     pair
                     for what in ("forward", "backward", "inputs")
