@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from syncpipe.planner.cuts.network import even_cut
-from syncpipe.planner.schedules.layouts import AUTO, placement, placements
+from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS, placement, placements
 from syncpipe.planner.schedules.setting import Draft, Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.planner.search.sizes import chunk_counts
@@ -23,8 +23,6 @@ from syncpipe.schedules.search.improve import BUDGET
 __all__ = ["GLANCE", "THOROUGH", "Effort", "variants"]
 
 _NOTICED = 1e-9
-#: In halves a step has to be so much shorter, as they change the last bits of gradients.
-_WORTH = 0.98
 
 
 @dataclass(frozen=True)
@@ -158,19 +156,23 @@ class _Looks:
 
     def _measured(self) -> Scheduled | None:
         """Made to measure: for the cuts of the search, and of the best named schedules."""
-        effort, best = self._effort, None
-        named = filter(None, map(self.best, ("zb_h1", "zbv", "interleaved_1f1b")))
+        effort = self._effort
+        named = [self.best(name) for name in LAYOUTS if name != AUTO]
+        fitting = [c for c in named if c is not None and c.fits(self._terms.machine)]
         starts: list[tuple[Candidate, bool]] = [(c, False) for c in self._found[:1]]
-        starts += [(c, True) for c in sorted(named, key=_rank)[: 2 if effort.wide else 1]]
-        for start, split in starts:
-            schedule = start.simulation.schedule
-            if schedule.m * schedule.n > effort.cells or self._stages not in (None, schedule.n):
-                continue
-            setting = Setting(self._terms, AUTO, schedule)
+        starts += [(c, True) for c in sorted(fitting, key=_rank)[: 2 if effort.wide else 1]]
+        settings = [(Setting(self._terms, AUTO, c.simulation.schedule), c, s) for c, s in starts]
+        settings = [entry for entry in settings if self._stages in (None, entry[0].n)]
+        if any(setting.m * setting.n > effort.cells for setting, _, _ in settings):
+            return None
+        best: Scheduled | None = None
+        for setting, start, split in settings:
             draft = setting.draft(start.balance)
-            made = self._made(setting, draft, split) if draft.excess == 1 else None
-            if made and (best is None or made.time < best.time * (_WORTH if split else 1.0)):
-                best = made
+            if draft.excess > 1:
+                continue
+            for made in (setting.candidate(draft), self._made(setting, draft, split)):
+                if made and (best is None or made.time < best.time * (1 - _NOTICED)):
+                    best = made
         return best
 
     def _made(self, setting: Setting, draft: Draft, split: bool) -> Scheduled | None:
