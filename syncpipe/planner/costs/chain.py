@@ -81,7 +81,7 @@ class Chain:
         interpreter: seconds that the forward of each layer holds the interpreter's lock.
         peaks: bytes that are alive at most while each layer runs (``LayerProfile.peak_bytes``);
             empty where nobody knows.
-        chunks: how many micro-batches there are, all on the first device; 0 if they are not.
+        batch: bytes of the inputs of the mini-batch, which is on the first device; 0 if it is not.
     """
 
     forward: tuple[float, ...]
@@ -93,17 +93,17 @@ class Chain:
     skips: tuple[tuple[int, int, float], ...] = ()
     interpreter: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
-    chunks: int = 0
+    batch: float = 0.0
 
     @classmethod
-    def of(cls, profile: Profile, samples: float, param_scale: float, chunks: int = 0) -> Chain:
+    def of(cls, profile: Profile, samples: float, param_scale: float, batch_size: int = 0) -> Chain:
         """The layers of a profile for a micro-batch of so many samples.
 
         Args:
             profile: of a known number of samples (:meth:`Profile.of`).
             samples: in a micro-batch.
             param_scale: bytes for each byte of a parameter that is trained.
-            chunks: micro-batches in the mini-batch, if that is on the first device.
+            batch_size: samples of the mini-batch, if that is on the first device.
         """
         layers = profile.layers
 
@@ -123,7 +123,7 @@ class Chain:
             fixed=tuple(layer.memory(param_scale) for layer in layers),
             interpreter=tuple(layer.interpreter for layer in layers),
             peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
-            chunks=chunks,
+            batch=interpolate(profile.input_bytes, batch_size) if profile.input_bytes else 0.0,
             skips=tuple(
                 (skip.stash, skip.pop, interpolate(skip.bytes, samples)) for skip in profile.skips
             ),
@@ -188,10 +188,10 @@ class Chain:
         if i not in self._running:
             stored, found, most = self.stored_to, [0.0] * (i + 1), 0.0
             base = stored[i] - self.shared[i]
-            for l in range(i, len(self)):
-                peak = self.peaks[l] - (self.shared[l] if l > i else 0.0)
-                most = max(most, stored[l] - stored[i] + (self.shared[i] if l > i else 0.0) + peak)
-                found.append(max(0.0, most - (stored[l + 1] - base)))
+            for k in range(i, len(self)):
+                peak = self.peaks[k] - (self.shared[k] if k > i else 0.0)
+                most = max(most, stored[k] - stored[i] + (self.shared[i] if k > i else 0.0) + peak)
+                found.append(max(0.0, most - (stored[k + 1] - base)))
             self._running[i] = found
         return self._running[i]
 
@@ -207,7 +207,9 @@ class Chain:
         """Inputs that a stage from layer ``i`` may have, with which it has not begun."""
         if not self.peaks:
             return 0.0
-        return max(0, min(_AHEAD, q0 - q) if i else self.chunks - q) * self.inputs[i]
+        if not i:
+            return max(0.0, self.batch - q * self.inputs[0])
+        return max(0, min(_AHEAD, q0 - q)) * self.inputs[i]
 
     def ahead(self, q: int, q0: int) -> int:
         """How many of each skip wait for a stage that keeps what it stores."""

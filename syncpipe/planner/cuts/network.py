@@ -89,7 +89,7 @@ class CutSearch(ABC):
         self.fastest = max(speed)
         #: The fastest device from each stage on.
         self._fast = [*reversed(list(accumulate(reversed(speed), max))), self.fastest]
-        #: One micro-batch takes no less, and what is to the right of a border no less than its part.
+        #: One micro-batch takes no less.
         self.least_total = chain.total / self.fastest
         self._growing = all(a >= b for a, b in zip(chain.stored, chain.shared, strict=True))
 
@@ -185,7 +185,7 @@ class CutSearch(ABC):
     def _cut(self, stages: Sequence[Edge]) -> Cut:
         ends = [0, *(edge[0] for edge in stages)]
         balance = tuple(j - i for i, j in pairwise(ends))
-        recomputes, slots = (tuple(edge[k] for edge in stages) for k in (3, 4))
+        recomputes, slots = tuple(edge[3] for edge in stages), tuple(edge[4] for edge in stages)
         return Cut(balance, recomputes, self.value_of(stages), slots)
 
     def _walk(self, limit: float) -> Network | None:
@@ -284,27 +284,29 @@ class CutSearch(ABC):
             ]
         fixed, stored, waiting = chain.fixed_to, chain.stored_to, chain.waiting(i)
         w, z, given = fixed[i], stored[i] - chain.shared[i], chain.inputs[i]
+        running, q0 = chain.running(i), self.slots[0]
+        ahead, inputs, arrived = chain.ahead(q, q0), chain.inputs_in(i, q), chain.arrived(i, q, q0)
         edges = []
         for j in range(j0, j1 + 1):
-            base = fixed[j] - w
+            base = fixed[j] - w + (running[j] if running else 0.0)
             each = stored[j] - z
             if base + each > limit and self._growing:
                 break
             times = (forward[j] - f) / speed, (backward[j] - b) / speed
-            if self.free:
-                skips = waiting[j] if waiting else 0.0  # stage 0 has as many slots at least
-                most = _most(limit - base, each + skips, q)
+            skips = waiting[j] if waiting else 0.0
+            if self.free:  # stage 0 has as many slots at least
+                most = _most(limit - base, each + (0.0 if running else skips), q)
                 if most:
                     edges.append((j, *times, False, most))
-                again = _most(limit - base - each, given + skips, q)
+                room = limit - base - each + (given if running else 0.0)
+                again = _most(room, given + skips, q)
                 if again > most:
                     edges.append((j, *times, True, again))
                 continue
-            if waiting:
-                base += self.slots[0] * waiting[j]
-            if base + q * each <= limit:
+            base += arrived
+            if base + q * each + ahead * skips <= limit:
                 edges.append((j, *times, False, q))
-            elif base + q * given + each <= limit:
+            elif base + inputs + each + q0 * skips <= limit:
                 edges.append((j, *times, True, q))
         return edges
 
@@ -318,8 +320,8 @@ def _most(room: float, each: float, most: int) -> int:
 
 
 def even_cut(times: Sequence[float], n: int, speed: Sequence[float] = ()) -> tuple[int, ...]:
-    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding, and
-    for devices of different speed, where a stage without a layer might be better).
+    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding,
+    and nearly so for devices of different speed).
 
     Args:
         times: the sum of everything before each border.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from syncpipe.planner.cuts.network import even_cut
-from syncpipe.planner.schedules.layouts import AUTO, placements
+from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS, placement, placements
 from syncpipe.planner.schedules.setting import Draft, Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.planner.search.sizes import chunk_counts
@@ -23,8 +23,6 @@ from syncpipe.schedules.search.improve import BUDGET
 __all__ = ["GLANCE", "THOROUGH", "Effort", "variants"]
 
 _NOTICED = 1e-9
-#: In halves a step has to be so much shorter, as they change the last bits of gradients.
-_WORTH = 0.98
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,8 @@ class _Looks:
     def _starts(self, setting: Setting) -> Iterator[tuple[int, ...]]:
         """Cuts to begin with: even loads of devices, and what the search found."""
         times = setting.chain.time_to
-        yield _levelled(times, even_cut(times, setting.n), setting.schedule.device_of, setting.m)
-        if setting.n == max(setting.schedule.device_of) + 1:
+        yield _levelled(times, even_cut(times, setting.n), setting.device_of, setting.m)
+        if setting.n == max(setting.device_of) + 1:
             yield from {c.balance for c in self._found if len(c.balance) == setting.n}
         held = [w + z for w, z in zip(setting.chain.fixed_to, setting.chain.stored_to, strict=True)]
         if held == sorted(held) and held[-1] > 0:
@@ -158,25 +156,29 @@ class _Looks:
 
     def _measured(self) -> Scheduled | None:
         """Made to measure: for the cuts of the search, and of the best named schedules."""
-        effort, best = self._effort, None
-        named = filter(None, map(self.best, ("zb_h1", "zbv", "interleaved_1f1b")))
+        effort = self._effort
+        named = [self.best(name) for name in LAYOUTS if name != AUTO]
+        fitting = [c for c in named if c is not None and c.fits(self._terms.machine)]
         starts: list[tuple[Candidate, bool]] = [(c, False) for c in self._found[:1]]
-        starts += [(c, True) for c in sorted(named, key=_rank)[: 2 if effort.wide else 1]]
-        for start, split in starts:
-            schedule = start.simulation.schedule
-            if schedule.m * schedule.n > effort.cells or self._stages not in (None, schedule.n):
-                continue
-            setting = Setting(self._terms, AUTO, schedule)
+        starts += [(c, True) for c in sorted(fitting, key=_rank)[: 2 if effort.wide else 1]]
+        settings = [(Setting(self._terms, AUTO, c.simulation.schedule), c, s) for c, s in starts]
+        settings = [entry for entry in settings if self._stages in (None, entry[0].n)]
+        if any(setting.m * setting.n > effort.cells for setting, _, _ in settings):
+            return None
+        best: Scheduled | None = None
+        for setting, start, split in settings:
             draft = setting.draft(start.balance)
-            made = self._made(setting, draft, split) if draft.excess == 1 else None
-            if made and (best is None or made.time < best.time * (_WORTH if split else 1.0)):
-                best = made
+            if draft.excess > 1:
+                continue
+            for made in (setting.candidate(draft), self._made(setting, draft, split)):
+                if made and (best is None or made.time < best.time * (1 - _NOTICED)):
+                    best = made
         return best
 
     def _made(self, setting: Setting, draft: Draft, split: bool) -> Scheduled | None:
         """A schedule for a cut that fits, if it does."""
         memory = setting.memory(draft, split=split)
-        m, device_of = setting.m, setting.schedule.device_of
+        m, device_of = setting.m, setting.device_of
         counts = [m * again for again in draft.recomputes]
         try:
             schedule = auto(
@@ -200,7 +202,7 @@ class _Looks:
 
 def _devices(candidate: Candidate) -> int:
     """How many it uses."""
-    return max(candidate.simulation.schedule.device_of) + 1
+    return max(placement(candidate.simulation.schedule)) + 1
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

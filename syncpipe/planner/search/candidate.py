@@ -85,25 +85,25 @@ class Terms:
             raise ValueError(f"batch_size={batch_size}: a mini-batch has at least one sample")
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._chains: dict[int, Chain] = {}
         self._sound: dict[int, float] = {}
 
     def chain(self, chunks: int) -> Chain:
         """The layers, for one of so many micro-batches: any but the last, which may be smaller."""
-        return self._of(sizes_of(self.batch_size, chunks)[0], chunks)
+        return self._of(sizes_of(self.batch_size, chunks)[0])
 
-    def _of(self, samples: int, chunks: int) -> Chain:
-        key = samples, chunks
-        if key not in self._chains:
-            self._chains[key] = Chain.of(self.profile, samples, self.param_scale, chunks)
-        return self._chains[key]
+    def _of(self, samples: int) -> Chain:
+        if samples not in self._chains:
+            terms = self.param_scale, self.batch_size
+            self._chains[samples] = Chain.of(self.profile, samples, *terms)
+        return self._chains[samples]
 
     def costs(self, balance: Sequence[int], chunks: int) -> Costs:
         """What the simulator needs to know of a cut."""
         size, rest = sizes_of(self.batch_size, chunks)
-        costs = costs_of(self._of(size, chunks), self.machine, balance)
+        costs = costs_of(self._of(size), self.machine, balance)
         if rest < size:
-            costs = replace(costs, last=costs_of(self._of(rest, chunks), self.machine, balance))
+            costs = replace(costs, last=costs_of(self._of(rest), self.machine, balance))
         return costs
 
     def sound(self, chunks: int) -> float:
@@ -114,7 +114,7 @@ class Terms:
             size, rest = sizes_of(self.batch_size, chunks)
             part = 1.0
             if rest < size:
-                whole, small = self._of(size, chunks), self._of(rest, chunks)
+                whole, small = self._of(size), self._of(rest)
                 pairs = [
                     pair
                     for what in ("forward", "backward", "inputs")
@@ -181,8 +181,11 @@ class Terms:
         else:
             plan, again = one_f_one_b(chunks, n, slots=list(slots)), chunks
         counts = [again * bool(r) for r in recomputes]
-        simulation = simulate(plan, self.costs(balance, chunks), counts)
-        bound = self.cuts(schedule, chunks, slots).value(balance, recomputes) * self.sound(chunks)
+        costs = self.costs(balance, chunks)
+        simulation = simulate(plan, costs, counts)
+        bound = self.cuts(schedule, chunks, slots).value(balance, recomputes)
+        if costs.last is not None:
+            bound = max(bound * self.sound(chunks), _work(costs, costs.last, counts, chunks))
         python = self.interpreter(balance, chunks, schedule, recomputes)
         memory = tuple(
             chain.memory(i, j, slots[s], slots[0], recomputes[s])
@@ -194,11 +197,25 @@ class Terms:
             chunks=chunks,
             slots=None if schedule == "gpipe" else tuple(slots),
             recomputes=tuple(map(bool, recomputes)),
-            bound=max(bound, python),
+            bound=min(max(bound, python), max(simulation.makespan, python)),  # but for rounding
             simulation=simulation,
             memory=memory,
             interpreter=python,
         )
+
+
+def _work(costs: Costs, last: Costs, recomputed: Sequence[int], m: int) -> float:
+    """What no step falls short of in which the last micro-batch is smaller: the work of a stage,
+    and the way of a whole micro-batch to it and of a small one back.
+    """
+    bound = way = 0.0
+    for s, count in enumerate(recomputed):
+        once, small = (c.forward[s] + c.backward_input[s] for c in (costs, last))
+        again = min(count, m - 1) * costs.recompute[s] + (count == m) * last.recompute[s]
+        bound = max(bound, way + (m - 1) * once + small + again)
+        way += costs.forward[s] + last.backward_input[s]
+        way += sum(c.transfer[s] for c in (costs, last)) if s + 1 < len(recomputed) else 0.0
+    return bound
 
 
 def evaluate(
