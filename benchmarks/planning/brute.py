@@ -89,8 +89,8 @@ def run(options: PlanningOptions) -> list[Table]:
     count = 3 if options.quick else 120
     table = Table(
         "Plans beside the best of all",
-        f"{count} random profiles of each kind: 2 to 6 layers, 2 to 4 devices, mini-batches of 4 to "
-        "12 samples, half of them measured with one size and half with two. All plans are tried: "
+        f"{count} random profiles of each kind: 2 to 6 layers, 2 to 4 devices, mini-batches of 4 "
+        "to 12 samples, half of them measured with one size and half with two. All are tried: "
         "every cut, number of stages and of micro-batches, both schedules, 1F1B with any slots, no "
         "stage with more than the one before it. Everything is predicted, nothing measured.",
         {

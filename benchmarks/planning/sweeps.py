@@ -1,4 +1,4 @@
-"""Whether more is ever slower: plans along rising memory, bandwidth, devices, falling parameters."""
+"""Whether more is ever slower: memory, bandwidth, devices; or smaller parameters."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.common import timed
 from benchmarks.planning.profiles import PARAM_SCALE
 from benchmarks.schedules.model import PipeStep, Problem
-from benchmarks.schedules.naps import NappingLinear, Naps
+from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe, Plan
 from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.planner.cuts.heuristics import block_partitions, even_split

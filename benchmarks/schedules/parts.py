@@ -2,8 +2,9 @@
 
     python -m benchmarks.schedules [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Seven parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
+Eight parts: ``ideal`` (gpipe and 1f1b beside the ideal of two workers), ``zero_bubble`` (zb_h1
 beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated makespan),
+``replicas`` (the same with stages on several devices),
 ``overhead`` (microseconds per micro-batch and stage of tiny layers), ``interpreter_lock`` (layers
 that work in Python, with CPython's lock and without it), ``distributed``
 (torch.distributed.pipelining beside ours) and ``auto`` (schedules made to measure beside those with
@@ -17,12 +18,12 @@ from benchmarks.group import Group
 from benchmarks.schedules import (
     auto,
     distributed,
-    emulated,
     ideal,
     interpreter_lock,
     overhead,
     zero_bubble,
 )
+from benchmarks.schedules.sleeping import emulated, replicas
 
 GROUP = Group(
     "schedules",
@@ -32,6 +33,7 @@ GROUP = Group(
         "ideal": ideal.run,
         "zero_bubble": zero_bubble.run,
         "emulated": emulated.run,
+        "replicas": replicas.run,
         "overhead": overhead.run,
         "interpreter_lock": interpreter_lock.run,
         "distributed": distributed.run,

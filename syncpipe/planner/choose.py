@@ -26,7 +26,7 @@ from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
 from syncpipe.planner.schedules.choice import check_schedule, choose
-from syncpipe.planner.schedules.layouts import ANY
+from syncpipe.planner.schedules.layouts import ANY, placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Terms
 
@@ -49,6 +49,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
     stages: int | None = None,
     schedule: str | None = None,
@@ -71,6 +72,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     on: str | DeviceSpec | None = None,
     efficiency: float | None = None,
     replicas: Literal[True],
@@ -87,6 +89,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
     stages: int | None = None,
     schedule: str | None = None,
@@ -116,13 +119,18 @@ def plan(
             are, or what was measured before.
         sample: an input to measure with, with at least as many samples as a micro-batch will have;
             not for a profile.
-        devices: stages are put on them in this order: real ones, as ``Pipe`` takes them, whose
-            memory and bandwidth are measured; a number of those of this machine; or a description
-            of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as fast as the one that
-            the layers were measured on.
+        devices: stages are put on them in this order, or, if they are of two or three kinds, in
+            the best order of the kinds (``plan.devices``, ``plan.machine``): real ones, as ``Pipe``
+            takes them, whose memory and bandwidth are measured; a number of those of this machine;
+            or a description of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as
+            fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x 24GB,
+            12GB/s"``, two of them twice as fast.
         batch_size: samples in a mini-batch.
         memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
+        speed: for each device by what factor it is faster than the one that the layers were
+            measured on (the first of real ones); by default real ones of different kinds are
+            measured.
         chunks: the number of micro-batches, or those to choose from; by default all that divide
             ``batch_size``.
         stages: the number of stages; by default whatever is best, up to the number of devices (and
@@ -179,7 +187,7 @@ def plan(
         scale = param_scale_of(optimizer)
     if not (isinstance(scale, Real) and 0 <= scale < math.inf):
         raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
-    machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
+    machine = machine_of(devices, memory=memory, bandwidth=bandwidth, speed=speed)
     if efficiency is not None and on is None:
         raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
     guess = None if on is None else partial(_estimated, on, efficiency, progress)
@@ -190,15 +198,16 @@ def plan(
     terms = Terms(layers, machine, batch_size, scale)
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
     try:
-        chosen, found = choose(terms, schedule, **choice)
+        order, chosen, found = choose(terms, schedule, **choice)
     except LookupError as error:
         raise NoPlan(*error.args) from None
+    machine, there = machine.ordered(order), _real(devices)
     rivals = rivals_of(layers, machine, batch_size, chosen=chosen, found=found, param_scale=scale)
     choice["schedule"] = None if schedule == ANY else schedule
     fixed = frozenset(name for name, value in choice.items() if value is not None)
-    there = _real(devices)
-    if there is not None and isinstance(chosen, Scheduled):
-        there = tuple(there[d] for d in chosen.simulation.schedule.device_of)
+    if there is not None:
+        places = placement(chosen.simulation.schedule) if isinstance(chosen, Scheduled) else ()
+        there = tuple(there[order[d]] for d in places or range(len(order)))
     return Plan(layers, machine, batch_size, chosen, rivals, there, fixed, scale)
 
 

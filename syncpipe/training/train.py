@@ -172,7 +172,7 @@ def evaluate(
     running = pipeline.engine.running()
     if running is not None:
         with torch.no_grad():
-            return running.alone(lambda: _in_eval_mode(module, list(modules), run))
+            return running.alone(lambda: _inside(pipeline, module, list(modules), run))
     with pipeline.training, torch.no_grad():
         return _in_eval_mode(module, list(modules), run)
 
@@ -234,6 +234,17 @@ def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
         *([metrics] if metrics else []),
     ]
     return loss if len(found) == 1 else tuple(found)
+
+
+def _inside(
+    pipeline: Pipeline, module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]
+) -> Any:
+    """The same inside of another call, which goes on in the modes that there were."""
+    try:
+        return _in_eval_mode(module, modules, run)
+    finally:
+        for replica in chain.from_iterable(pipeline.replicas):
+            replica.follow_modes()
 
 
 def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:

@@ -13,11 +13,11 @@ from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.libraries import LIBRARIES, OURS, missing
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
-from benchmarks.schedules.emulated import SUBJECTS, Run
-from benchmarks.schedules.emulated import napping as napping_problem
 from benchmarks.schedules.model import mlp
-from benchmarks.schedules.naps import Naps, splitting_naps
 from benchmarks.schedules.parts import GROUP as SCHEDULES
+from benchmarks.schedules.sleeping.emulated import SUBJECTS, Run
+from benchmarks.schedules.sleeping.emulated import napping as napping_problem
+from benchmarks.schedules.sleeping.naps import Naps, splitting_naps
 from syncpipe.training.weight_gradients_rules import BINDERS
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()

@@ -64,7 +64,7 @@ def test_the_step_time_is_that_of_the_schedule_that_a_pipe_will_run() -> None:
     assert plan.samples_per_second == 64 / plan.step_time
     assert plan.bubble == plan.simulation.bubble
     assert plan.certificate == pytest.approx(plan.step_time / plan.bound)
-    assert plan.certificate >= 1
+    assert plan.certificate >= 1 - 1e-12
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -130,7 +130,7 @@ def test_every_plan_fits(times: list[float], memory: float, n: int, batch: int) 
         return
     assert all(stage.memory <= stage.limit for stage in plan.stages)
     assert sum(plan.balance) == len(times)
-    assert batch % plan.chunks == 0
+    assert len(torch.empty(batch).chunk(plan.chunks)) == plan.chunks
     assert len(plan.balance) <= n
     str(plan)
 
@@ -206,7 +206,7 @@ def test_the_page_has_what_one_decides_by() -> None:
 
 
 def test_it_says_when_data_parallelism_is_faster() -> None:
-    text = str(planned(profile_of([3] * 8, parameters=1000)))
+    text = " ".join(str(planned(profile_of([3] * 8, parameters=1000))).split())
     assert "data parallelism, 4 copies would be" in text
     assert "DistributedDataParallel" in text
 
@@ -232,7 +232,7 @@ def test_what_recomputes_is_marked() -> None:
 
 def test_rivals_are_worse_or_truly_better() -> None:
     plan = planned()
-    cuts = [rival for rival in plan.rivals if rival.pipeline and rival.time is not None]
+    cuts = [rival for rival in plan.rivals if rival.pipeline and "replicas" not in rival.name]
     assert cuts
     assert all(rival.time >= plan.step_time * (1 - 1e-9) for rival in cuts if rival.time)
 
@@ -355,7 +355,7 @@ def test_devices_may_come_one_by_one() -> None:
         ({"stages": 2.0}, TypeError, "stages=2.0"),
         ({"param_scale": "2"}, ValueError, "param_scale='2'"),
         ({"schedule": "pipedream"}, ValueError, "schedule='pipedream'"),
-        ({"chunks": 7}, ValueError, "chunks=7 does not divide batch_size=64"),
+        ({"chunks": 60}, ValueError, "chunks=60 does not divide batch_size=64"),
         ({"stages": 5}, ValueError, "stages=5"),
         ({"param_scale": 2.0, "optimizer": torch.optim.SGD}, ValueError, "give one"),
         ({"devices": "a lot of them"}, ValueError, "a lot of them"),

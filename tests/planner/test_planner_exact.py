@@ -329,5 +329,19 @@ def test_a_machine() -> None:
     assert machine.time(24e9, 1, 1) == 0
     assert machine.head(2) == Machine.even(2, 16e9, 12e9)
     assert not Machine((1.0, 2.0), Machine.even(2).bandwidth).uniform
+    assert not Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0, 2.0)).uniform
     with pytest.raises(ValueError, match="there are 3 devices"):
         machine.head(4)
+    with pytest.raises(ValueError, match="speed has 1 factors, but there are 2 devices"):
+        Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0,))
+
+
+def test_devices_in_another_order() -> None:
+    rows = ((math.inf, 1.0, 2.0), (3.0, math.inf, 4.0), (5.0, 6.0, math.inf))
+    machine = Machine((1.0, 2.0, 1.0), rows, speed=(1.0, 3.0, 1.0))
+    other = machine.ordered((1, 2))
+    assert (other.memory, other.speed) == ((2.0, 1.0), (3.0, 1.0))
+    assert other.bandwidth == ((math.inf, 4.0), (6.0, math.inf))
+    assert other.names == ("device 1", "device 2")  # each keeps what it was called
+    assert machine.orders() == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert Machine.even(3).orders() == [(0, 1, 2)]

@@ -52,7 +52,7 @@ def held(plan: Plan) -> list[float]:
     chain = Terms(plan.profile, plan.machine, plan.batch_size, 4.0).chain(plan.chunks)
     chosen, schedule = plan.chosen, plan.simulation.schedule
     outputs = [layer.output_bytes[8] * 64 / plan.chunks / 8 for layer in plan.profile.layers]
-    stages = footprints(chain, plan.balance, schedule.in_flight[0], chosen.recomputes, outputs)
+    stages = footprints(chain, plan.balance, schedule.in_flight, chosen.recomputes, outputs)
     return [max(level for _, level in row) for row in over_time(plan.simulation, stages)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, permutations
 from typing import TypeVar
 
 __all__ = ["Machine"]
@@ -85,6 +86,23 @@ class Machine:
         rows = [[math.inf if a == b else bandwidth for b in range(n)] for a in range(n)]
         return cls((memory,) * n, tuple(map(tuple, rows)))
 
+    @classmethod
+    def linked(cls, parts: Sequence[Machine], bandwidth: float) -> Machine:
+        """Several machines side by side.
+
+        Args:
+            parts: each with its own links.
+            bandwidth: bytes per second between devices of two of them, in each direction.
+        """
+        rows: list[tuple[float, ...]] = []
+        count = sum(map(len, parts))
+        for part in parts:
+            left = len(rows)
+            right = count - left - len(part)
+            rows += [(bandwidth,) * left + row + (bandwidth,) * right for row in part.bandwidth]
+        memory = tuple(size for part in parts for size in part.memory)
+        return cls(memory, tuple(rows), speed=tuple(v for part in parts for v in part.speed))
+
     def __len__(self) -> int:
         return len(self.memory)
 
@@ -105,13 +123,29 @@ class Machine:
         return self.ordered(range(n))
 
     def ordered(self, devices: Sequence[int]) -> Machine:
-        """Some of the devices, or all, in another order."""
+        """Some of the devices, or all, in another order; each keeps what it is called."""
+        names = tuple(self.name(d) for d in devices)
+        if not self.names and names == tuple(f"device {s}" for s in range(len(names))):
+            names = ()
 
         def of(row: Sequence[T]) -> tuple[T, ...]:
-            return tuple(row[d] for d in devices) if row else ()
+            return tuple(row[d] for d in devices)
 
         rows = tuple(of(self.bandwidth[d]) for d in devices)
-        return Machine(of(self.memory), rows, of(self.names), of(self.speed))
+        return Machine(of(self.memory), rows, names, of(self.speed))
+
+    def orders(self) -> list[tuple[int, ...]]:
+        """Orders of the devices that are worth a try: as given, and if there are two or three kinds
+        of devices (by memory and speed), those with each kind together.
+        """
+        kinds: dict[tuple[float, float], list[int]] = {}
+        for d, kind in enumerate(zip(self.memory, self.speed, strict=True)):
+            kinds.setdefault(kind, []).append(d)
+        given = tuple(range(len(self)))
+        if len(kinds) > 3:
+            return [given, given[::-1]]
+        together = [tuple(chain.from_iterable(some)) for some in permutations(kinds.values())]
+        return list(dict.fromkeys([given, *together]))
 
     def name(self, d: int) -> str:
         """What to call device ``d``: its name, or its number."""

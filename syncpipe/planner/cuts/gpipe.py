@@ -9,8 +9,9 @@ The last micro-batch goes back first and is not recomputed (``checkpoint="except
 recomputation this is exactly what the simulation says; with it, where a stage may recompute while
 it waits, it is a lower bound.
 
-A label of a border: (largest F, largest R, sum of F + B + 2 tx) of the stages to its right. ``T`` grows
-with each of the three, so a label that is nowhere better than another leads to nothing better.
+A label of a border: (largest F, largest R, sum of F + B + 2 tx) of the stages to its right. ``T``
+grows with each of the three, so a label that is nowhere better than another leads to nothing
+better.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from syncpipe.planner.cuts.network import SLACK, CutSearch, Edge, Network, least
 
 __all__ = ["GPipeCuts"]
 
-#: Largest F, largest R, times and ways of one micro-batch, bound of the step time, the stage that came last, the label before.
+#: Largest F, largest R, times and ways of one micro-batch, bound of the step time, the stage that
+#: came last, the label before.
 _Label = tuple[float, float, float, float, "Edge | None", "_Label | None"]
 
 

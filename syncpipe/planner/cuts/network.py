@@ -89,7 +89,7 @@ class CutSearch(ABC):
         self.fastest = max(speed)
         #: The fastest device from each stage on.
         self._fast = [*reversed(list(accumulate(reversed(speed), max))), self.fastest]
-        #: One micro-batch takes no less, and what is to the right of a border no less than its part.
+        #: One micro-batch takes no less.
         self.least_total = chain.total / self.fastest
         self._growing = all(a >= b for a, b in zip(chain.stored, chain.shared, strict=True))
 
@@ -185,7 +185,7 @@ class CutSearch(ABC):
     def _cut(self, stages: Sequence[Edge]) -> Cut:
         ends = [0, *(edge[0] for edge in stages)]
         balance = tuple(j - i for i, j in pairwise(ends))
-        recomputes, slots = (tuple(edge[k] for edge in stages) for k in (3, 4))
+        recomputes, slots = tuple(edge[3] for edge in stages), tuple(edge[4] for edge in stages)
         return Cut(balance, recomputes, self.value_of(stages), slots)
 
     def _walk(self, limit: float) -> Network | None:
@@ -320,8 +320,8 @@ def _most(room: float, each: float, most: int) -> int:
 
 
 def even_cut(times: Sequence[float], n: int, speed: Sequence[float] = ()) -> tuple[int, ...]:
-    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding, and
-    for devices of different speed, where a stage without a layer might be better).
+    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding,
+    and nearly so for devices of different speed).
 
     Args:
         times: the sum of everything before each border.

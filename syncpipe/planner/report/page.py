@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence, Set
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from syncpipe.balance.profile import Profile, in_bytes, interpolate
+from syncpipe.balance.profile import Profile, in_bytes
+from syncpipe.planner.costs.chain import Chain
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.report.rivals import Rival, duration
 from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
-from syncpipe.planner.schedules.layouts import TITLES
+from syncpipe.planner.report.verdict import verdict
+from syncpipe.planner.schedules.layouts import TITLES, placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
-from syncpipe.planner.search.sizes import chunk_counts
+from syncpipe.planner.search.sizes import chunk_counts, sizes_of
 
 __all__ = ["bounded", "introduction", "page"]
 
 _WIDTH = 96
-#: Another schedule is worth a word if it takes so much less, relative.
-_WORTH = 1.01
 #: Time of the interpreter is told from this part of the step on, and is the bottleneck from this
 #: part of the devices' on: it is a lower bound.
 _NOTICED, _TIGHT = 0.1, 0.9
@@ -36,13 +36,13 @@ def page(
     fixed: Set[str],
 ) -> str:
     """What ``print(plan)`` shows; the arguments are the attributes of the plan."""
-    samples = batch_size / chosen.chunks
+    samples, rest = sizes_of(batch_size, chosen.chunks)
     start = [introduction(batch_size, len(machine))]
-    start += _way(chosen, samples, len(machine), fixed)
+    start += _way(chosen, (samples, rest), len(machine), fixed)
     if "chunks" not in fixed:
         start += _capped(profile, chosen, batch_size, len(machine))
     start.append(_source(profile, samples))
-    table = [*_table(stages_of(profile, machine, chosen)), _not_counted(profile, samples)]
+    table = [*_table(stages_of(profile, machine, chosen)), *_counted(profile, chosen, samples)]
     table += _shared_devices(machine, chosen)
     if any(chosen.recomputes):
         table.append("+ again: this stage stores its inputs only, and computes its forward again")
@@ -54,7 +54,7 @@ def page(
     if bottleneck := _bottleneck(chosen):
         blocks.append(bottleneck)
     fewer = len(chosen.balance) == 1 < len(machine) and not fixed
-    blocks.append(textwrap.wrap(_verdict(rivals, others, chosen.time, machine, fewer), _WIDTH))
+    blocks.append(textwrap.wrap(verdict(rivals, others, chosen.time, machine, fewer), _WIDTH))
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
@@ -63,16 +63,18 @@ def introduction(batch_size: int, devices: int) -> str:
     return f"Plan for mini-batches of {_count(batch_size, 'sample')} on {_devices(devices)}"
 
 
-def _way(chosen: Candidate, samples: float, devices: int, fixed: Set[str]) -> list[str]:
+def _way(chosen: Candidate, samples: tuple[int, int], devices: int, fixed: Set[str]) -> list[str]:
     """The schedule, and how many stages and micro-batches."""
     n, m = len(chosen.balance), chosen.chunks
-    used = max(chosen.simulation.schedule.device_of) + 1
+    used = max(placement(chosen.simulation.schedule)) + 1
     what = (
         f"{TITLES[chosen.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
     )
     if 1 < n > used:
         what += f" on {_devices(used)}"
-    lines = [f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(int(samples), 'sample')}"]
+    size, rest = samples
+    last = f", the last of {rest}" * (rest < size)
+    lines = [f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(size, 'sample')}{last}"]
     if used < devices:
         why = "as asked" if "stages" in fixed else "no faster plan with more stages was found"
         lines.append(f"({_devices(devices - used)} left over: {why})")
@@ -92,7 +94,7 @@ def _capped(profile: Profile, chosen: Candidate, batch_size: int, devices: int) 
     return []
 
 
-def _source(profile: Profile, samples: float) -> str:
+def _source(profile: Profile, samples: int) -> str:
     """Where the costs of the layers come from."""
     source = f"layers: {profile.how}" if profile.how else "layers as profiled"
     if profile.source in ("", "measured"):
@@ -101,7 +103,7 @@ def _source(profile: Profile, samples: float) -> str:
     listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
     line = f"{source}, with micro-batches of {listed}"
     if not profile.sizes[0] <= samples <= profile.sizes[-1]:
-        line += f" (those of {samples:g} are estimated from these)"
+        line += f" (those of {samples} are estimated from these)"
     return line
 
 
@@ -132,15 +134,30 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
     ]
 
 
-def _not_counted(profile: Profile, samples: float) -> str:
-    """What is alive for a moment only, estimated by the widest layer."""
-    outputs = [interpolate(layer.output_bytes, samples) for layer in profile.layers]
-    given = interpolate(profile.input_bytes, samples) if profile.input_bytes else 0.0
-    widest = max(a + b for a, b in pairwise([given, *outputs]))
-    return (
-        "memory: parameters, gradients, optimizer and what is stored for backward; gradients of "
-        f"activations come on top for a moment, {in_bytes(widest)} in the widest layer"
+def _counted(profile: Profile, chosen: Candidate, samples: int) -> list[str]:
+    """What memory is made of."""
+    chain = Chain.of(profile, samples, 0.0, chosen.chunks)
+    stages = pairwise(accumulate(chosen.balance, initial=0))
+    in_flight = chosen.simulation.in_flight
+    held = [
+        chain.held(i, j, q, in_flight[0], again)
+        for (i, j), q, again in zip(stages, in_flight, chosen.recomputes, strict=True)
+    ]
+    start = "memory: parameters, gradients, optimizer, what is stored for backward"
+    if not chain.peaks:
+        widest = max(a + b for a, b in pairwise([*chain.inputs, 0.0]))
+        return [
+            f"{start}; gradients of activations come on top for a moment, {in_bytes(widest)} in "
+            "the widest layer"
+        ]
+    moment, early = (max(getattr(one, what) for one in held) for what in ("moment", "arrived"))
+    trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers)
+    came = f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
+    words = (
+        f"{start}, what is alive for a moment (up to {in_bytes(moment)}){came}; gradients that are "
+        f"there when a step begins would be copied, {in_bytes(trained)} in all: zero_grad() before"
     )
+    return textwrap.wrap(words, _WIDTH)
 
 
 def _figures(chosen: Candidate, batch_size: int) -> list[str]:
@@ -155,7 +172,7 @@ def _figures(chosen: Candidate, batch_size: int) -> list[str]:
             f"bound       {duration(chosen.bound)} for {bounded(chosen)}: "
             f"the simulated step is {chosen.certificate:.3f} times that",
         ]
-    if chosen.least:
+    if chosen.least and len(chosen.balance) > 1:
         lines.append(
             f"            {duration(chosen.least)} for all that was searched, whatever the cut, "
             f"chunks, slots and stages: {chosen.time / chosen.least:.3f} times that"
@@ -177,7 +194,7 @@ def bounded(chosen: Candidate) -> str:
 
 def _shared_devices(machine: Machine, chosen: Candidate) -> list[str]:
     """What devices with several stages hold at once."""
-    device_of = chosen.simulation.schedule.device_of
+    device_of = placement(chosen.simulation.schedule)
     if len(set(device_of)) == len(device_of):
         return []
     lines = []
@@ -237,44 +254,6 @@ def _comparison(rivals: Sequence[Rival], step_time: float) -> list[str]:
         note = "" if not rival.note or rival.note == "does not fit" else f"  {rival.note}"
         lines.append(f"  {rival.name.ljust(width)}  {times:<17}{note}".rstrip())
     return lines
-
-
-def _verdict(
-    rivals: Sequence[Rival],
-    schedules: Sequence[Scheduled],
-    step_time: float,
-    machine: Machine,
-    fewer: bool,
-) -> str:
-    """The plain truth about whether this is the way to go; ``fewer``: one device was chosen."""
-    truth = _truth(rivals, step_time, fewer)
-    best = next((other for other in schedules if other.fits(machine)), None)
-    if best is None or best.time * _WORTH >= step_time:
-        return truth
-    changed = ", and change the last bits of gradients" * bool(best.simulation.schedule.splits)
-    return (
-        f"Under schedule={best.schedule!r} this plan would be {step_time / best.time:.2f} times as "
-        f"fast{changed}. {truth.replace('Nothing that', 'Nothing else that')}"
-    )
-
-
-def _truth(rivals: Sequence[Rival], step_time: float, fewer: bool) -> str:
-    others = [(rival.time, rival.name) for rival in rivals if not rival.pipeline and rival.time]
-    time, name = min(others, default=(math.inf, ""))
-    start = "No pipeline that was found is faster than one of these devices alone." * fewer
-    if time >= step_time:
-        return start or "Nothing that was looked at is faster than this plan."
-    way = (
-        "torch.nn.parallel.DistributedDataParallel, a process for each device"
-        if "copies" in name and "pipeline" not in name
-        else "DistributedDataParallel around pipes"
-        if "copies" in name
-        else "no pipe at all"
-    )
-    return (
-        f"{start} The plain truth: {name} would be {step_time / time:.2f} times as fast as this "
-        f"plan ({duration(time)} a step). Use {way}, unless something else speaks for a pipeline."
-    ).strip()
 
 
 def _run(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from syncpipe.planner.report.lesson.document import Shown, save
 from syncpipe.planner.report.page import page
 from syncpipe.planner.report.rivals import Rival
 from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
-from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS
+from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS, placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.schedules.variants import GLANCE, variants
 from syncpipe.planner.search.candidate import Candidate, Terms
@@ -155,7 +155,7 @@ class Plan:
     @property
     def device_of(self) -> list[int]:
         """For each stage the index of its device; some schedules want several stages on each."""
-        return list(self.simulation.schedule.device_of)
+        return list(placement(self.simulation.schedule))
 
     def on(self, devices: Sequence[Any]) -> list[Any]:
         """For each stage its device, as a pipe takes them::

@@ -11,6 +11,8 @@ from syncpipe.balance.profile import Profile, in_bytes
 from syncpipe.planner.costs.chain import Chain
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.heuristics import block_partitions, even_split
+from syncpipe.planner.hybrid import runnable
+from syncpipe.planner.replicas import replicated
 from syncpipe.planner.schedules.layouts import TITLES
 from syncpipe.planner.search.candidate import SCHEDULES
 from syncpipe.planner.search.search import Candidate, evaluate, search
@@ -65,6 +67,7 @@ def rivals_of(
             rivals.append(Rival(name, other.time, _described(other)))
     if n > 1:
         rivals.append(_one_device(profile, machine, batch_size, param_scale))
+        rivals += _shared_stages(profile, machine, batch_size, param_scale)
     rivals += _replicas(profile, machine, batch_size, param_scale)
     return tuple(rivals)
 
@@ -113,11 +116,30 @@ def _rival(name: str, candidate: Candidate, machine: Machine) -> Rival:
 
 def _one_device(profile: Profile, machine: Machine, batch_size: int, param_scale: float) -> Rival:
     largest = max(range(len(machine)), key=lambda d: machine.memory[d])
-    alone = Machine.even(1, machine.memory[largest])
+    alone = machine.ordered([largest])
     best = next(iter(search(profile, alone, batch_size, param_scale=param_scale)), None)
     if best is None:
         return Rival("one device", None, f"does not fit into {in_bytes(alone.memory[0])}", False)
     return Rival("one device", best.time, _described(best), False)
+
+
+def _shared_stages(
+    profile: Profile, machine: Machine, batch_size: int, param_scale: float
+) -> list[Rival]:
+    """PipeDream's stages on several devices each, as a pipe runs them."""
+    devices = len(machine)
+    if devices == 1 or not machine.uniform or batch_size < devices:
+        return []
+    found = replicated(profile, devices, machine.bandwidth[0][1], samples=batch_size // devices)
+    if max(found.replicas) == 1:
+        return []
+    found = runnable(found, profile, machine, batch_size, param_scale)
+    name = f"stages with replicas, {found.configuration} (replicas=True)"
+    largest = max(found.memory)
+    if any(a > b for a, b in zip(found.memory, machine.memory, strict=True)):
+        return [Rival(name, None, f"a device would need {in_bytes(largest)}")]
+    note = f"{in_bytes(largest)} at most, chunks={found.chunks}"
+    return [Rival(name, found.step, note)]
 
 
 def _replicas(

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.schedules.layouts import placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
 
@@ -45,7 +46,7 @@ def stages_of(profile: Profile, machine: Machine, chosen: Candidate) -> tuple[St
     costs = chosen.simulation.costs
     names = [layer.name for layer in profile.layers]
     sends = (*costs.transfer, 0.0)
-    device_of = chosen.simulation.schedule.device_of
+    device_of = placement(chosen.simulation.schedule)
     return tuple(
         StagePlan(
             layers=tuple(names[i:j]),

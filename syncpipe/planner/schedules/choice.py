@@ -10,7 +10,8 @@ from syncpipe.planner.schedules.layouts import ANY, AUTO, LAYOUTS
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.schedules.variants import THOROUGH, variants
 from syncpipe.planner.search.candidate import SCHEDULES, Candidate, Terms
-from syncpipe.planner.search.search import Shortage, search, shortage
+from syncpipe.planner.search.orders import search_orders
+from syncpipe.planner.search.search import Shortage, shortage
 
 __all__ = ["check_schedule", "choose"]
 
@@ -31,8 +32,8 @@ def check_schedule(schedule: Any) -> None:
 
 def choose(
     terms: Terms, schedule: str | None, *, chunks: int | Iterable[int] | None, stages: int | None
-) -> tuple[Candidate, list[Candidate]]:
-    """The plan, and what else the search found under 1F1B and GPipe.
+) -> tuple[tuple[int, ...], Candidate, list[Candidate]]:
+    """The order of the devices, the plan, and what else the search found under 1F1B and GPipe.
 
     Args:
         terms: layers and devices.
@@ -47,11 +48,12 @@ def choose(
     asked: dict[str, Any] = {"param_scale": terms.param_scale, "chunks": chunks}
     if schedule is None or schedule in SCHEDULES:
         asked |= {"stages": stages, "schedules": (schedule,) if schedule else SCHEDULES}
-        found = search(terms.profile, terms.machine, terms.batch_size, **asked)
+        order, found = search_orders(terms.profile, terms.machine, terms.batch_size, **asked)
         if not found:
             raise LookupError(_explained(_shortage(terms, asked), terms))
-        return found[0], found
-    found = search(terms.profile, terms.machine, terms.batch_size, **asked)
+        return order, found[0], found
+    order, found = search_orders(terms.profile, terms.machine, terms.batch_size, **asked)
+    terms = terms.on(terms.machine.ordered(order))
     names = LAYOUTS if schedule == ANY else [schedule]
     made = variants(terms, found, names, THOROUGH, chunks=chunks, stages=stages)
     if schedule == ANY:
@@ -59,14 +61,14 @@ def choose(
         fitting = [c for c in (*near, *made) if c.fits(terms.machine)]
         if not fitting:
             raise LookupError(_explained(_shortage(terms, asked), terms))
-        return min(fitting, key=lambda candidate: candidate.time), found
+        return order, min(fitting, key=lambda candidate: candidate.time), found
     if not made and schedule == AUTO and not found:
         raise LookupError(_explained(_shortage(terms, asked), terms))
     if not made:
         raise ValueError(_no_layout(terms, schedule, stages))
     if not made[0].fits(terms.machine):
         raise LookupError(_lacking(made[0], terms))
-    return made[0], found
+    return order, made[0], found
 
 
 def _no_layout(terms: Terms, schedule: str, stages: int | None) -> str:
@@ -119,7 +121,7 @@ def _explained(lack: Shortage | None, terms: Terms) -> str:
         ways.append(f"batch_size={lack.batch_size}")
     ways.append("a smaller param_scale (an optimizer with less state)")
     if not machine.uniform:
-        ways.append("the devices in another order (stages are put on them as they are given)")
+        ways.append("the devices in another order")
     return (
         f"no plan fits into memory. Nearest comes balance={list(lack.balance)} with "
         f"chunks={lack.chunks} under {lack.schedule!r}: stage {s} ({layers}) needs "

@@ -19,7 +19,7 @@ from syncpipe.schedules.kinds import KINDS
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Simulation
 
-__all__ = ["Footprint", "Load", "footprints", "loads", "over_time", "peak"]
+__all__ = ["Footprint", "Load", "base", "footprints", "loads", "over_time", "peak"]
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,17 @@ class Footprint:
 
     Attributes:
         fixed: all the time.
+        moment: more while one of its actions runs; of a device's stages only one does.
         held: for each micro-batch, from its forward on.
         again: more for each that is recomputed, from there on.
         halves: more for each between the halves of its backward.
     """
 
     fixed: float
+    moment: float
     held: float
     again: float
     halves: float
-
-    @property
-    def widest(self) -> float:
-        """The most that one micro-batch takes."""
-        return self.held + self.again + self.halves
 
 
 #: For each stage of a device: cells held, of these those that go back, of these those in halves.
@@ -51,30 +48,40 @@ Load = tuple[tuple[int, int, int], ...]
 def footprints(
     chain: Chain,
     balance: Sequence[int],
-    first: int,
+    in_flight: Sequence[int],
     recomputes: Sequence[bool],
     put_off: Sequence[float] = (),
 ) -> tuple[Footprint, ...]:
-    """What each stage takes, by the account that the search keeps (:meth:`.Chain.memory`).
+    """What each stage takes, by the account that the search keeps (:meth:`.Chain.held`).
 
     Args:
         chain: the layers, for one micro-batch.
         balance: layers of each stage.
-        first: micro-batches in flight on stage 0, from where skips may wait.
+        in_flight: for each stage its micro-batches in flight, at most.
         recomputes: for each stage whether it re-materializes.
         put_off: for each layer the gradients of outputs that it keeps between its halves.
     """
     made = []
     stages = pairwise(accumulate(balance, initial=0))
-    for (i, j), again in zip(stages, recomputes, strict=True):
-        one, two = (chain.memory(i, j, q, first, False) for q in (1, 2))
-        fixed, held, more = one - (two - one), two - one, 0.0
-        if again:
-            one, two = (chain.memory(i, j, q, first, True) for q in (1, 2))
-            held = two - one
-            more = max(0.0, one - held - fixed)
-        made.append(Footprint(fixed, held, more, sum(put_off[i:j])))
+    for (i, j), q, again in zip(stages, in_flight, recomputes, strict=True):
+        held = chain.held(i, j, q, in_flight[0], again)
+        each = chain.inputs[i] if again else held.stored / q
+        made.append(
+            Footprint(
+                fixed=held.fixed + held.arrived + held.waiting,
+                moment=held.moment,
+                held=each,
+                again=max(0.0, held.stored - q * each) if again else 0.0,
+                halves=sum(put_off[i:j]),
+            )
+        )
     return tuple(made)
+
+
+def base(stages: Iterable[Footprint]) -> float:
+    """What a device with these stages holds all the time."""
+    stages = list(stages)
+    return sum(stage.fixed for stage in stages) + max(stage.moment for stage in stages)
 
 
 def loads(schedule: Schedule) -> tuple[tuple[Load, ...], ...]:
@@ -117,8 +124,7 @@ def _covers(load: Load, other: Load) -> bool:
 
 def peak(loads: Iterable[Load], stages: Sequence[Footprint]) -> float:
     """The most that a device holds, given the footprints of its stages."""
-    fixed = sum(stage.fixed for stage in stages)
-    return fixed + max(
+    return base(stages) + max(
         sum(
             held * stage.held + back * stage.again + halves * stage.halves
             for (held, back, halves), stage in zip(load, stages, strict=True)
@@ -134,7 +140,7 @@ def over_time(
     device_of = simulation.schedule.device_of
     made = []
     for d in range(len(simulation.schedule.actions)):
-        level = sum(stages[j].fixed for j, device in enumerate(device_of) if device == d)
+        level = base(stages[j] for j, device in enumerate(device_of) if device == d)
         steps = [(0.0, level)]
         back: set[tuple[int, int]] = set()
         for span in simulation.spans:

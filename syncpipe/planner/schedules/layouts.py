@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ANY", "AUTO", "LAYOUTS", "TITLES", "Layout", "placements"]
+from syncpipe.schedules.schedule import Schedule, devices_of
+
+__all__ = ["ANY", "AUTO", "LAYOUTS", "TITLES", "Layout", "placement", "placements"]
 
 #: Asks for the fastest plan, whatever its schedule.
 ANY = "any"
@@ -72,3 +74,8 @@ def placements(
     for device_of in made:
         if len(device_of) <= layers and stages in (None, len(device_of)):
             yield device_of
+
+
+def placement(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage of a plan its device; none of them has replicas."""
+    return tuple(devices_of(schedule.device_of, j)[0] for j in range(schedule.n))

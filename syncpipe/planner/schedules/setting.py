@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from syncpipe.planner.costs.machine import Machine
-from syncpipe.planner.schedules.footprint import Footprint, Load, footprints, loads, peak
+from syncpipe.planner.schedules.footprint import Footprint, Load, base, footprints, loads, peak
 from syncpipe.planner.schedules.halves import Halves
+from syncpipe.planner.schedules.layouts import placement
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.search.bound import lower_bound
@@ -70,10 +71,11 @@ class Setting:
         self.m, self.n = schedule.m, schedule.n
         self.chain = terms.chain(self.m)
         self.halves = Halves.of(terms.profile, terms.batch_size / self.m)
-        self._places = terms.on(terms.machine.ordered(schedule.device_of))
+        self.device_of = placement(schedule)
+        self._places = terms.on(terms.machine.ordered(self.device_of))
         self._limits = terms.machine.memory
         self._stages = [
-            [j for j in range(self.n) if schedule.device_of[j] == d]
+            [j for j in range(self.n) if self.device_of[j] == d]
             for d in range(len(schedule.actions))
         ]
         self._in_flight = schedule.in_flight
@@ -101,7 +103,7 @@ class Setting:
         self, balance: Sequence[int], recomputes: Sequence[bool]
     ) -> tuple[Footprint, ...]:
         """What the stages of a cut hold."""
-        return footprints(self.chain, balance, self._in_flight[0], recomputes, self.halves.outputs)
+        return footprints(self.chain, balance, self._in_flight, recomputes, self.halves.outputs)
 
     def draft(self, balance: Sequence[int]) -> Draft:
         """What a cut takes, with recomputation where it does not fit otherwise."""
@@ -120,7 +122,7 @@ class Setting:
         bound = lower_bound(self._problem(costs, draft.recomputes)) * self.terms.sound(self.m)
         own = (
             peak(tuple((load[k],) for load in self._loads[d]), (stages[j],))
-            for j, d in enumerate(self.schedule.device_of)
+            for j, d in enumerate(self.device_of)
             for k in [self._stages[d].index(j)]
         )
         return Scheduled(
@@ -169,7 +171,7 @@ class Setting:
         """The order of actions as numbers, whatever they hold."""
         return Problem(
             self.m,
-            self.schedule.device_of,
+            self.device_of,
             costs,
             tuple(self.m * bool(again) for again in recomputes),
             Memory((1.0,) * self.n, (1.0,) * self.n, (math.inf,) * len(self._stages)),
@@ -183,7 +185,7 @@ class Setting:
             tuple(f.held + f.again + f.halves * split for f in stages),
             tuple(f.held for f in stages),
             tuple(
-                max(0.0, self._limits[d] - sum(stages[j].fixed for j in own))
+                max(0.0, self._limits[d] - base(stages[j] for j in own))
                 for d, own in enumerate(self._stages)
             ),
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from syncpipe.planner.cuts.network import even_cut
-from syncpipe.planner.schedules.layouts import AUTO, placements
+from syncpipe.planner.schedules.layouts import AUTO, placement, placements
 from syncpipe.planner.schedules.setting import Draft, Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.planner.search.sizes import chunk_counts
@@ -149,8 +149,8 @@ class _Looks:
     def _starts(self, setting: Setting) -> Iterator[tuple[int, ...]]:
         """Cuts to begin with: even loads of devices, and what the search found."""
         times = setting.chain.time_to
-        yield _levelled(times, even_cut(times, setting.n), setting.schedule.device_of, setting.m)
-        if setting.n == max(setting.schedule.device_of) + 1:
+        yield _levelled(times, even_cut(times, setting.n), setting.device_of, setting.m)
+        if setting.n == max(setting.device_of) + 1:
             yield from {c.balance for c in self._found if len(c.balance) == setting.n}
         held = [w + z for w, z in zip(setting.chain.fixed_to, setting.chain.stored_to, strict=True)]
         if held == sorted(held) and held[-1] > 0:
@@ -176,7 +176,7 @@ class _Looks:
     def _made(self, setting: Setting, draft: Draft, split: bool) -> Scheduled | None:
         """A schedule for a cut that fits, if it does."""
         memory = setting.memory(draft, split=split)
-        m, device_of = setting.m, setting.schedule.device_of
+        m, device_of = setting.m, setting.device_of
         counts = [m * again for again in draft.recomputes]
         try:
             schedule = auto(
@@ -200,7 +200,7 @@ class _Looks:
 
 def _devices(candidate: Candidate) -> int:
     """How many it uses."""
-    return max(candidate.simulation.schedule.device_of) + 1
+    return max(placement(candidate.simulation.schedule)) + 1
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

@@ -181,8 +181,11 @@ class Terms:
         else:
             plan, again = one_f_one_b(chunks, n, slots=list(slots)), chunks
         counts = [again * bool(r) for r in recomputes]
-        simulation = simulate(plan, self.costs(balance, chunks), counts)
-        bound = self.cuts(schedule, chunks, slots).value(balance, recomputes) * self.sound(chunks)
+        costs = self.costs(balance, chunks)
+        simulation = simulate(plan, costs, counts)
+        bound = self.cuts(schedule, chunks, slots).value(balance, recomputes)
+        if costs.last is not None:
+            bound = max(bound * self.sound(chunks), _work(costs, costs.last, counts, chunks))
         python = self.interpreter(balance, chunks, schedule, recomputes)
         memory = tuple(
             chain.memory(i, j, slots[s], slots[0], recomputes[s])
@@ -194,11 +197,25 @@ class Terms:
             chunks=chunks,
             slots=None if schedule == "gpipe" else tuple(slots),
             recomputes=tuple(map(bool, recomputes)),
-            bound=max(bound, python),
+            bound=min(max(bound, python), max(simulation.makespan, python)),  # but for rounding
             simulation=simulation,
             memory=memory,
             interpreter=python,
         )
+
+
+def _work(costs: Costs, last: Costs, recomputed: Sequence[int], m: int) -> float:
+    """What no step falls short of in which the last micro-batch is smaller: the work of a stage,
+    and the way of a whole micro-batch to it and of a small one back.
+    """
+    bound = way = 0.0
+    for s, count in enumerate(recomputed):
+        once, small = (c.forward[s] + c.backward_input[s] for c in (costs, last))
+        again = min(count, m - 1) * costs.recompute[s] + (count == m) * last.recompute[s]
+        bound = max(bound, way + (m - 1) * once + small + again)
+        way += costs.forward[s] + last.backward_input[s]
+        way += sum(c.transfer[s] for c in (costs, last)) if s + 1 < len(recomputed) else 0.0
+    return bound
 
 
 def evaluate(

@@ -110,7 +110,7 @@ def polished(terms: Terms, draft: Draft, work: int, lowest: float = 0.0) -> tupl
     improved = len(draft.balance) > 1 and draft.chunks > 1
     while improved:
         improved = False
-        for balance, slots in _neighbours(best):
+        for balance, slots in _neighbours(terms, best):
             if work <= 0 or best.time <= lowest * (1 + _NOTICED):
                 return best, work
             other = drafted(terms, best.schedule, balance, best.chunks, slots, best.time)
@@ -186,16 +186,18 @@ def _fitting(
     return tuple(slots)
 
 
-def _neighbours(draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Other balances: a layer from one stage to another, borders between move along. Other slots:
-    a few more or fewer on one stage, and so that none has more than the one before.
+def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Other balances: a layer from one stage to another, borders between move along; with the same
+    slots, and with as many of them as fit without recomputation. Other slots: a few more or fewer
+    on one stage, and so that none has more than the one before.
     """
-    balance, slots, n = draft.balance, draft.slots, len(draft.balance)
-    if draft.schedule == "1f1b":
+    balance, slots, n, m = draft.balance, draft.slots, len(draft.balance), draft.chunks
+    pipelined = draft.schedule == "1f1b"
+    if pipelined:
         for s in range(n):
             for step in (-1, 1, 2, 4, -2):
                 q = slots[s] + step
-                if 1 <= q <= draft.chunks:
+                if 1 <= q <= m:
                     left = [max(q, other) for other in slots[:s]]
                     right = [min(q, other) for other in slots[s + 1 :]]
                     yield balance, (*left, q, *right)
@@ -203,7 +205,11 @@ def _neighbours(draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]
         for s in range(n - distance):
             for a, b in ((s, s + distance), (s + distance, s)):
                 if balance[a] > 1:
-                    other = list(balance)
-                    other[a] -= 1
-                    other[b] += 1
-                    yield tuple(other), slots
+                    moved = list(balance)
+                    moved[a] -= 1
+                    moved[b] += 1
+                    other = tuple(moved)
+                    yield other, slots
+                    kept = _fitting(terms, other, m, (False,) * n, slots) if pipelined else None
+                    if kept and kept != slots:
+                        yield other, kept

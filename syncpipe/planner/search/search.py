@@ -137,9 +137,9 @@ class _Search:
         few = 4 if terms.profile.skips else 1
         best: dict[tuple[str, int], Candidate] = {}
         for draft, _ in self._leading(few):
-            found, key = draft.candidate(terms), (draft.schedule, len(draft.balance))
-            if key not in best or found.time < best[key].time:
-                best[key] = found
+            one, key = draft.candidate(terms), (draft.schedule, len(draft.balance))
+            if key not in best or one.time < best[key].time:
+                best[key] = one
         ranked = sorted(best.values(), key=_rank)
         return [replace(one, least=min(least, ranked[0].time)) for one in ranked]
 

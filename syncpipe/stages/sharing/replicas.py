@@ -81,6 +81,10 @@ class Replica:
             own[id(tensor)] = leaf
         self._lasting.follow(own)
 
+    def follow_modes(self) -> None:
+        """Goes by the modes of the modules once more; the tensors stay."""
+        self._lasting.follow({key: leaf for key, (_, leaf) in self._leaves.items()})
+
     def of(self, tensor: Tensor) -> Tensor:
         """What it has in the place of a tensor."""
         return self._leaves[id(tensor)][1]
@@ -99,7 +103,7 @@ class Replica:
         like = leaf is not None and (leaf.shape, leaf.dtype) == (tensor.shape, tensor.dtype)
         with torch.inference_mode(False), torch.no_grad():
             if same_memory(tensor.device, lane.device):
-                if like and leaf is not None and leaf.data_ptr() == tensor.data_ptr():
+                if like and leaf is not None and _places(leaf) == _places(tensor):
                     return leaf
                 return tensor.detach()
             if known is None or leaf is None or not known.serves(tensor):
@@ -295,6 +299,13 @@ def _tensors_of(partition: nn.Module) -> list[Tensor]:
         if tensor is not None
     }
     return list(found.values())
+
+
+def _places(tensor: Tensor) -> Any:
+    """Where the values of a tensor are."""
+    return (
+        id(tensor) if tensor.layout is not torch.strided else (tensor.data_ptr(), tensor.stride())
+    )
 
 
 def _noted(partition: nn.Module) -> list[tuple[nn.Module, str, Tensor, int]]:

@@ -15,8 +15,8 @@ from syncpipe.planner.report.lesson.step import draw_memory, draw_step
 from syncpipe.planner.report.page import bounded, introduction
 from syncpipe.planner.report.rivals import Rival, duration
 from syncpipe.planner.report.stages import on_devices
-from syncpipe.planner.schedules.footprint import over_time
-from syncpipe.planner.schedules.layouts import TITLES
+from syncpipe.planner.schedules.footprint import base, over_time
+from syncpipe.planner.schedules.layouts import TITLES, placement
 from syncpipe.planner.schedules.setting import Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 
@@ -89,9 +89,10 @@ def svg(plan: Shown) -> str:
     chain = terms.chain(chosen.chunks)
     schedule = chosen.simulation.schedule
     stages = Setting(terms, chosen.schedule, schedule).footprints(chosen.balance, chosen.recomputes)
-    fixed = [0.0] * len(schedule.actions)
-    for footprint, d in zip(stages, schedule.device_of, strict=True):
-        fixed[d] += footprint.fixed
+    fixed = [
+        base(stages[j] for j, device in enumerate(placement(schedule)) if device == d)
+        for d in range(len(schedule.actions))
+    ]
     canvas = Canvas()
     _head(canvas, plan)
     pace = waits = ""
@@ -132,7 +133,7 @@ def _head(canvas: Canvas, plan: Shown) -> None:
     chosen = plan.chosen
     canvas.y = 36
     canvas.text(16, canvas.y, introduction(plan.batch_size, len(plan.machine)), "h1 ink")
-    used, n = max(chosen.simulation.schedule.device_of) + 1, len(chosen.balance)
+    used, n = max(placement(chosen.simulation.schedule)) + 1, len(chosen.balance)
     way = (
         f"{TITLES[chosen.schedule]}: {n} stages on {used} devices" if n > 1 else "one device alone"
     )

@@ -8,6 +8,7 @@ from syncpipe.balance.profile import in_bytes
 from syncpipe.planner.costs.chain import Chain
 from syncpipe.planner.report.lesson.canvas import GUTTER, RIGHT, WIDTH, Canvas, fitted
 from syncpipe.planner.report.rivals import duration
+from syncpipe.planner.schedules.layouts import placement
 from syncpipe.planner.search.candidate import Candidate
 
 __all__ = ["draw_layers"]
@@ -106,7 +107,7 @@ def _pair(
 
 def _bands(canvas: Canvas, chain: Chain, names: list[str], chosen: Candidate, step: float) -> None:
     """The stages, behind the bars."""
-    device_of = chosen.simulation.schedule.device_of
+    device_of = placement(chosen.simulation.schedule)
     costs = chosen.simulation.costs
     height = _LABELS + 2 * _HEIGHT + 36
     for s, (i, j) in enumerate(pairwise(accumulate(chosen.balance, initial=0))):

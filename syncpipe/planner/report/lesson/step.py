@@ -10,6 +10,7 @@ from syncpipe.balance.profile import in_bytes
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.report.lesson.canvas import GUTTER, RIGHT, WIDTH, Canvas, fitted
 from syncpipe.planner.report.rivals import duration
+from syncpipe.planner.schedules.layouts import placement
 from syncpipe.planner.search.candidate import Candidate
 from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.timeline.colours import PALETTE, shaded
@@ -127,7 +128,7 @@ def draw_memory(
 
 
 def _stages(chosen: Candidate) -> list[list[int]]:
-    device_of = chosen.simulation.schedule.device_of
+    device_of = placement(chosen.simulation.schedule)
     return [[j for j, d in enumerate(device_of) if d == k] for k in range(max(device_of) + 1)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
 from benchmarks.group import Options
 from benchmarks.schedules.model import PipeStep, Problem
-from benchmarks.schedules.naps import (
+from benchmarks.schedules.sleeping.naps import (
     FORWARD,
     INPUT,
     WEIGHT,

@@ -1,0 +1,1 @@
+"""Layers that sleep instead of computing, in the place of devices."""

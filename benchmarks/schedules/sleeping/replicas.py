@@ -1,0 +1,155 @@
+"""Stages that several devices share, of layers that sleep: as fast as their simulation says?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event
+
+import torch
+from torch import nn
+
+from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
+from benchmarks.group import Options
+from benchmarks.schedules.model import PipeStep, Problem
+from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
+from syncpipe import Pipe
+from syncpipe.options.replicas import consecutive
+from syncpipe.schedules import build
+from syncpipe.schedules.schedule import Action
+from syncpipe.schedules.simulation import Costs, simulate
+
+#: At most so much more than the simulated makespan.
+TARGET = 1.05
+WIDTH = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Stages, and on how many devices each of them is.
+
+    Attributes:
+        replicas: of each stage; it takes as many times longer than a stage on one device.
+        chunks: micro-batches.
+    """
+
+    replicas: tuple[int, ...]
+    chunks: int
+
+    @property
+    def label(self) -> str:
+        """As in the papers."""
+        return "-".join(map(str, self.replicas))
+
+
+SHAPES = (Shape((2, 1, 1), 16), Shape((7, 1), 28), Shape((2, 2), 16), Shape((4,), 16))
+
+
+class Run:
+    """One shape on its pipe, and on threads that do nothing but sleep."""
+
+    def __init__(self, shape: Shape, chunks: int, seconds: float) -> None:
+        self.shape = shape
+        self.naps = [Naps(r * seconds, r * seconds, r * seconds) for r in shape.replicas]
+        self.schedule = build("1f1b", chunks, consecutive(shape.replicas))
+        times = tuple(r * seconds for r in shape.replicas)
+        self.costs = Costs(times, times, times)
+        problem = napping(self.naps, chunks)
+        pipe = Pipe(
+            problem.model,
+            [1] * len(shape.replicas),
+            replicas=shape.replicas,
+            devices=[f"cpu:{k}" for k in range(sum(shape.replicas))],
+            chunks=chunks,
+            checkpoint="never",
+        )
+        self.step = PipeStep(pipe, problem.x, problem.target, "1f1b", None)
+        self._threads = ThreadPoolExecutor(len(self.schedule.actions))
+
+    def check(self) -> None:
+        """The gradients are those of the plain loop."""
+        m = self.schedule.m
+        expected: Outcome = napping([Naps(0, 0, 0) for _ in self.naps], m).expected(m)
+        self.step.checked(self.shape.label, expected)
+
+    def bare(self) -> None:
+        """The same lists of actions on threads that sleep, and wait for each other."""
+        over = {action: Event() for row in self.schedule.actions for action in row}
+
+        def walk(row: Sequence[Action]) -> None:
+            for action in row:
+                for needed in self.schedule.predecessors(action):
+                    over[needed].wait()
+                time.sleep(self.costs.of(action))
+                over[action].set()
+
+        for walking in [self._threads.submit(walk, row) for row in self.schedule.actions]:
+            walking.result()
+
+
+def run(options: Options) -> Part:
+    """Measures it."""
+    # Long naps: where many processes share the cores, threads wake up late.
+    seconds = 0.001 if options.quick else 0.25
+    repeats = options.rounds(3)
+    ms = number(1e3 * seconds)
+    part = Part(
+        "Replicas on emulated devices",
+        f"1F1B-RR; a stage on r devices is one layer that sleeps r times {ms} ms forward and "
+        f"{number(2e3 * seconds)} ms backward; a CPU worker for each device; {repeats} rounds.",
+        {
+            "simulated ms": "makespan by syncpipe.schedules with exactly these times; transfers "
+            "and sums of gradients take none.",
+            "ms": "one training step by train_batch.",
+            "over simulated": "time over the simulated makespan.",
+            "bare threads over simulated": "the same for threads that walk the schedule's lists, "
+            "sleep as long, wait for each other, and do nothing else: what the system's timer and "
+            "Python's threads take.",
+            "busy": "of the devices, simulated.",
+        },
+    )
+    runs = [Run(shape, 8 if options.quick else shape.chunks, seconds) for shape in SHAPES]
+    jobs: dict[str, Callable[[], float]] = {}
+    for each in runs:
+        each.check()
+        jobs[each.shape.label] = timed(each.step)
+        jobs[f"bare {each.shape.label}"] = timed(each.bare)
+    samples = rounds(jobs, repeats, "replicas")
+    for each in runs:
+        _report(part, each, samples)
+    return part
+
+
+def _report(part: Part, run: Run, samples: dict[str, list[float]]) -> None:
+    """A row and a target."""
+    label, simulation = run.shape.label, simulate(run.schedule, run.costs)
+    times, bare = samples[label], samples[f"bare {label}"]
+    simulated = [simulation.makespan] * len(times)
+    ratio, floor = Spread.ratio(times, simulated), Spread.ratio(bare, simulated)
+    part.rows.append(
+        {
+            "replicas": label,
+            "devices": len(run.schedule.actions),
+            "m": run.schedule.m,
+            "simulated ms": 1e3 * simulation.makespan,
+            "busy": f"{100 * (1 - simulation.bubble):.0f} %",
+            "ms": Spread.of([1e3 * took for took in times]),
+            "over simulated": ratio,
+            "bare threads over simulated": floor,
+        }
+    )
+    part.aim(
+        f"{label}: at most {TARGET} times the simulated makespan",
+        ratio.median <= TARGET,
+        f"{number(ratio.median)} times; bare threads {number(floor.median)} times",
+    )
+
+
+def napping(naps: Sequence[Naps], batch: int) -> Problem:
+    """A layer that naps for each stage; the same weights and data every time."""
+    torch.manual_seed(0)
+    layers = [NappingLinear(WIDTH, each, splits=False) for each in naps]
+    x, target = (torch.randn(batch, WIDTH) for _ in range(2))
+    return Problem(nn.Sequential(*layers), x, target)

@@ -1,0 +1,109 @@
+"""P4 with replicas: failures and Ctrl-C anywhere, and the pipe works again."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from syncpipe import Pipe
+from tests.pipe.replicas.dealing import dealt
+from tests.support.interrupts import interrupted
+from tests.support.models import linear_model
+from tests.support.watched import Fails, numbered
+from tests.training.failures.failing import Grads, Odd, mean
+
+CHUNKS, REPLICAS = 4, [2, 1, 3]
+
+
+def pipe_of(**options: object) -> Pipe:
+    torch.manual_seed(1)
+    return dealt(nn.Sequential(*(Fails() for _ in range(3))), [1] * 3, REPLICAS, **options)
+
+
+def works(pipe: Pipe) -> list[torch.Tensor]:
+    """What a step gives."""
+    pipe.zero_grad()
+    torch.manual_seed(2)
+    loss = pipe.train_batch(numbered(CHUNKS), loss_fn=mean)
+    return [loss, *[p.grad.clone() for p in pipe.parameters()]]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_an_exception_in_any_cell_arrives_as_itself_and_changes_nothing(schedule, phase):
+    pipe = pipe_of(chunks=CHUNKS, checkpoint="always")
+    expected = works(pipe)
+    grads = Grads(pipe)
+    for j, i in product(range(3), range(CHUNKS)):
+        error = Odd(i, j) if (i + j) % 2 else ValueError("bad")
+        layer = pipe[j]
+        layer.error, layer.phase, layer.i = error, phase, i
+        with pytest.raises(type(error)) as caught:
+            pipe.train_batch(numbered(CHUNKS), loss_fn=mean, schedule=schedule)
+        assert caught.value is error
+        notes = "\n".join(error.__notes__)
+        assert f"stage {j} (layer {j}), micro-batch {i}" in notes
+        assert grads.unchanged(), (i, j)
+        layer.error = None
+    assert all(map(torch.equal, works(pipe), expected))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_in_pipe_of_x(phase):
+    pipe = pipe_of(chunks=CHUNKS)
+    for j, i in product(range(3), range(CHUNKS)):
+        error = ValueError("bad")
+        layer = pipe[j]
+        layer.error, layer.phase, layer.i = error, phase, i
+        with pytest.raises(ValueError, match="bad") as caught:
+            pipe(numbered(CHUNKS).requires_grad_()).sum().backward()
+        assert caught.value is error
+        layer.error = error.__traceback__ = None  # a cell's own module has it, and its graph that
+    pipe.zero_grad()
+    pipe(numbered(CHUNKS)).sum().backward()
+
+
+def test_ctrl_c_anywhere():
+    pipe = dealt(linear_model(3), [1] * 3, REPLICAS, chunks=CHUNKS)
+    x = torch.randn(CHUNKS, 3)
+    expected = [pipe.train_batch(x, loss_fn=torch.mean), *[p.grad for p in pipe.parameters()]]
+    pipe.zero_grad()
+    at, through = 1, True
+    while through:
+        calls, through = interrupted(at, lambda: pipe.train_batch(x, loss_fn=torch.mean))
+        if through and any(p.grad is not None for p in pipe.parameters()):
+            found = [p.grad for p in pipe.parameters()]  # it came when all was done
+            assert all(map(torch.equal, found, expected[1:]))
+        pipe.zero_grad()
+        at += 1 + at // 12
+        assert calls
+    found = [pipe.train_batch(x, loss_fn=torch.mean), *[p.grad for p in pipe.parameters()]]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_evaluation_inside_of_a_step_leaves_replicas_in_their_modes():
+    def losses(replicas: list[int]) -> list[torch.Tensor]:
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3))
+        layers.load_state_dict(state, strict=False)
+        pipe, seen = dealt(layers, [2, 1], replicas, chunks=6), []
+
+        def loss_fn(output: torch.Tensor) -> torch.Tensor:
+            seen.append(pipe.eval_batch(x))
+            return output.square().mean()
+
+        torch.manual_seed(3)
+        loss = pipe.train_batch(x, loss_fn=loss_fn, verify=False)
+        assert all(torch.equal(each, seen[0]) for each in seen)
+        return [loss, seen[0], *[p.grad for p in pipe.parameters()]]
+
+    state, x = nn.Sequential(nn.Linear(3, 3)).state_dict(), torch.randn(6, 3)
+    torch.manual_seed(0)
+    plain = losses([1, 1])
+    for replicas in ([2, 1], [3, 2]):
+        torch.manual_seed(0)
+        found = losses(replicas)
+        torch.testing.assert_close(found, plain)
+        assert torch.equal(found[0], plain[0])
