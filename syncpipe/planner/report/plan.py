@@ -114,7 +114,7 @@ class Plan:
     def least(self) -> float:
         """Seconds that no plan under GPipe or 1F1B takes less than, of all that were searched.
 
-        Whatever its cut, chunks, slots and stages; 0 for a plan that nobody searched for, under
+        Whatever its cut, chunks, slots and stages, on the devices in this order; 0 for a plan that nobody searched for, under
         another schedule.
         """
         return self.chosen.least
