@@ -4,9 +4,9 @@
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``,
 ``data_parallel``) or one part of it (``schedules.ideal``); without one all are run. The report,
-Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes and few rounds, some minutes on two
-cores: to see that everything runs; the numbers say nothing. Each group can be run by itself with
-more options, ``python -m benchmarks.schedules --help``.
+Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes and few
+rounds, some minutes on two cores: to see that everything runs; the numbers say nothing. Each group
+can be run by itself with more options, ``python -m benchmarks.schedules --help``.
 """
 
 from __future__ import annotations

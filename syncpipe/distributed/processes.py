@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -116,15 +117,10 @@ class Processes:
             work.wait()
             return
         begun, note = time.monotonic(), ""
-        while not work.is_completed():
-            try:
-                work.wait(timedelta(seconds=_LOOK_SECONDS))
-            except RuntimeError:
-                if work.is_completed():
-                    break
-                if note:  # who left it may have done his part right before that
-                    raise LostProcess(note) from None
-                note = self._look(time.monotonic() - begun)
+        while not _completed(work):
+            if note:  # who left it may have done his part right before that
+                raise LostProcess(note)
+            note = self._look(time.monotonic() - begun)
         try:
             work.wait()
         except RuntimeError as error:
@@ -203,6 +199,13 @@ class Processes:
     def _end(self) -> None:
         if not self.inherited:
             self.leave(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+
+def _completed(work: Any) -> bool:
+    """Waits for a while; whether a collective has come to its end, well or not."""
+    with suppress(RuntimeError):  # the time is over
+        work.wait(timedelta(seconds=_LOOK_SECONDS))
+    return bool(work.is_completed())
 
 
 def described(error: BaseException) -> str:

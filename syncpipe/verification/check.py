@@ -89,6 +89,11 @@ def verify(
         )
     if not len(pipe):
         raise ValueError("the pipe has no layers: there is nothing to verify")
+    if not pipe._alone():
+        raise ValueError(
+            "the pipe is data-parallel, so its gradients are not those of its layers here: verify "
+            "it before data_parallel, or a copy of it (copy.deepcopy), which knows of no others"
+        )
     loss = known_loss(loss_fn, loss_reduction, weight)
     asked = _schedules(pipe, schedules)
     pipe._source(input, target, None)  # refuses what train_batch would refuse

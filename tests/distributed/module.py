@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
+import syncpipe
 from syncpipe import Pipe
 from syncpipe.distributed import broadcast_buffers, data_parallel
 from tests.distributed.equal import batches, counted, differences, pipe_of, weigh, whole
@@ -43,6 +44,10 @@ def copies() -> list[str]:
             told(lambda other=other: other.train_batch(x, target, loss_fn=F.cross_entropy))
         )
         found.append(told(other.no_sync))
+        assert syncpipe.verify(other, x, target, loss_fn=F.cross_entropy, schedules=["1f1b"]).ok
+    assert "the pipe is data-parallel" in told(
+        lambda: syncpipe.verify(pipe, x, target, loss_fn=F.cross_entropy)
+    )
     return found
 
 
