@@ -22,7 +22,8 @@ from syncpipe.planner.replicas import Replicas, replicated
 from syncpipe.planner.report.plan import Plan
 from syncpipe.planner.report.rivals import rivals_of
 from syncpipe.planner.search.candidate import SCHEDULES
-from syncpipe.planner.search.search import Shortage, search, shortage
+from syncpipe.planner.search.orders import search_orders
+from syncpipe.planner.search.search import Shortage, shortage
 
 __all__ = ["NoPlan", "measured_for", "plan"]
 
@@ -43,6 +44,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
     stages: int | None = None,
     schedule: str | None = None,
@@ -63,6 +65,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     replicas: Literal[True],
     timeout: float = 5.0,
     progress: bool | None = None,
@@ -77,6 +80,7 @@ def plan(
     batch_size: int,
     memory: float | str | Sequence[float | str] | None = None,
     bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
     stages: int | None = None,
     schedule: str | None = None,
@@ -104,13 +108,18 @@ def plan(
             are, or what was measured before.
         sample: an input to measure with, with at least as many samples as a micro-batch will have;
             not for a profile.
-        devices: stages are put on them in this order: real ones, as ``Pipe`` takes them, whose
-            memory and bandwidth are measured; a number of those of this machine; or a description
-            of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as fast as the one that
-            the layers were measured on.
+        devices: stages are put on them in this order, or, if they are of two or three kinds, in
+            the best order of the kinds (``plan.devices``, ``plan.machine``): real ones, as ``Pipe``
+            takes them, whose memory and bandwidth are measured; a number of those of this machine;
+            or a description of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as
+            fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x 24GB,
+            12GB/s"``, two of them twice as fast.
         batch_size: samples in a mini-batch.
         memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
+        speed: for each device by what factor it is faster than the one that the layers were
+            measured on (the first of real ones); by default real ones of different kinds are
+            measured.
         chunks: the number of micro-batches, or those to choose from; by default all that divide
             ``batch_size``.
         stages: the number of stages; by default whatever is best, up to the number of devices.
@@ -158,7 +167,7 @@ def plan(
         scale = param_scale_of(optimizer)
     if not (isinstance(scale, Real) and 0 <= scale < math.inf):
         raise ValueError(f"param_scale={scale!r}: must be a number, at least 0")
-    machine = machine_of(devices, memory=memory, bandwidth=bandwidth)
+    machine = machine_of(devices, memory=memory, bandwidth=bandwidth, speed=speed)
     layers = _profile(module, sample, devices, timeout, progress)
     if replicas:
         return _replicated(layers, machine, batch_size)
@@ -169,14 +178,16 @@ def plan(
         "stages": stages,
         "schedules": SCHEDULES if schedule is None else (schedule,),
     }
-    found = search(layers, machine, batch_size, **choice)
+    order, found = search_orders(layers, machine, batch_size, **choice)
     if not found:
         lack = shortage(layers, machine, batch_size, **choice)
         raise NoPlan(_explained(lack, layers, machine, batch_size))
+    machine, real = machine.ordered(order), _real(devices)
+    real = None if real is None else tuple(real[d] for d in order)
     rivals = rivals_of(layers, machine, batch_size, chosen=found[0], found=found, param_scale=scale)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
     fixed = frozenset(name for name, value in asked.items() if value is not None)
-    return Plan(layers, machine, batch_size, found[0], rivals, _real(devices), fixed)
+    return Plan(layers, machine, batch_size, found[0], rivals, real, fixed)
 
 
 def _count(name: str, number: Any) -> int:
@@ -284,7 +295,7 @@ def _explained(lack: Shortage | None, profile: Profile, machine: Machine, batch_
         ways.append(f"batch_size={lack.batch_size}")
     ways.append("a smaller param_scale (an optimizer with less state)")
     if not machine.uniform:
-        ways.append("the devices in another order (stages are put on them as they are given)")
+        ways.append("the devices in another order")
     return (
         f"no plan fits into memory. Nearest comes balance={list(lack.balance)} with "
         f"chunks={lack.chunks} under {lack.schedule!r}: stage {s} ({layers}) needs "

@@ -39,6 +39,7 @@ class Costs:
         skips: for each pair (stage that stashes, stage that pops) the same.
         recompute: for each stage, a forward that is done once more before a backward. Empty means
             as long as the forward.
+        last: what the last micro-batch takes, where it is smaller than the others; None if not.
 
     Raises:
         ValueError: if lengths do not match, a time is no number or negative, or a skip leads
@@ -51,6 +52,7 @@ class Costs:
     transfer: tuple[float, ...] = ()
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
     recompute: tuple[float, ...] = ()
+    last: Costs | None = None
 
     def __post_init__(self) -> None:
         n = len(self.forward)
@@ -76,6 +78,10 @@ class Costs:
         for source, target in self.skips:
             if not 0 <= source < target < n:
                 raise ValueError(f"a skip from stage {source} to {target} is none, with {n} stages")
+        if self.last is not None and len(self.last.forward) != n:
+            raise ValueError(
+                f"last is for {len(self.last.forward)} stages, but forward is for {n}: give it {n}"
+            )
 
     @classmethod
     def even(
@@ -92,8 +98,12 @@ class Costs:
         )
 
     def of(self, action: Action) -> float:
-        """How long an action takes."""
+        """How long an action takes, for any but the last micro-batch."""
         return self._times[action.kind][action.j]
+
+    def at(self, i: int, m: int) -> Costs:
+        """Those of micro-batch ``i`` of ``m``."""
+        return self if self.last is None or i < m - 1 else self.last
 
     @cached_property
     def _times(self) -> dict[Kind, list[float]]:
@@ -160,7 +170,8 @@ class Simulation:
         """For each device the time that it spent on actions."""
         times: list[list[float]] = [[] for _ in self.schedule.actions]
         for span in self.spans:
-            times[span.device].append(self.costs.of(span.action))
+            costs = self.costs.at(span.action.i, self.schedule.m)
+            times[span.device].append(costs.of(span.action))
         return tuple(map(math.fsum, times))
 
     @property
@@ -270,7 +281,8 @@ class _Simulator:
         action = row[position]
         cause = _later(before, self._arrived.get(action))
         start = cause.end if cause else 0.0
-        span = TimedAction(action, d, start, start + self._costs.of(action))
+        costs = self._costs.at(action.i, self._schedule.m)
+        span = TimedAction(action, d, start, start + costs.of(action))
         self._on_device[d] = span
         self._free[d] = False
         self._next[d] += 1
@@ -279,16 +291,17 @@ class _Simulator:
     def _send(self, span: TimedAction) -> None:
         """What the end of an action sets off, on its own device and on others."""
         schedule, (kind, i, j) = self._schedule, span.action
+        costs = self._costs.at(i, schedule.m)
         sends = KINDS[kind].sends
         if kind == "forward":
             self._arrive(schedule.backward_of(i, j), span)
         if kind == "backward_input":
             self._arrive(Action("backward_weight", i, j), span)
         if sends == "activation" and j + 1 < schedule.n:
-            self._transfer(span, j + 1, self._costs.transfer[j], False)
+            self._transfer(span, j + 1, costs.transfer[j], False)
         if sends == "gradient" and j > 0:
-            self._transfer(span, j - 1, self._costs.transfer[j - 1], False)
-        for (source, target), time in self._costs.skips.items():
+            self._transfer(span, j - 1, costs.transfer[j - 1], False)
+        for (source, target), time in costs.skips.items():
             if sends == "activation" and j == source:
                 self._transfer(span, target, time, True)
             if sends == "gradient" and j == target:

@@ -129,7 +129,7 @@ def test_every_plan_fits(times: list[float], memory: float, n: int, batch: int) 
         return
     assert all(stage.memory <= stage.limit for stage in plan.stages)
     assert sum(plan.balance) == len(times)
-    assert batch % plan.chunks == 0
+    assert len(torch.empty(batch).chunk(plan.chunks)) == plan.chunks
     assert len(plan.balance) <= n
     str(plan)
 
@@ -354,7 +354,7 @@ def test_devices_may_come_one_by_one() -> None:
         ({"stages": 2.0}, TypeError, "stages=2.0"),
         ({"param_scale": "2"}, ValueError, "param_scale='2'"),
         ({"schedule": "zb_h1"}, ValueError, "schedule='zb_h1'"),
-        ({"chunks": 7}, ValueError, "chunks=7 does not divide batch_size=64"),
+        ({"chunks": 33}, ValueError, "chunks=33 does not divide batch_size=64"),
         ({"stages": 5}, ValueError, "stages=5"),
         ({"param_scale": 2.0, "optimizer": torch.optim.SGD}, ValueError, "give one"),
         ({"devices": "a lot of them"}, ValueError, "a lot of them"),

@@ -116,6 +116,29 @@ def test_different_devices() -> None:
     assert machine.bandwidth == Machine.even(4, 1.0, 12e9).bandwidth
 
 
+def test_devices_of_different_speed() -> None:
+    machine = machine_of("2 x 80GB @ 2.0 + 3 x 24GB, 12GB/s")
+    assert machine.memory == (80e9,) * 2 + (24e9,) * 3
+    assert machine.speed == (2, 2, 1, 1, 1)
+    assert not machine.uniform
+    assert machine_of("2 x 16GB, 1GB/s", speed=[1, 3]).speed == (1, 3)
+    assert machine_of(machine, speed=[1] * 5).uniform is False  # of memory
+
+
+def test_links_inside_and_between_machines() -> None:
+    machine = machine_of("2 x (2 x 80GB, 300GB/s) + 24GB, 25GB/s")
+    inside, between = 300e9, 25e9
+    assert machine.memory == (80e9,) * 4 + (24e9,)
+    assert machine.bandwidth == (
+        (math.inf, inside, between, between, between),
+        (inside, math.inf, between, between, between),
+        (between, between, math.inf, inside, between),
+        (between, between, inside, math.inf, between),
+        (between,) * 4 + (math.inf,),
+    )
+    assert len(machine_of("16 x (8 x 80GB, 300GB/s), 25GB/s")) == 128
+
+
 def test_one_device_needs_no_bandwidth() -> None:
     assert machine_of("16GB") == Machine.even(1, 16e9)
 
@@ -142,6 +165,11 @@ def test_a_bandwidth_that_is_not_said() -> None:
         ("1e9 x 16GB, 1GB/s", "whole number of devices, 1024 at most"),
         ("1e999 x 16GB, 1GB/s", "expected a whole number of devices"),
         ("2 x 16GB, 0GB/s", "greater than 0"),
+        ("2 x 16GB @ fast, 1GB/s", "at character 12, .*: expected how many times as fast"),
+        ("2 x 16GB @ 0, 1GB/s", "greater than 0"),
+        ("2 x (8 x 16GB, 1GB/s, 2GB/s", "at character 21, .*: expected '\\)'"),
+        ("2 x (8 x 16GB), 2GB/s", "at character 14, .*bandwidth inside the parentheses"),
+        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*1024 devices at most"),
     ],
 )
 def test_a_description_that_cannot_be_read_says_where(text: str, match: str) -> None:
@@ -182,6 +210,8 @@ def test_a_machine_is_one() -> None:
         ({"memory": [1, None]}, r"memory\[1\]=None"),
         ({"memory": [1, 2, 3]}, "memory is for 3 devices, but there are 2"),
         ({"bandwidth": -1}, "bandwidth=-1 must be a positive number of bytes per second"),
+        ({"speed": [1, 0]}, r"speed\[1\]=0 must be a positive number"),
+        ({"speed": [1]}, "speed is for 1 devices, but there are 2"),
         ({"bandwidth": [1, 2]}, r"rows of \[1, 1\] numbers"),
         ({"bandwidth": [[1, 1], [0, 1]]}, r"bandwidth\[1\]\[0\]=0"),
     ],
@@ -191,7 +221,7 @@ def test_numbers_that_are_none(given: dict[str, Any], match: str) -> None:
         machine_of("2 x 16GB, 1GB/s", **given)
 
 
-@pytest.mark.parametrize("what", ["memory", "bandwidth"])
+@pytest.mark.parametrize("what", ["memory", "bandwidth", "speed"])
 def test_neither_number_nor_list(what: str) -> None:
     with pytest.raises(TypeError, match=f"{what}=<object"):
         machine_of("2 x 16GB, 1GB/s", **{what: object()})
@@ -220,7 +250,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         calls.append((str(a), str(b)))
         return float(10 * (a.index or 0) + (b.index or 0) + 1)
 
+    def speed(device: torch.device) -> float:
+        calls.append(("speed", str(device), ""))
+        return 30.0 if device.type == "cuda" else 10.0
+
     monkeypatch.setattr(devices, "measure_memory", memory)
+    monkeypatch.setattr(devices, "measure_speed", speed)
     monkeypatch.setattr(devices, "measure_bandwidth", bandwidth)
     return calls
 
@@ -240,6 +275,24 @@ def test_accelerators_have_their_own(measured: list[tuple[str, ...]]) -> None:
     assert machine.memory == (100, 100)
     assert machine.bandwidth == ((math.inf, 2), (11, math.inf))  # each direction by itself
     assert machine.names == ("cuda:0", "cuda:1")
+
+
+def test_kinds_of_devices_are_measured_once_and_equal_ones_not_at_all(
+    measured: list[tuple[str, ...]],
+) -> None:
+    assert machine_of(["cpu", gpu(0), gpu(1)]).speed == (1, 3, 3)
+    assert machine_of([gpu(1), "cpu"]).speed == (1, 1 / 3)
+    assert [call[1] for call in measured if call[0] == "speed"] == ["cpu", "cuda:0"]
+    measured.clear()
+    assert machine_of([gpu(0), gpu(1)]).speed == (1, 1)
+    assert machine_of(["cpu", gpu(0)], speed=[1, 5]).speed == (1, 5)
+    assert not [call for call in measured if call[0] == "speed"]
+
+
+def test_a_speed_is_that_of_a_layer() -> None:
+    layer, sample = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    assert 0 < devices.measure_speed(torch.device("cpu"), layer, sample) < math.inf
+    assert layer.weight.grad is None  # a copy was measured
 
 
 def test_a_device_named_twice_shares_its_memory(measured: list[tuple[str, ...]]) -> None:

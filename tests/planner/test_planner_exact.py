@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.gpipe import GPipeCuts
-from syncpipe.planner.cuts.network import even_cut
+from syncpipe.planner.cuts.network import even_cut, least_load
 from syncpipe.planner.cuts.one_f_one_b import Family, OneFOneBCuts, slots_of
 from syncpipe.schedules import gpipe, one_f_one_b
 from syncpipe.schedules.simulation import simulate
@@ -53,7 +53,8 @@ def machines(draw: st.DrawFn, n: int) -> Machine:
     if draw(st.booleans()):
         return Machine.even(n, draw(memories), draw(bandwidths))
     rows = [[math.inf if a == b else draw(bandwidths) for b in range(n)] for a in range(n)]
-    return Machine(tuple(draw(memories) for _ in range(n)), tuple(map(tuple, rows)))
+    speed = [draw(st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0])) for _ in range(n)]
+    return Machine(tuple(draw(memories) for _ in range(n)), tuple(map(tuple, rows)), speed=speed)
 
 
 def balances(length: int, n: int) -> Iterator[tuple[int, ...]]:
@@ -154,6 +155,27 @@ def test_1f1b_finds_the_least_bound(
     assert list(cut.recomputes) == recomputing(chain, machine, cut.balance, slots)
 
 
+@given(chains(most=5), st.integers(1, 3), st.integers(1, 5), st.data())
+def test_with_free_slots_no_choice_of_them_has_a_lower_bound(
+    chain: Chain, n: int, m: int, data: st.DataObject
+) -> None:
+    machine = data.draw(machines(n))
+    cut = OneFOneBCuts(chain, machine, m, (m,) * n, free=True).minimise()
+    every = [
+        bound_of_1f1b(chain, machine, balance, m, slots)
+        for balance in balances(len(chain), n)
+        for slots in product(range(1, m + 1), repeat=n)
+        if list(slots) == sorted(slots, reverse=True)
+    ]
+    expected = best_of(iter(every))
+    if expected is None:
+        return
+    assert cut is not None
+    assert cut.value <= expected * (1 + 1e-9)
+    if not chain.skips and machine.memory == (math.inf,) * n:
+        assert cut.value == pytest.approx(expected, rel=1e-9)
+
+
 @given(chains(), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_a_limit_on_the_time_hides_only_what_is_slower(
     chain: Chain, n: int, m: int, data: st.DataObject
@@ -173,15 +195,23 @@ def test_a_limit_on_the_time_hides_only_what_is_slower(
 
 
 @given(st.lists(numbers, min_size=1, max_size=9), st.data())
-def test_the_even_cut_has_the_least_largest_stage(times: list[float], data: st.DataObject) -> None:
+def test_no_cut_is_more_even(times: list[float], data: st.DataObject) -> None:
+    """Of devices of different speed none is more even than the bound says."""
     n = data.draw(st.integers(1, len(times)))
+    sums = list(accumulate(times, initial=0.0))
+    speed = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=n, max_size=n))
 
     def largest(balance: Sequence[int]) -> float:
-        return max(sum(times[i:j]) for i, j in pairwise(accumulate(balance, initial=0)))
+        stages = zip(pairwise(accumulate(balance, initial=0)), speed, strict=True)
+        return max(sum(times[i:j]) / v for (i, j), v in stages)
 
-    cut = even_cut(list(accumulate(times, initial=0.0)), n)
+    cut = even_cut(sums, n, speed)
     assert (len(cut), sum(cut), min(cut) > 0) == (n, len(times), True)
-    assert largest(cut) == min(map(largest, balances(len(times), n)))
+    best = min(map(largest, balances(len(times), n)))
+    assert least_load(sums, speed) <= best * (1 + 1e-9)
+    if len(set(speed)) == 1:
+        assert largest(cut) == pytest.approx(best)
+        assert least_load(sums, speed) == pytest.approx(best)
 
 
 # --- against the simulator ----------------------------------------------------------------------
@@ -299,5 +329,19 @@ def test_a_machine() -> None:
     assert machine.time(24e9, 1, 1) == 0
     assert machine.head(2) == Machine.even(2, 16e9, 12e9)
     assert not Machine((1.0, 2.0), Machine.even(2).bandwidth).uniform
+    assert not Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0, 2.0)).uniform
     with pytest.raises(ValueError, match="there are 3 devices"):
         machine.head(4)
+    with pytest.raises(ValueError, match="speed has 1 factors, but there are 2 devices"):
+        Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0,))
+
+
+def test_devices_in_another_order() -> None:
+    rows = ((math.inf, 1.0, 2.0), (3.0, math.inf, 4.0), (5.0, 6.0, math.inf))
+    machine = Machine((1.0, 2.0, 1.0), rows, speed=(1.0, 3.0, 1.0))
+    other = machine.ordered((1, 2))
+    assert (other.memory, other.speed) == ((2.0, 1.0), (3.0, 1.0))
+    assert other.bandwidth == ((math.inf, 4.0), (6.0, math.inf))
+    assert other.names == ("device 1", "device 2")  # each keeps what it was called
+    assert machine.orders() == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert Machine.even(3).orders() == [(0, 1, 2)]

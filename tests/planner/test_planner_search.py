@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,8 +85,8 @@ def test_every_candidate_is_what_it_says(
     for one in found:
         n, m = len(one.balance), one.chunks
         assert one.fits(machine)
-        assert batch_size % m == 0
-        chain = Chain.of(profile, batch_size / m, 4)
+        assert len(torch.empty(batch_size).chunk(m)) == m
+        chain = Chain.of(profile, -(-batch_size // m), 4)
         slots = one.slots or (m,) * n
         ends = enumerate(pairwise(accumulate(one.balance, initial=0)))
         assert one.memory == tuple(
@@ -196,7 +197,8 @@ def test_the_fast_way_to_a_makespan_is_the_simulators(m: int, n: int, data: st.D
     def row(length: int) -> tuple[float, ...]:
         return tuple(data.draw(st.lists(numbers, min_size=length, max_size=length)))
 
-    costs = Costs(row(n), row(n), row(n), row(n - 1))
+    last = Costs(row(n), row(n), row(n), row(n - 1)) if data.draw(st.booleans()) else None
+    costs = Costs(row(n), row(n), row(n), row(n - 1), last=last)
     again = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     slots = sorted(data.draw(st.lists(st.integers(1, 12), min_size=n, max_size=n)), reverse=True)
     expected = simulate(gpipe(m, n), costs, [(m - 1) * r for r in again])
@@ -270,9 +272,7 @@ def test_how_many_micro_batches_are_tried() -> None:
     assert max(chunk_counts(single, 2, 4096)[1]) == 1024
     assert stage_counts(10, 4) == (1, 2, 3, 4)
     assert stage_counts(3, 4) == (1, 2, 3)
-    many = stage_counts(100, 64)
-    assert many[:8] == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert (many[-2:], len(many) < 30) == ((56, 64), True)
+    assert stage_counts(100, 64) == tuple(range(1, 65))
 
 
 ONE = {8: 1.0}
@@ -282,7 +282,8 @@ PROFILE = Profile(tuple(LayerProfile(str(k), ONE, ONE, ONE, ONE) for k in range(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunks": 3}, "chunks=3 does not divide batch_size=8"),
+        ({"chunks": 6}, "chunks=6 does not divide batch_size=8 .* they are 4 of 2"),
+        ({"chunks": 0}, "chunks=0 does not divide"),
         ({"chunks": []}, "chunks is empty"),
         ({"stages": 3}, "stages=3 is not possible with 2 devices and 3 layers: give it 1 to 2"),
         ({"stages": []}, "stages is empty"),
@@ -348,13 +349,3 @@ def test_where_links_are_slow_slots_that_suit_the_cut_beat_both_families(
     )
     (best,) = search(profile, machine, 64, param_scale=4.0, chunks=8, stages=4, schedules=["1f1b"])
     assert best.time < 0.97 * usual
-
-
-def test_more_micro_batches_than_usual_are_for_where_nothing_fits_otherwise() -> None:
-    """Also where many numbers of stages are left out because they cannot be the best."""
-    layers = tuple(
-        LayerProfile(str(k), {8: 1.0 + k * 7 % 5}, {8: 2.0 + k * 3 % 7}, {8: 1.0}, {8: 0})
-        for k in range(40)
-    )
-    found = search(Profile(layers), Machine.even(16, math.inf, 1e3), 512, param_scale=4.0)
-    assert max(candidate.chunks for candidate in found) <= 4 * 16

@@ -161,9 +161,14 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
         a, b = stage_of[stash], stage_of[pop]
         if a != b:
             skips[a, b] = skips.get((a, b), 0.0) + way(machine, size, a, b)
+    speed = machine.speed
+
+    def on_device(sums: Sequence[float]) -> tuple[float, ...]:
+        return tuple((sums[j] - sums[i]) / speed[s] for s, (i, j) in enumerate(stages))
+
     return Costs(
-        forward=tuple(forward[j] - forward[i] for i, j in stages),
-        backward_input=tuple(backward[j] - backward[i] for i, j in stages),
+        forward=on_device(forward),
+        backward_input=on_device(backward),
         backward_weight=(0.0,) * len(stages),
         transfer=tuple(transfer),
         skips=skips,

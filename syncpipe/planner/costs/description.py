@@ -1,4 +1,9 @@
-"""Devices in words: ``"8 x 16GB, 12GB/s"``, eight of 16 GB each with 12 GB/s between any two."""
+"""Devices in words: ``"8 x 16GB, 12GB/s"``, eight of 16 GB each with 12 GB/s between any two.
+
+devices   one or more of these, with "+" between them, then a comma and a bandwidth
+one       "80GB", or faster than what layers are measured on, "80GB @ 2.0"
+several   "8 x 80GB", or machines with links of their own, "16 x (8 x 80GB, 300GB/s)"
+"""
 
 from __future__ import annotations
 
@@ -54,29 +59,52 @@ def described(text: str, bandwidth: Any) -> Machine:
         ValueError: with the place where it cannot be read.
     """
     reader = _Reader("devices", text, EXAMPLE)
-    sizes: list[float] = []
+    machine, rated = _machine(reader)
+    reader.end("the end" if rated else "',' and a bandwidth, or '+' and more devices")
+    if not rated and bandwidth is None and len(machine) > 1:
+        raise ValueError(
+            f"devices={text!r} does not say what goes from device to device in a second: "
+            f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
+        )
+    return machine
+
+
+def _machine(reader: _Reader) -> tuple[Machine, bool]:
+    """The next devices, with what links them, and whether that was said."""
+    parts: list[Machine] = []
     while True:
-        start, number, count = reader.at, reader.number("a number"), 1
-        if reader.take("[x\u00d7*]"):
-            if not (number.is_integer() and 1 <= number <= _MOST_DEVICES - len(sizes)):
+        start, count, number = reader.at, 1, 0.0
+        inside = reader.take("[(]")
+        if not inside:
+            number = reader.number("a number")
+            if reader.take("[x\u00d7*]"):
+                most = _MOST_DEVICES - sum(map(len, parts))
+                if not (number.is_integer() and 1 <= number <= most):
+                    reader.at = start
+                    raise reader.error(f"a whole number of devices, {_MOST_DEVICES} at most")
+                count = int(number)
+                inside = reader.take("[(]")
+                number = 0.0 if inside else reader.number("the memory of one device")
+        if inside:
+            part, rated = _machine(reader)
+            if not rated and len(part) > 1:
+                raise reader.error("',' and the bandwidth inside the parentheses")
+            if not reader.take("[)]"):
+                raise reader.error("')'")
+            if sum(map(len, parts)) + count * len(part) > _MOST_DEVICES:
                 reader.at = start
-                raise reader.error(f"a whole number of devices, {_MOST_DEVICES} at most")
-            count, number = int(number), reader.number("the memory of one device")
-        sizes += [reader.size(number)] * count
+                raise reader.error(f"{_MOST_DEVICES} devices at most")
+        else:
+            size, speed = reader.size(number), 1.0
+            if reader.take("@"):
+                speed = reader.positive(reader.number("how many times as fast it is"))
+            part = Machine((size,), ((math.inf,),), speed=(speed,))
+        parts += [part] * count
         if not reader.take("[+]"):
             break
-    rate = math.inf
-    if reader.take(","):
-        rate = reader.rate(reader.number("a bandwidth"))
-        reader.end()
-    else:
-        reader.end("',' and a bandwidth, or '+' and more devices")
-        if bandwidth is None and len(sizes) > 1:
-            raise ValueError(
-                f"devices={text!r} does not say what goes from device to device in a second: "
-                f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
-            )
-    return Machine.even(len(sizes), bandwidth=rate).with_memory(sizes)
+    rated = reader.take(",") is not None
+    rate = reader.rate(reader.number("a bandwidth")) if rated else math.inf
+    return Machine.linked(parts, rate), rated
 
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -109,7 +137,7 @@ class _Reader:
         found = self.take(r"(?:([kmgt])(i?))?B(?![a-z/])")
         if found is None:
             raise self.error("B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
-        return self._positive(number * _prefix(found[2], found[3]))
+        return self.positive(number * _prefix(found[2], found[3]))
 
     def rate(self, number: float) -> float:
         """Bytes per second, after their number; of bits, if they are bits."""
@@ -120,7 +148,7 @@ class _Reader:
         if unit == "b" and not prefix.isupper():
             self.at = found.start()
             raise self.error(f"{prefix.upper()}B/s for bytes or {prefix.upper()}bit/s for bits")
-        return self._positive(number * _prefix(prefix, binary) / (1 if unit == "B" else 8))
+        return self.positive(number * _prefix(prefix, binary) / (1 if unit == "B" else 8))
 
     def end(self, expected: str = "the end") -> None:
         if self._text[self.at :].strip():
@@ -136,7 +164,8 @@ class _Reader:
             f"like {self._example!r}"
         )
 
-    def _positive(self, number: float) -> float:
+    def positive(self, number: float) -> float:
+        """The number, if it is one that can be."""
         if not 0 < number < math.inf:
             raise ValueError(
                 f"{self._what}={self._text!r} has the size {number:g} before character "

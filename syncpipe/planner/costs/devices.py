@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner.costs.description import EXAMPLE, described, parse_bandwidth, parse_bytes
@@ -28,6 +32,7 @@ __all__ = [
     "machine_of",
     "measure_bandwidth",
     "measure_memory",
+    "measure_speed",
 ]
 
 #: The part of an accelerator's free memory that plans leave alone: for what the caching allocator
@@ -38,14 +43,19 @@ _COPY_BYTES = 64_000_000
 _ROUNDS = 5
 
 _bandwidths: dict[tuple[str, str], float] = {}
+_speeds: dict[str, float] = {}  # by kind of device
 
 
-def machine_of(devices: Any, *, memory: Any = None, bandwidth: Any = None) -> Machine:
+def machine_of(
+    devices: Any, *, memory: Any = None, bandwidth: Any = None, speed: Any = None
+) -> Machine:
     """The machine that a plan is made for.
 
     Args:
-        devices: a description such as ``"8 x 16GB, 12GB/s"``, ``"2 x 16GB + 2 x 24GiB, 100Gbit/s"``
-            or ``"8 x 16GB"`` together with ``bandwidth``; or a list of devices as for ``Pipe``,
+        devices: a description such as ``"8 x 16GB, 12GB/s"``, ``"2 x 80GB @ 2.0 + 4 x 24GB,
+            100Gbit/s"`` (the first two are twice as fast), ``"2 x (8 x 80GB, 300GB/s), 25GB/s"``
+            (two machines with faster links inside), or ``"8 x 16GB"`` together with ``bandwidth``;
+            or a list of devices as for ``Pipe``,
             which are measured; or how many of the accelerators that are here, CPU workers where
             there is none; or a ``Machine``.
         memory: what may be used, in place of what is described or measured: bytes as a number or
@@ -53,6 +63,9 @@ def machine_of(devices: Any, *, memory: Any = None, bandwidth: Any = None) -> Ma
             on one device share what is given or measured for it, unless it is a list.
         bandwidth: bytes per second as a number or as text ("12GB/s") between any two
             devices, or rows of them, from the device of the row to that of the column.
+        speed: for each device by what factor it is faster than the one that layers are measured on;
+            that is the first of real ones. By default real devices of different kinds are measured
+            (:func:`measure_speed`), and all others are equal.
 
     Raises:
         TypeError, ValueError: a description that cannot be read, a device that is not here, a
@@ -62,18 +75,21 @@ def machine_of(devices: Any, *, memory: Any = None, bandwidth: Any = None) -> Ma
         if re.fullmatch(r"\s*[a-z]+(:\d+)?\s*", devices, re.IGNORECASE):
             check_devices(devices)  # "cuda:0": a list of devices is meant, and this says so
         machine = described(devices, bandwidth)
-        return machine_of(machine, memory=memory, bandwidth=bandwidth)
+        return machine_of(machine, memory=memory, bandwidth=bandwidth, speed=speed)
     if isinstance(devices, Machine):
         places = range(len(devices))
         held = _given_memory(memory, places) or devices.memory
         rows = _given_bandwidth(bandwidth, places) or devices.bandwidth
-        return Machine(held, rows, devices.names)
+        factors = _given_speed(speed, places) or devices.speed
+        return Machine(held, rows, devices.names, factors)
     found = _places(devices)
     held = _given_memory(memory, found) or _measured_memory(found)
     rows = _given_bandwidth(bandwidth, found) or tuple(
         tuple(link_bandwidth(a, b) for b in found) for a in found
     )
-    return Machine(held, rows, tuple(map(str, found)))
+    return Machine(
+        held, rows, tuple(map(str, found)), _given_speed(speed, found) or _measured_speed(found)
+    )
 
 
 def measure_memory(device: torch.device) -> float:
@@ -138,9 +154,44 @@ def link_bandwidth(source: torch.device, target: torch.device) -> float:
     return _bandwidths[pair]
 
 
+def measure_speed(
+    device: torch.device, layer: nn.Module | None = None, sample: torch.Tensor | None = None
+) -> float:
+    """How many times in a second a device does the forward and backward of a layer.
+
+    Divided by that of another device it is the factor by which this one is faster.
+
+    Args:
+        device: any but meta.
+        layer: a module; by default a linear layer with 1024 inputs and outputs. It is copied.
+        sample: its input; by default 1024 rows.
+
+    Returns:
+        By the median of a few rounds, the first of which does not count.
+    """
+    layer = nn.Linear(1024, 1024) if layer is None else layer
+    sample = torch.ones(1024, 1024) if sample is None else sample
+    there, given = deepcopy(layer).to(device), sample.detach().to(device)
+    given.requires_grad_(given.is_floating_point())
+    times = []
+    for _ in range(1 + _ROUNDS):
+        _wait(device)
+        start = time.perf_counter()
+        there(given).sum().backward()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 1 / max(median(times[1:]), 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+
+
 def clear_cache() -> None:
-    """Forgets all bandwidths that were measured."""
+    """Forgets all bandwidths and speeds that were measured."""
     _bandwidths.clear()
+    _speeds.clear()
 
 
 def _places(devices: Any) -> list[torch.device]:
@@ -174,6 +225,25 @@ def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
         if size <= 0:
             raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
     return tuple(measured[name] / memories.count(name) for name in memories)
+
+
+def _measured_speed(places: Sequence[torch.device]) -> tuple[float, ...]:
+    """Relative to the first; nothing is measured where all are of one kind."""
+    kinds = [_kind(place) for place in places]
+    if len(set(kinds)) == 1:
+        return (1.0,) * len(places)
+    for kind, place in zip(kinds, places, strict=True):
+        if kind not in _speeds:
+            _speeds[kind] = measure_speed(place)
+    return tuple(_speeds[kind] / _speeds[kinds[0]] for kind in kinds)
+
+
+def _kind(device: torch.device) -> str:
+    """The name of what a device is, as its maker calls it, if that can be known."""
+    if device.type != "cpu":
+        with suppress(AttributeError, AssertionError, RuntimeError):
+            return f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
+    return device.type
 
 
 def _cpu_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float:
@@ -248,6 +318,27 @@ def _given_bandwidth(bandwidth: Any, places: Sequence[Any]) -> tuple[tuple[float
         return math.inf if a == b else _size(f"bandwidth[{a}][{b}]", rows[a][b], rate=True)
 
     return tuple(tuple(entry(a, b) for b in range(n)) for a in range(n))
+
+
+def _given_speed(speed: Any, places: Sequence[Any]) -> tuple[float, ...] | None:
+    """``speed=`` for each place."""
+    if speed is None:
+        return None
+    if isinstance(speed, (str, Real)) or not isinstance(speed, Iterable):
+        raise TypeError(
+            f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
+        )
+    factors = tuple(speed)
+    for d, factor in enumerate(factors):
+        if (
+            isinstance(factor, bool)
+            or not isinstance(factor, Real)
+            or not 0 < float(factor) < math.inf
+        ):
+            raise ValueError(f"speed[{d}]={factor!r} must be a positive number")
+    if len(factors) != len(places):
+        raise ValueError(f"speed is for {len(factors)} devices, but there are {len(places)}")
+    return tuple(map(float, factors))
 
 
 def _size(what: str, given: Any, *, rate: bool = False) -> float:

@@ -9,21 +9,22 @@ The last micro-batch goes back first and is not recomputed (``checkpoint="except
 recomputation this is exactly what the simulation says; with it, where a stage may recompute while
 it waits, it is a lower bound.
 
-A label of a border: (largest F, largest R, sum of 2 tx) of the stages to its right. ``T`` grows
-with each of the three, so a label that is nowhere better than another leads to nothing better.
+A label of a border: (largest F, largest R, sum of F + B + 2 tx) of the stages to its right. ``T``
+grows with each of the three, so a label that is nowhere better than another leads to nothing
+better.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
-from syncpipe.planner.cuts.network import CutSearch, Edge, Network, even_cut
+from syncpipe.planner.cuts.network import SLACK, CutSearch, Edge, Network, least_load
 
 __all__ = ["GPipeCuts"]
 
-#: Largest F, largest R, ways, bound of the step time, the stage that came last, the label before.
+#: Largest F, largest R, times and ways of one micro-batch, bound of the step time, the stage that
+#: came last, the label before.
 _Label = tuple[float, float, float, float, "Edge | None", "_Label | None"]
 
 
@@ -33,61 +34,63 @@ class GPipeCuts(CutSearch):
     Stages that do not fit otherwise recompute, all micro-batches but the last.
     """
 
-    def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
-        chain = self.chain
-        forward, backward, ways = [], [], []
-        for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0))):
-            f = chain.forward_to[j] - chain.forward_to[i]
-            b = chain.backward_to[j] - chain.backward_to[i]
-            ways.append(self.transfer(s, i))
-            forward.append(f)
-            backward.append(b + f if recomputes[s] else b)
+    def value_of(self, stages: Sequence[Edge]) -> float:
+        starts = [0, *(edge[0] for edge in stages[:-1])]
+        ways = [self.transfer(s, i) for s, i in enumerate(starts)]
+        forward = [edge[1] for edge in stages]
+        backward = [edge[2] + edge[1] if edge[3] else edge[2] for edge in stages]
         pace = max(*forward, *ways) + max(*backward, *ways)
-        return chain.total + 2 * math.fsum(ways) + (self.m - 1) * pace
+        once = [edge[1] + edge[2] + 2 * way for edge, way in zip(stages, ways, strict=True)]
+        return math.fsum(once) + (self.m - 1) * pace
 
     def lowest(self, load: float) -> float:
-        return self.chain.total + (self.m - 1) * load
+        return self.least_total + (self.m - 1) * load
 
-    def farthest(self, time: float, limit: float) -> float:
-        return time + self._largest(limit)
+    def farthest(self, s: int, time: float, limit: float) -> float:
+        return time + self._largest(s, limit)
 
-    def nearest(self, time: float, limit: float) -> float:
-        return time - self._largest(limit)
+    def nearest(self, s: int, time: float, limit: float) -> float:
+        return time - self._largest(s, limit)
 
-    def _largest(self, limit: float) -> float:
-        return (limit - self.chain.total) / (self.m - 1) if self.m > 1 else math.inf
+    def _largest(self, s: int, limit: float) -> float:
+        if self.m == 1:
+            return math.inf
+        return self.speed[s] * (limit - self.least_total) / (self.m - 1)
 
-    def least(self, s: int, i: int, transfers: float, edges: Sequence[Edge]) -> list[float]:
+    def least(self, s: int, i: int, before: float, edges: Sequence[Edge]) -> list[float]:
         # Without the ways: walk_back knows all of them, and adds them.
-        way, times, total = self.transfer(s, i), self.m - 1, self.chain.total
+        way, times, total = self.transfer(s, i), self.m - 1, self.least_total
         return [
             total + times * (max(f, way) + max(b + f if recomputes else b, way))
-            for _, f, b, recomputes in edges
+            for _, f, b, recomputes, _ in edges
         ]
 
     def walk_back(self, network: Network, limit: float, few: int | None) -> list[Edge] | None:
         chain, times = self.chain, self.m - 1
         # No cut has less than these, so nothing is lost if no label has.
-        f_least = max(_loads(chain.forward_to, self.n))
-        r_least = max(_loads(chain.backward_to, self.n))
+        f_least = least_load(chain.forward_to, self.speed) * (1 - SLACK)
+        r_least = least_load(chain.backward_to, self.speed) * (1 - SLACK)
         labels: dict[int, list[_Label]] = {len(chain): [(f_least, r_least, 0.0, 0.0, None, None)]}
         for s in reversed(range(self.n)):
-            least, transfers = network.least[s], network.transfers[s]
+            least, before_it = network.least[s], network.before[s]
+            others = math.fsum(self.speed[:s])
             here: dict[int, list[_Label]] = {}
             for i, edges in network.edges[s].items():
                 way = self.transfer(s, i)
-                base = chain.total + 2 * way + transfers[i]
-                slowest = least[i] - chain.total
+                left = before_it[i] + 2 * way
+                slowest = least[i] - self.least_total
                 # The stages to the left have these to do, and one of them the mean at least.
-                f_left = chain.forward_to[i] / s if s else way
-                r_left = chain.backward_to[i] / s if s else way
+                f_left = chain.forward_to[i] / others if s else way
+                r_left = chain.backward_to[i] / others if s else way
                 f_here, r_here = max(f_left, way), max(r_left, way)
                 found: list[_Label] = []
                 for edge in edges:
                     before = labels.get(edge[0])
                     if before is None:
                         continue
-                    _, f, b, recomputes = edge
+                    _, f, b, recomputes, _ = edge
+                    once = f + b + 2 * way
+                    base = left + f + b
                     r = b + f if recomputes else b
                     f = f if f > f_here else f_here
                     r = r if r > r_here else r_here
@@ -99,7 +102,7 @@ class GPipeCuts(CutSearch):
                             bound = slowest
                         bound += base + label[2]
                         if bound <= limit:
-                            found.append((f_max, r_max, label[2] + 2 * way, bound, edge, label))
+                            found.append((f_max, r_max, label[2] + once, bound, edge, label))
                 if found:
                     here[i] = _pareto(found, times)[:few]
             labels = here
@@ -113,15 +116,9 @@ class GPipeCuts(CutSearch):
         return stages
 
 
-def _loads(times: Sequence[float], n: int) -> list[float]:
-    """The stages of the most even cut."""
-    ends = accumulate(even_cut(times, n), initial=0)
-    return [times[j] - times[i] for i, j in pairwise(ends)]
-
-
 def _pareto(labels: list[_Label], times: int) -> list[_Label]:
     """Those that no other is at least as good as in everything, the most promising first."""
-    if times == 0:  # then only the ways count
+    if times == 0:  # then only what happens once counts
         return [min(labels, key=lambda label: label[2])]
     labels.sort(key=lambda label: label[:4])
     kept: list[_Label] = []

@@ -24,10 +24,10 @@ from itertools import accumulate, pairwise
 from syncpipe.planner.costs.chain import Chain, way
 from syncpipe.planner.costs.machine import Machine
 
-__all__ = ["SLACK", "Cut", "CutSearch", "Edge", "Network", "even_cut"]
+__all__ = ["SLACK", "Cut", "CutSearch", "Edge", "Network", "even_cut", "least_load"]
 
-#: A stage: the layer after its last, forward, backward, whether it recomputes.
-Edge = tuple[int, float, float, bool]
+#: A stage: the layer after its last, forward, backward, whether it recomputes, its slots.
+Edge = tuple[int, float, float, bool, int]
 
 #: Sums of floats in another order differ by less than this, relative to the step time.
 SLACK = 1e-11
@@ -37,11 +37,12 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to cut the layers, the stages that recompute, and the step time in seconds."""
+    """A way to cut the layers, the stages that recompute, the step time in seconds, the slots."""
 
     balance: tuple[int, ...]
     recomputes: tuple[bool, ...]
     value: float
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,13 @@ class Network:
     Attributes:
         edges: for each stage and each border where it may start the stages that are possible.
         least: for each stage and border the least step time that the stages before it allow.
-        transfers: the least time for the ways between these, there and back.
+        before: the least time that one micro-batch spends in these and on the ways between them,
+            there and back.
     """
 
     edges: list[dict[int, list[Edge]]]
     least: list[dict[int, float]]
-    transfers: list[dict[int, float]]
+    before: list[dict[int, float]]
 
 
 class CutSearch(ABC):
@@ -67,21 +69,36 @@ class CutSearch(ABC):
         machine: at least ``n`` devices.
         m: number of micro-batches.
         slots: micro-batches in flight, for each stage.
+        free: each stage may have fewer than these, and recompute to have more: the best of all is
+            found, which no choice of slots falls short of.
     """
 
-    def __init__(self, chain: Chain, machine: Machine, m: int, slots: Sequence[int]) -> None:
-        self.chain, self.machine, self.m = chain, machine, m
+    def __init__(
+        self,
+        chain: Chain,
+        machine: Machine,
+        m: int,
+        slots: Sequence[int],
+        *,
+        free: bool = False,
+    ) -> None:
+        self.chain, self.machine, self.m, self.free = chain, machine, m, free
         self.slots = tuple(slots)
         self.n = len(self.slots)
+        self.speed = speed = machine.speed[: self.n]
+        self.fastest = max(speed)
+        #: The fastest device from each stage on.
+        self._fast = [*reversed(list(accumulate(reversed(speed), max))), self.fastest]
+        #: One micro-batch takes no less.
+        self.least_total = chain.total / self.fastest
         self._growing = all(a >= b for a, b in zip(chain.stored, chain.shared, strict=True))
 
     def minimise(self, at_most: float = math.inf) -> Cut | None:
         """The cut with the least step time, or None if there is none within ``at_most`` seconds."""
         if self.n > min(len(self.chain), len(self.machine)):
             return None
-        start = even_cut(self.chain.time_to, self.n)
-        known = self.valued(start)
-        lowest = self.lowest(max(_loads(self.chain, start)))
+        known = self.valued(even_cut(self.chain.time_to, self.n, self.speed))
+        lowest = self.lowest(least_load(self.chain.time_to, self.speed))
         ceiling = min(at_most, known.value if known else math.inf)
         for step in _STEPS:
             limit = min(ceiling, step * lowest)
@@ -94,20 +111,35 @@ class CutSearch(ABC):
 
     def valued(self, balance: Sequence[int]) -> Cut | None:
         """A cut with its step time; None if it does not fit."""
-        recomputes = []
+        stages = []
         for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0))):
             edges = self._stages(s, i, j, j)
             if not edges:
                 return None
-            recomputes.append(edges[0][3])
-        return Cut(tuple(balance), tuple(recomputes), self.value(balance, recomputes))
+            stages.append(edges[0])
+        return self._cut(stages)
+
+    def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
+        """The step time of a cut in seconds, by the closed form, for the slots of the search."""
+        chain, stages = self.chain, []
+        for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0))):
+            f = (chain.forward_to[j] - chain.forward_to[i]) / self.speed[s]
+            b = (chain.backward_to[j] - chain.backward_to[i]) / self.speed[s]
+            stages.append((j, f, b, bool(recomputes[s]), self.slots[s]))
+        return self.value_of(stages)
 
     def transfer(self, s: int, i: int) -> float:
         """Seconds from stage ``s - 1`` to stage ``s``, if that starts with layer ``i``."""
         return way(self.machine, self.chain.inputs[i], s - 1, s) if s else 0.0
 
+    def right(self, s: int, i: int) -> float:
+        """The least that one micro-batch takes from border ``i`` on, there and back, if stage
+        ``s`` starts there.
+        """
+        return (self.chain.total - self.chain.time_to[i]) / self._fast[s]
+
     @abstractmethod
-    def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
+    def value_of(self, stages: Sequence[Edge]) -> float:
         """The step time of a cut in seconds, by the closed form."""
 
     @abstractmethod
@@ -115,20 +147,20 @@ class CutSearch(ABC):
         """A step time that no cut falls short of, if its largest stage takes ``load`` or more."""
 
     @abstractmethod
-    def farthest(self, time: float, limit: float) -> float:
-        """Where a stage ends at the latest, in seconds of work from the left, as it starts at
+    def farthest(self, s: int, time: float, limit: float) -> float:
+        """Where stage ``s`` ends at the latest, in seconds of work from the left, as it starts at
         ``time``; never earlier for a later one.
         """
 
     @abstractmethod
-    def nearest(self, time: float, limit: float) -> float:
+    def nearest(self, s: int, time: float, limit: float) -> float:
         """The inverse of :meth:`farthest`: where a stage that ends at ``time`` starts at best."""
 
     @abstractmethod
-    def least(self, s: int, i: int, transfers: float, edges: Sequence[Edge]) -> list[float]:
+    def least(self, s: int, i: int, before: float, edges: Sequence[Edge]) -> list[float]:
         """For each stage ``s`` from border ``i`` the least step time with it.
 
-        ``transfers`` is the least time for the ways between the stages before it, both directions.
+        ``before`` is the least time of one micro-batch to the left, as in :class:`Network`.
         """
 
     @abstractmethod
@@ -153,54 +185,55 @@ class CutSearch(ABC):
     def _cut(self, stages: Sequence[Edge]) -> Cut:
         ends = [0, *(edge[0] for edge in stages)]
         balance = tuple(j - i for i, j in pairwise(ends))
-        recomputes = tuple(edge[3] for edge in stages)
-        return Cut(balance, recomputes, self.value(balance, recomputes))
+        recomputes, slots = tuple(edge[3] for edge in stages), tuple(edge[4] for edge in stages)
+        return Cut(balance, recomputes, self.value_of(stages), slots)
 
     def _walk(self, limit: float) -> Network | None:
         """The first walk, from the left."""
         times, n, count = self.chain.time_to, self.n, len(self.chain)
         early = [count]  # where the last stages may start at best, from the right
         for s in reversed(range(n)):
-            earliest = self.nearest(times[early[-1]], limit) - SLACK * times[-1]
+            earliest = self.nearest(s, times[early[-1]], limit) - SLACK * times[-1]
             by_time = min(bisect_left(times, earliest), early[-1])
             early.append(max(by_time, self._first_that_fits(s, early[-1])))
         early.reverse()
         if early[0] > 0:
             return None
         least: list[dict[int, float]] = [{0: 0.0}]
-        transfers: list[dict[int, float]] = [{0: 0.0}]
+        before: list[dict[int, float]] = [{0: 0.0}]
         edges: list[dict[int, list[Edge]]] = []
         for s in range(n):
             possible: dict[int, list[Edge]] = {}
             after: dict[int, float] = {}
-            ways: dict[int, float] = {}
-            for i, before in least[s].items():
-                latest = self.farthest(times[i], limit) + SLACK * times[-1]
+            passed: dict[int, float] = {}
+            for i, so_far in least[s].items():
+                latest = self.farthest(s, times[i], limit) + SLACK * times[-1]
                 j1 = min(count - (n - 1 - s), bisect_right(times, latest) - 1)
                 j0 = count if s == n - 1 else max(i + 1, early[s + 1])
                 found = self._stages(s, i, j0, j1)
                 if not found:
                     continue
-                way = transfers[s][i] + 2 * self.transfer(s, i)
+                way = before[s][i] + 2 * self.transfer(s, i)
                 kept = []
-                for edge, time in zip(found, self.least(s, i, transfers[s][i], found), strict=True):
+                for edge, time in zip(found, self.least(s, i, before[s][i], found), strict=True):
                     j = edge[0]
-                    time = before if before > time else time
+                    time = so_far if so_far > time else time
                     if time > limit:
                         continue
                     kept.append(edge)
                     if time < after.get(j, math.inf):
                         after[j] = time
-                    if way < ways.get(j, math.inf):
-                        ways[j] = way
+                    through = way + edge[1] + edge[2]
+                    if through < passed.get(j, math.inf):
+                        passed[j] = through
                 if kept:
                     possible[i] = kept
             if not possible:
                 return None
             edges.append(possible)
             least.append(after)
-            transfers.append(ways)
-        return Network(edges, least, transfers)
+            before.append(passed)
+        return Network(edges, least, before)
 
     @cached_property
     def _held_to(self) -> list[float]:
@@ -240,60 +273,92 @@ class CutSearch(ABC):
 
     def _stages(self, s: int, i: int, j0: int, j1: int) -> list[Edge]:
         """The stages from border ``i`` to one of ``j0`` to ``j1`` that fit on device ``s``."""
-        chain, q = self.chain, self.slots[s]
+        chain, q, speed = self.chain, self.slots[s], self.speed[s]
         forward, backward = chain.forward_to, chain.backward_to
         f, b = forward[i], backward[i]
         limit = self.machine.memory[s]
         if limit == math.inf:
-            return [(j, forward[j] - f, backward[j] - b, False) for j in range(j0, j1 + 1)]
+            return [
+                (j, (forward[j] - f) / speed, (backward[j] - b) / speed, False, q)
+                for j in range(j0, j1 + 1)
+            ]
         fixed, stored, waiting = chain.fixed_to, chain.stored_to, chain.waiting(i)
-        w, z, inputs = fixed[i], stored[i] - chain.shared[i], q * chain.inputs[i]
+        w, z, given = fixed[i], stored[i] - chain.shared[i], chain.inputs[i]
         edges = []
         for j in range(j0, j1 + 1):
             base = fixed[j] - w
             each = stored[j] - z
             if base + each > limit and self._growing:
                 break
+            times = (forward[j] - f) / speed, (backward[j] - b) / speed
+            if self.free:
+                skips = waiting[j] if waiting else 0.0  # stage 0 has as many slots at least
+                most = _most(limit - base, each + skips, q)
+                if most:
+                    edges.append((j, *times, False, most))
+                again = _most(limit - base - each, given + skips, q)
+                if again > most:
+                    edges.append((j, *times, True, again))
+                continue
             if waiting:
                 base += self.slots[0] * waiting[j]
             if base + q * each <= limit:
-                edges.append((j, forward[j] - f, backward[j] - b, False))
-            elif base + inputs + each <= limit:
-                edges.append((j, forward[j] - f, backward[j] - b, True))
+                edges.append((j, *times, False, q))
+            elif base + q * given + each <= limit:
+                edges.append((j, *times, True, q))
         return edges
 
 
-def even_cut(times: Sequence[float], n: int) -> tuple[int, ...]:
-    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding).
+def _most(room: float, each: float, most: int) -> int:
+    """How many fit, at most ``most``; rather one too many than one too few."""
+    room += SLACK * abs(room)
+    if room >= most * each:
+        return most
+    return max(0, int(room / each)) if each > 0 else 0
+
+
+def even_cut(times: Sequence[float], n: int, speed: Sequence[float] = ()) -> tuple[int, ...]:
+    """Cuts into ``n`` stages, none empty, with the largest as small as may be (but for rounding,
+    and nearly so for devices of different speed).
 
     Args:
         times: the sum of everything before each border.
         n: at most as many as there are layers.
+        speed: of the device of each stage, by which its time is divided; empty for equal ones.
     """
-    count = len(times) - 1
-    low, high = max(times[-1] / n, max(b - a for a, b in pairwise(times))), times[-1]
-    best = _packed(times, n, high)
+    speed, count = speed or (1.0,) * n, len(times) - 1
+    load = least_load(times, speed)
+    ends = [0]
+    for s, v in enumerate(speed):
+        i = ends[-1]
+        ends.append(min(max(_far(times, i, load * v), i + 1), count - (n - 1 - s)))
+    ends[-1] = count
+    return tuple(j - i for i, j in pairwise(ends))
+
+
+def least_load(times: Sequence[float], speed: Sequence[float]) -> float:
+    """What the largest stage of any cut takes at least, and of the best one for equal devices.
+
+    Args:
+        times: the sum of everything before each border.
+        speed: of the device of each stage.
+    """
+    longest, count = max(b - a for a, b in pairwise(times)), len(times) - 1
+    low = max(times[-1] / math.fsum(speed), longest / max(speed))
+    high = times[-1] / max(speed)
+    load = low
     for _ in range(60):
-        load = (low + high) / 2
-        ends = _packed(times, n, load)
-        if ends[-1] == count:
-            best, high = ends, load
+        i = 0
+        for v in speed:
+            i = _far(times, i, load * v)
+        if i == count:
+            high = load
         else:
             low = load
-    return tuple(j - i for i, j in pairwise(best))
+        load = (low + high) / 2
+    return high
 
 
-def _packed(times: Sequence[float], n: int, load: float) -> list[int]:
-    """Borders of stages that take as much as they may; the last of them if it works out."""
-    count = len(times) - 1
-    ends = [0]
-    for s in range(n):
-        i = ends[-1]
-        j = bisect_right(times, times[i] + load * (1 + SLACK)) - 1
-        ends.append(min(max(j, i + 1), count - (n - 1 - s)))
-    return ends
-
-
-def _loads(chain: Chain, balance: Sequence[int]) -> list[float]:
-    times = chain.time_to
-    return [times[j] - times[i] for i, j in pairwise(accumulate(balance, initial=0))]
+def _far(times: Sequence[float], i: int, load: float) -> int:
+    """Where a stage from border ``i`` ends, if it takes as much as it may."""
+    return bisect_right(times, times[i] + load * (1 + SLACK)) - 1

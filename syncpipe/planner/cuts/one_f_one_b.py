@@ -12,15 +12,17 @@ and, as all micro-batches take each way between two stages, one after another, n
 ``off`` is the forward that the last stage does again, if it does. Skips may only make it longer
 and are left out.
 
-A label of a border: (Y = off + ways to its right, H = the largest of the bounds without ``K`` and
-without the ways to its left). All formulas grow with both.
+A label of a border: (Y = off + work and ways to its right, H = the largest of the bounds without
+all that is to its left). All formulas grow with both.
+
+More slots make no bound higher. So with as many as fit on each stage, and the better one of doing
+without recomputation and of the slots that it makes room for, the least bound is one for all slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Literal
 
 from syncpipe.planner.cuts.network import SLACK, CutSearch, Edge, Network
@@ -53,49 +55,45 @@ class OneFOneBCuts(CutSearch):
     Stages that do not fit otherwise recompute, all micro-batches.
     """
 
-    def value(self, balance: Sequence[int], recomputes: Sequence[bool]) -> float:
-        chain = self.chain
+    def value_of(self, stages: Sequence[Edge]) -> float:
+        starts = [0, *(edge[0] for edge in stages[:-1])]
         y = h = 0.0
-        stages = list(pairwise(accumulate(balance, initial=0)))
         for s in reversed(range(self.n)):
-            i, j = stages[s]
-            f = chain.forward_to[j] - chain.forward_to[i]
-            b = chain.backward_to[j] - chain.backward_to[i]
-            right = chain.total - chain.time_to[j]
-            h = max(h, self._alone(s, f, b, recomputes[s], right + y) - f - b - right)
-            if s == self.n - 1 and recomputes[s]:
+            _, f, b, recomputes, q = stages[s]
+            h = max(h + f + b, self._alone(s, f, b, recomputes, q, y))
+            if s == self.n - 1 and recomputes:
                 y = f
-            way = self.transfer(s, i)
-            y += 2 * way
+            way = self.transfer(s, starts[s])
+            y += f + b + 2 * way
             h = max(h + 2 * way, y + (self.m - 1) * way)
-        return chain.total + h
+        return h
 
     def lowest(self, load: float) -> float:
         # A stage starts when those before it are through with a micro-batch, and then does all of
         # its work before they are through with the last: pre + m (F+B). So it takes an m-th of
         # T - pre at most, which leaves (1 - 1/m) of that, and so on until nothing is left to do.
-        total = self.chain.total
+        total = self.least_total
         return max(total / (1 - (1 - 1 / self.m) ** self.n), self.m * load) * (1 - SLACK)
 
-    def farthest(self, time: float, limit: float) -> float:
-        return time + (limit - time) / self.m
+    def farthest(self, s: int, time: float, limit: float) -> float:
+        return time + self.speed[s] * (limit - time / self.fastest) / self.m
 
-    def nearest(self, time: float, limit: float) -> float:
-        return (time - limit / self.m) / (1 - 1 / self.m) if self.m > 1 else -math.inf
+    def nearest(self, s: int, time: float, limit: float) -> float:
+        left = 1 - self.speed[s] / (self.m * self.fastest)
+        return (time - self.speed[s] * limit / self.m) / left if left > 0 else -math.inf
 
-    def least(self, s: int, i: int, transfers: float, edges: Sequence[Edge]) -> list[float]:
-        chain, way = self.chain, self.transfer(s, i)
-        left = chain.time_to[i] + transfers + 2 * way
-        base = chain.total + transfers + (self.m + 1) * way
-        times, total = chain.time_to, chain.total
+    def least(self, s: int, i: int, before: float, edges: Sequence[Edge]) -> list[float]:
+        way = self.transfer(s, i)
+        left = before + 2 * way
+        base = left + (self.m - 1) * way + self.right(s, i)
         return [
-            max(base, left + self._alone(s, f, b, recomputes, total - times[j]))
-            for j, f, b, recomputes in edges
+            max(base, left + self._alone(s, f, b, recomputes, q, self.right(s + 1, j)))
+            for j, f, b, recomputes, q in edges
         ]
 
-    def _alone(self, s: int, f: float, b: float, recomputes: bool, right: float) -> float:
+    def _alone(self, s: int, f: float, b: float, recomputes: bool, q: int, right: float) -> float:
         """The bound of one stage, without what is to its left."""
-        m, q = self.m, self.slots[s]
+        m = self.m
         r = b + f if recomputes else b
         if m <= q:
             first = f + right + b + (m - 1) * r
@@ -110,26 +108,26 @@ class OneFOneBCuts(CutSearch):
 
     def walk_back(self, network: Network, limit: float, few: int | None) -> list[Edge] | None:
         chain, m, n = self.chain, self.m, self.n
-        total, times, alone = chain.total, chain.time_to, self._alone
+        alone = self._alone
         labels: dict[int, list[_Label]] = {len(chain): [(0.0, 0.0, 0.0, None, None)]}
         for s in reversed(range(n)):
-            least, transfers = network.least[s], network.transfers[s]
+            least, before_it = network.least[s], network.before[s]
             here: dict[int, list[_Label]] = {}
             for i, edges in network.edges[s].items():
                 way = self.transfer(s, i)
-                base, lowest = total + transfers[i], least[i]
+                base, lowest = before_it[i], least[i]
                 found: list[_Label] = []
                 for edge in edges:
-                    j, f, b, recomputes = edge
+                    j, f, b, recomputes, q = edge
                     before = labels.get(j)
                     if before is None:
                         continue
-                    right = total - times[j]
+                    once = f + b + 2 * way
                     for label in before:
-                        y, h = label[0], label[1]
-                        own = alone(s, f, b, recomputes, right + y) - f - b - right
+                        y, h = label[0], label[1] + f + b
+                        own = alone(s, f, b, recomputes, q, y)
                         h = (own if own > h else h) + 2 * way
-                        y += 2 * way
+                        y += once
                         if recomputes and s == n - 1:
                             y += f
                         if h < y + (m - 1) * way:

@@ -95,8 +95,18 @@ class Plan:
 
     @property
     def bound(self) -> float:
-        """Seconds that this schedule takes at least, by its formula."""
+        """Seconds that this cut takes at least with these micro-batches and slots, by the formula
+        of its schedule.
+        """
         return self.chosen.bound
+
+    @property
+    def least(self) -> float:
+        """Seconds that nothing the search looked for falls short of: any cut, number of stages and
+        of micro-batches, slots and re-materialization, under GPipe and 1F1B, on the devices in this
+        order.
+        """
+        return self.chosen.least
 
     @property
     def certificate(self) -> float:

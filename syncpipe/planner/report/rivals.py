@@ -110,7 +110,7 @@ def _rival(name: str, candidate: Candidate, machine: Machine) -> Rival:
 
 def _one_device(profile: Profile, machine: Machine, batch_size: int, param_scale: float) -> Rival:
     largest = max(range(len(machine)), key=lambda d: machine.memory[d])
-    alone = Machine.even(1, machine.memory[largest])
+    alone = machine.ordered([largest])
     best = next(iter(search(profile, alone, batch_size, param_scale=param_scale)), None)
     if best is None:
         return Rival("one device", None, f"does not fit into {in_bytes(alone.memory[0])}", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from syncpipe.balance.profile import Profile
@@ -12,9 +12,10 @@ from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.gpipe import GPipeCuts
 from syncpipe.planner.cuts.one_f_one_b import FAMILIES, Family, OneFOneBCuts, slots_of
+from syncpipe.planner.search.sizes import sizes_of
 from syncpipe.runtime.free_threading import has_lock
 from syncpipe.schedules import gpipe, one_f_one_b
-from syncpipe.schedules.simulation import Simulation, simulate
+from syncpipe.schedules.simulation import Costs, Simulation, simulate
 
 __all__ = ["SCHEDULES", "Candidate", "Terms", "evaluate"]
 
@@ -32,10 +33,13 @@ class Candidate:
         slots: under 1F1B the most micro-batches in flight on each stage; None under GPipe.
         recomputes: for each stage whether it re-materializes: all micro-batches under 1F1B, all but
             the last under GPipe.
-        bound: seconds that this cut takes at least, by the closed form.
+        bound: seconds that this cut takes at least with these slots and micro-batches, by the
+            closed form.
         simulation: in seconds.
         memory: bytes that each stage takes at most.
         interpreter: seconds that all forwards hold the interpreter's lock, recomputed ones twice.
+        least: seconds that nothing falls short of that the search looked for, under any schedule
+            that it was given; 0 where nobody searched.
     """
 
     schedule: str
@@ -47,6 +51,7 @@ class Candidate:
     simulation: Simulation
     memory: tuple[float, ...]
     interpreter: float = 0.0
+    least: float = field(default=0.0, compare=False)
 
     @property
     def time(self) -> float:
@@ -81,13 +86,43 @@ class Terms:
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}
+        self._sound: dict[int, float] = {}
 
     def chain(self, chunks: int) -> Chain:
-        """The layers, for one of so many micro-batches."""
-        if chunks not in self._chains:
-            samples = self.batch_size / chunks
-            self._chains[chunks] = Chain.of(self.profile, samples, self.param_scale)
-        return self._chains[chunks]
+        """The layers, for one of so many micro-batches: any but the last, which may be smaller."""
+        return self._of(sizes_of(self.batch_size, chunks)[0])
+
+    def _of(self, samples: int) -> Chain:
+        if samples not in self._chains:
+            self._chains[samples] = Chain.of(self.profile, samples, self.param_scale)
+        return self._chains[samples]
+
+    def costs(self, balance: Sequence[int], chunks: int) -> Costs:
+        """What the simulator needs to know of a cut."""
+        size, rest = sizes_of(self.batch_size, chunks)
+        costs = costs_of(self._of(size), self.machine, balance)
+        if rest < size:
+            costs = replace(costs, last=costs_of(self._of(rest), self.machine, balance))
+        return costs
+
+    def sound(self, chunks: int) -> float:
+        """The part of a bound that holds if the last micro-batch is smaller: it may be left out, or
+        all may be taken for as small.
+        """
+        if chunks not in self._sound:
+            size, rest = sizes_of(self.batch_size, chunks)
+            part = 1.0
+            if rest < size:
+                whole, small = self._of(size), self._of(rest)
+                pairs = [
+                    pair
+                    for what in ("forward", "backward", "inputs")
+                    for pair in zip(getattr(small, what), getattr(whole, what), strict=True)
+                ]
+                least = min((a / b for a, b in pairs if b > 0), default=1.0)
+                part = min(1.0, max(1 - 1 / chunks, least))
+            self._sound[chunks] = part
+        return self._sound[chunks]
 
     def on(self, machine: Machine) -> Terms:
         """The same for other devices."""
@@ -95,10 +130,12 @@ class Terms:
         other._chains = self._chains
         return other
 
-    def cuts(self, schedule: str, chunks: int, slots: Sequence[int]) -> GPipeCuts | OneFOneBCuts:
+    def cuts(
+        self, schedule: str, chunks: int, slots: Sequence[int], *, free: bool = False
+    ) -> GPipeCuts | OneFOneBCuts:
         """The exact search for these slots, one number for each stage."""
         search = GPipeCuts if schedule == "gpipe" else OneFOneBCuts
-        return search(self.chain(chunks), self.machine, chunks, slots)
+        return search(self.chain(chunks), self.machine, chunks, slots, free=free)
 
     def recomputing(
         self, balance: Sequence[int], chunks: int, slots: Sequence[int]
@@ -142,9 +179,12 @@ class Terms:
             plan, again = gpipe(chunks, n), chunks - 1
         else:
             plan, again = one_f_one_b(chunks, n, slots=list(slots)), chunks
-        simulation = simulate(
-            plan, costs_of(chain, self.machine, balance), [again * bool(r) for r in recomputes]
-        )
+        counts = [again * bool(r) for r in recomputes]
+        costs = self.costs(balance, chunks)
+        simulation = simulate(plan, costs, counts)
+        bound = self.cuts(schedule, chunks, slots).value(balance, recomputes)
+        if costs.last is not None:
+            bound = max(bound * self.sound(chunks), _work(costs, costs.last, counts, chunks))
         python = self.interpreter(balance, chunks, schedule, recomputes)
         memory = tuple(
             chain.memory(i, j, slots[s], slots[0], recomputes[s])
@@ -156,11 +196,25 @@ class Terms:
             chunks=chunks,
             slots=None if schedule == "gpipe" else tuple(slots),
             recomputes=tuple(map(bool, recomputes)),
-            bound=max(self.cuts(schedule, chunks, slots).value(balance, recomputes), python),
+            bound=min(max(bound, python), max(simulation.makespan, python)),  # but for rounding
             simulation=simulation,
             memory=memory,
             interpreter=python,
         )
+
+
+def _work(costs: Costs, last: Costs, recomputed: Sequence[int], m: int) -> float:
+    """What no step falls short of in which the last micro-batch is smaller: the work of a stage,
+    and the way of a whole micro-batch to it and of a small one back.
+    """
+    bound = way = 0.0
+    for s, count in enumerate(recomputed):
+        once, small = (c.forward[s] + c.backward_input[s] for c in (costs, last))
+        again = min(count, m - 1) * costs.recompute[s] + (count == m) * last.recompute[s]
+        bound = max(bound, way + (m - 1) * once + small + again)
+        way += costs.forward[s] + last.backward_input[s]
+        way += sum(c.transfer[s] for c in (costs, last)) if s + 1 < len(recomputed) else 0.0
+    return bound
 
 
 def evaluate(
@@ -182,7 +236,7 @@ def evaluate(
         machine: stage ``s`` is on device ``s``.
         batch_size: samples in a mini-batch.
         balance: layers of each stage.
-        chunks: number of micro-batches, equal ones.
+        chunks: number of micro-batches; the last may be smaller, as ``torch.chunk`` cuts.
         schedule: ``"gpipe"`` or ``"1f1b"``.
         slots: for 1F1B as for :func:`syncpipe.schedules.one_f_one_b`; by default ``"overlap"``.
         recomputes: for each stage whether it re-materializes; by default those that do not fit
@@ -198,8 +252,7 @@ def evaluate(
         raise ValueError(f"balance={list(balance)} does not cut {layers} layers into stages")
     if n > len(machine):
         raise ValueError(f"balance={list(balance)} has {n} stages for {len(machine)} devices")
-    if chunks < 1 or batch_size % chunks:
-        raise ValueError(f"chunks={chunks} does not divide batch_size={batch_size}")
+    sizes_of(batch_size, chunks)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
     if schedule == "gpipe":

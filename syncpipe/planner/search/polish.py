@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from syncpipe.planner.costs.chain import costs_of
 from syncpipe.planner.costs.makespan import makespan
 from syncpipe.planner.cuts.one_f_one_b import slots_of
 from syncpipe.planner.search.candidate import Candidate, Terms
 
-__all__ = ["Draft", "drafted", "polished", "refitted"]
+__all__ = ["Draft", "drafted", "fitted", "polished", "refitted"]
 
 #: Differences below this, relative, are rounding.
 _NOTICED = 1e-9
@@ -58,9 +57,9 @@ def drafted(
 ) -> Draft | None:
     """What a cut takes; None if it does not fit, or its bound exceeds the limit."""
     cut = terms.cuts(schedule, chunks, slots).valued(balance)
-    if cut is None or cut.value > at_most:
+    if cut is None or cut.value * terms.sound(chunks) > at_most:
         return None
-    costs = costs_of(terms.chain(chunks), terms.machine, balance)
+    costs = terms.costs(balance, chunks)
     fixed = None if schedule == "gpipe" else slots
     time = makespan(chunks, fixed, costs, cut.recomputes)
     time = max(time, terms.interpreter(balance, chunks, schedule, cut.recomputes))
@@ -72,9 +71,15 @@ def refitted(terms: Terms, draft: Draft) -> Draft:
     best = draft
     for _ in range(2):
         m, before = best.chunks, best
+        textbook = terms.recomputing(best.balance, m, slots_of("textbook", len(best.balance), m))
+        suitable = {
+            slots
+            for recomputes in {best.recomputes, textbook}
+            for slots in _suitable(terms, best.balance, m, recomputes)
+        }
         drafts = [
             drafted(terms, "1f1b", best.balance, m, slots)
-            for slots in sorted(set(_suitable(terms, best)) - {best.slots})
+            for slots in sorted(suitable - {best.slots})
         ]
         suited = min((d for d in drafts if d), key=lambda d: d.time, default=None)
         if suited is None:
@@ -89,33 +94,30 @@ def refitted(terms: Terms, draft: Draft) -> Draft:
     return best
 
 
-def polished(terms: Terms, candidate: Candidate, work: int) -> Candidate:
-    """A candidate at least as good.
+def polished(terms: Terms, draft: Draft, work: int, lowest: float = 0.0) -> tuple[Draft, int]:
+    """A draft at least as good.
 
     Args:
         terms: of the search.
-        candidate: one that fits.
+        draft: one that fits.
         work: so many cells (micro-batch, stage) may be played through, more or less.
+        lowest: seconds that are good enough, as nothing takes less.
+
+    Returns:
+        The draft, and what is left of the work.
     """
-    n, m = len(candidate.balance), candidate.chunks
-    if n == 1 or m == 1:
-        return candidate
-    slots = candidate.slots or (m,) * n
-    best = drafted(terms, candidate.schedule, candidate.balance, m, slots)
-    assert best is not None  # it fits
-    tries = work // (m * n)
-    improved = True
-    while improved and tries > 0:
+    cells, best = len(draft.balance) * draft.chunks, draft
+    improved = len(draft.balance) > 1 and draft.chunks > 1
+    while improved:
         improved = False
-        for balance, slots in _neighbours(best):
-            other = drafted(terms, best.schedule, balance, m, slots, best.time)
-            tries -= 1
+        for balance, slots in _neighbours(terms, best):
+            if work <= 0 or best.time <= lowest * (1 + _NOTICED):
+                return best, work
+            other = drafted(terms, best.schedule, balance, best.chunks, slots, best.time)
+            work -= cells
             if other and _better(other, best):
                 best, improved = other, True
-            if tries <= 0:
-                break
-    found = best.candidate(terms)
-    return found if found.time < candidate.time else candidate
+    return best, work
 
 
 def _better(draft: Draft, than: Draft) -> bool:
@@ -125,28 +127,42 @@ def _better(draft: Draft, than: Draft) -> bool:
     return draft.time <= than.time and sum(draft.slots) < sum(than.slots)
 
 
-def _suitable(terms: Terms, draft: Draft) -> Iterator[tuple[int, ...]]:
+def fitted(
+    terms: Terms,
+    balance: Sequence[int],
+    m: int,
+    recomputes: Sequence[bool],
+    most: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    """Slots to begin with: those of both families, those that suit the cut, and as many as fit."""
+    n = len(balance)
+    ways = [slots_of("textbook", n, m), slots_of("overlap", n, m), tuple(most)]
+    found = {slots: None for way in ways if (slots := _fitting(terms, balance, m, recomputes, way))}
+    found |= dict.fromkeys(_suitable(terms, balance, m, recomputes))
+    yield from found
+
+
+def _suitable(
+    terms: Terms, balance: Sequence[int], m: int, recomputes: Sequence[bool]
+) -> Iterator[tuple[int, ...]]:
     """Slots by the way of a micro-batch to the end and back, as many as fit."""
-    n, m, balance = len(draft.balance), draft.chunks, draft.balance
-    costs = costs_of(terms.chain(m), terms.machine, balance)
-    textbook = terms.recomputing(balance, m, slots_of("textbook", n, m))
-    for recomputes in {draft.recomputes, textbook}:
-        times = [
-            f * (2 if again else 1) + b
-            for f, b, again in zip(costs.forward, costs.backward_input, recomputes, strict=True)
-        ]
-        pace = max(*times, *costs.transfer)
-        if pace <= 0:
-            continue
-        round_trip, most = 0.0, [1]
-        for s in reversed(range(n - 1)):
-            round_trip += times[s + 1] + 2 * costs.transfer[s]
-            most.append(min(m, 1 + math.ceil(round_trip / pace - _NOTICED)))
-        for extra in (0, 1):
-            slots = [min(m, q + extra * (s < n - 1)) for s, q in enumerate(reversed(most))]
-            fitting = _fitting(terms, balance, m, recomputes, slots)
-            if fitting:
-                yield fitting
+    costs = terms.costs(balance, m)
+    times = [
+        f * (2 if again else 1) + b
+        for f, b, again in zip(costs.forward, costs.backward_input, recomputes, strict=True)
+    ]
+    pace = max(*times, *costs.transfer)
+    if pace <= 0:
+        return
+    n, round_trip, most = len(balance), 0.0, [1]
+    for s in reversed(range(n - 1)):
+        round_trip += times[s + 1] + 2 * costs.transfer[s]
+        most.append(min(m, 1 + math.ceil(round_trip / pace - _NOTICED)))
+    for extra in (0, 1):
+        slots = [min(m, q + extra * (s < n - 1)) for s, q in enumerate(reversed(most))]
+        fitting = _fitting(terms, balance, m, recomputes, slots)
+        if fitting:
+            yield fitting
 
 
 def _fitting(
@@ -170,16 +186,18 @@ def _fitting(
     return tuple(slots)
 
 
-def _neighbours(draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Other balances: a layer from one stage to another, borders between move along. Other slots:
-    a few more or fewer on one stage, and so that none has more than the one before.
+def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Other balances: a layer from one stage to another, borders between move along; with the same
+    slots, and with as many of them as fit without recomputation. Other slots: a few more or fewer
+    on one stage, and so that none has more than the one before.
     """
-    balance, slots, n = draft.balance, draft.slots, len(draft.balance)
-    if draft.schedule == "1f1b":
+    balance, slots, n, m = draft.balance, draft.slots, len(draft.balance), draft.chunks
+    pipelined = draft.schedule == "1f1b"
+    if pipelined:
         for s in range(n):
             for step in (-1, 1, 2, 4, -2):
                 q = slots[s] + step
-                if 1 <= q <= draft.chunks:
+                if 1 <= q <= m:
                     left = [max(q, other) for other in slots[:s]]
                     right = [min(q, other) for other in slots[s + 1 :]]
                     yield balance, (*left, q, *right)
@@ -187,7 +205,11 @@ def _neighbours(draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]
         for s in range(n - distance):
             for a, b in ((s, s + distance), (s + distance, s)):
                 if balance[a] > 1:
-                    other = list(balance)
-                    other[a] -= 1
-                    other[b] += 1
-                    yield tuple(other), slots
+                    moved = list(balance)
+                    moved[a] -= 1
+                    moved[b] += 1
+                    other = tuple(moved)
+                    yield other, slots
+                    kept = _fitting(terms, other, m, (False,) * n, slots) if pipelined else None
+                    if kept and kept != slots:
+                        yield other, kept
