@@ -86,6 +86,7 @@ class _Checked:
     """What comes before and after a step of PyTorch's schedule."""
 
     _syncpipe: _Step
+    _has_backward: bool  # PyTorch's
 
     def step(
         self,
@@ -117,7 +118,7 @@ class _Checked:
         run = self._syncpipe
         owner, together = run.owner, run.owner.together
         together.check()
-        backward: bool = self._has_backward  # type: ignore[attr-defined]
+        backward = self._has_backward
         step: Callable[..., Any] = super().step  # type: ignore[misc]
         try:
             together.agree(lambda: run.prepare(args, kwargs, target, backward=backward))
@@ -138,6 +139,17 @@ class _Checked:
             raise _to_raise(error, together) from None
         finally:
             run.forget()
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a mini-batch forward only, without gradients; arguments as for ``step``.
+
+        Without ``target`` there is no loss. Modules stay in the mode in which they are.
+        """
+        backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            self._has_backward = backward
 
 
 class _Step:

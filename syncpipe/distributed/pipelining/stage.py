@@ -27,7 +27,7 @@ from syncpipe.layers.conversion.names import in_order, index_keys
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.listing import Layers, as_sequential, type_name
 from syncpipe.layers.placement import check_balance, move_layers, resolve_workers
-from syncpipe.layers.ties import find_ties
+from syncpipe.layers.ties import check_modes, find_ties
 from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import unwrapped
 from syncpipe.options.arguments import checked_chunks
@@ -233,6 +233,7 @@ def stage(
     found = [nn.Sequential(OrderedDict(items[span])) for span in spans]
     passing = [*passing_skips(inspect_layout(found)), []]
     ties = find_ties(found)
+    check_modes(ties)
     made = Stages(whole, sizes, together)
     made.device, made._placement, made.training = worker.device, placement, module.training
 
