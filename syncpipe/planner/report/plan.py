@@ -114,8 +114,8 @@ class Plan:
     def least(self) -> float:
         """Seconds that no plan under GPipe or 1F1B takes less than, of all that were searched.
 
-        Whatever its cut, chunks, slots and stages, on the devices in this order; 0 for a plan that nobody searched for, under
-        another schedule.
+        Whatever its cut, chunks, slots and stages, on the devices in this order; 0 for a plan under
+        another schedule, which was not searched for.
         """
         return self.chosen.least
 
