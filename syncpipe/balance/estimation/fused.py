@@ -29,6 +29,7 @@ _active: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
 _aten: Any = torch.ops.aten
 _library: Any = torch.library
 _cuda: Any = torch.backends.cuda
+_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _HALF = (torch.float16, torch.bfloat16)
 #: The largest head of FlashAttention; its rows, and those of a mask, are padded to a multiple.
@@ -59,6 +60,11 @@ def _register() -> Any:
     return library
 
 
+def _plain(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an operator does on ``meta`` without us: it is made of others."""
+    return operator.default._op_dk(_COMPOSITE, *args, **kwargs)
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -71,9 +77,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     def plain() -> Any:
-        return _aten.scaled_dot_product_attention.default.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _plain(
+            _aten.scaled_dot_product_attention,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
 
     shapes = [tensor.shape for tensor in (query, key, value)]
     if not _active.get() or any(len(shape) != 4 for shape in shapes) or 0 in query.shape:
@@ -121,7 +128,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _dropout(input: Tensor, p: float, train: bool) -> Any:
     if _active.get() and train and 0 < p < 1:
         return _aten.native_dropout(input, p, train)[0]
-    return _aten.dropout.default.decompose(input, p, train)
+    return _plain(_aten.dropout, input, p, train)
 
 
 def _rms_norm(
@@ -129,7 +136,7 @@ def _rms_norm(
 ) -> Any:
     if _active.get():
         return _rms_norm_of(input, len(normalized_shape), weight)
-    return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+    return _plain(_aten.rms_norm, input, normalized_shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

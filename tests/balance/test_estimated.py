@@ -1,0 +1,179 @@
+"""Profiles of devices that are not here: what is computed and moved, by the figures of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import syncpipe
+from syncpipe import LayerSpec
+from syncpipe.balance import DEVICES, DeviceSpec, Profile, estimated, profile
+
+#: Arithmetic alone takes time; memory traffic alone; operators alone.
+COMPUTES = DeviceSpec("computes", half=4e12, single=1e12, bandwidth=1e30, launch=0.0)
+MOVES = DeviceSpec("moves", half=1e30, single=1e30, bandwidth=1e9, launch=0.0)
+LAUNCHES = DeviceSpec("launches", half=1e30, single=1e30, bandwidth=1e30, launch=1.0)
+
+
+def on_meta(make: Callable[[], nn.Module], *layers: Callable[[], nn.Module]) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(make(), *(other() for other in layers))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, device="meta", dtype=dtype)
+
+
+def test_matrix_products_take_their_flops_at_a_part_of_the_peak() -> None:
+    model = on_meta(nn.Identity, lambda: nn.Linear(300, 500), lambda: nn.Linear(500, 300))
+    found = estimated(model, meta(8, 300), on=COMPUTES, efficiency=0.25)
+    flops = 2 * 8 * 300 * 500
+    assert found.layers[2].forward[8] == pytest.approx(flops / 0.25e12)
+    assert found.layers[2].backward[8] == pytest.approx(2 * flops / 0.25e12)
+    assert found.layers[1].backward[8] == pytest.approx(flops / 0.25e12)  # not to the sample
+    assert found.layers[0].forward == {2: 0, 4: 0, 8: 0}
+
+
+def test_half_precision_has_a_peak_of_its_own() -> None:
+    model = on_meta(lambda: nn.Linear(300, 500))
+    single = estimated(model, meta(8, 300), on=COMPUTES).layers[0].forward[8]
+    half = estimated(model.bfloat16(), meta(8, 300, dtype=torch.bfloat16), on=COMPUTES)
+    assert half.layers[0].forward[8] == pytest.approx(single / 4)
+
+
+def test_elementwise_operators_take_what_they_read_and_write() -> None:
+    found = estimated(on_meta(nn.Flatten, nn.ReLU), meta(8, 5, 100), on=MOVES)
+    assert found.layers[1].forward[8] == pytest.approx(2 * 8 * 500 * 4 / 1e9)
+    assert found.layers[0].forward[8] == 0  # a view
+
+
+def test_an_operator_takes_a_launch_at_least() -> None:
+    model = on_meta(nn.ReLU, lambda: nn.Sequential(nn.ReLU(), nn.Sigmoid()))
+    assert [x.forward[2] for x in estimated(model, meta(2, 3), on=LAUNCHES).layers] == [1, 2]
+
+
+def test_what_is_estimated_says_so_and_sizes_are_those_of_meta(tmp_path: Any) -> None:
+    layers = [LayerSpec(nn.Linear, 40, 50), nn.Dropout(), LayerSpec(nn.Linear, 50, 40)]
+    found = estimated(layers, torch.rand(8, 40), on="a100 80gb")
+    assert found.source == "estimated"
+    assert found.how.startswith("times estimated for A100-80GB, 50 % of its peak")
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == found
+    sizes = profile(layers, torch.rand(8, 40), device="meta")
+    assert sizes.source == "sizes"
+    assert sizes.how == "sizes counted on meta"
+    for one, other in zip(found.layers, sizes.layers, strict=True):
+        assert one.stored_bytes == other.stored_bytes
+        assert one.peak_bytes == other.peak_bytes
+        assert one.forward[8] > 0 == other.forward[8]
+
+
+def test_a_plan_for_devices_that_are_not_here() -> None:
+    model = on_meta(*[lambda: nn.Linear(20_000, 20_000)] * 8)  # 13 GB
+    plan = syncpipe.plan(
+        model, meta(64, 20_000), devices="4 x 80GB, 50GB/s", batch_size=64, on="H100", chunks=4
+    )
+    assert plan.profile.source == "estimated"
+    assert all(stage.memory <= stage.limit for stage in plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"on": "H1000"}, ValueError, "on='H1000' is not known; there are V100-16GB, "),
+        ({"on": 80}, TypeError, "on=80: give the name"),
+        ({"on": "T4", "efficiency": 0}, ValueError, "efficiency=0"),
+        ({"on": "T4", "efficiency": 1.5}, ValueError, "efficiency=1.5"),
+    ],
+)
+def test_what_nobody_knows_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        estimated(nn.Sequential(nn.ReLU()), torch.rand(2), **arguments)
+
+
+def test_figures_of_devices_are_checked() -> None:
+    with pytest.raises(ValueError, match="bandwidth=0 of mine"):
+        DeviceSpec("mine", half=1e12, single=1e12, bandwidth=0)
+    assert all(spec.half >= spec.single and spec.name == name for name, spec in DEVICES.items())
+
+
+# --- meta stores what a GPU does ----------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention of a tensor to itself, eight heads."""
+
+    def __init__(self, dropout: float = 0.0, mask: bool = False) -> None:
+        super().__init__()
+        self.dropout, self.mask = dropout, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (8, -1)).transpose(1, 2)
+        tokens = x.shape[1]
+        mask = x.new_ones(tokens, tokens, dtype=torch.bool).tril() if self.mask else None
+        return F.scaled_dot_product_attention(
+            heads, heads, heads, mask, self.dropout, is_causal=not self.mask
+        )
+
+
+def stored(layer: nn.Module, x: Tensor, device: str | None = "meta") -> int:
+    (found,) = profile(
+        nn.Sequential(layer), x.requires_grad_(), sizes=[len(x)], device=device, time=False
+    ).layers
+    return int(found.stored_bytes[len(x)])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_stores_nothing_for_each_pair_of_tokens(
+    dtype: torch.dtype, dropout: float
+) -> None:
+    x = torch.empty(2, 512, 64, dtype=dtype)
+    # Input and output, and for each head and token the logarithm of a sum; two random numbers.
+    expected = 2 * x.numel() * x.element_size() + 2 * 8 * 512 * 4
+    assert 0 <= stored(Attention(dropout), x) - expected <= 32
+
+
+def test_attention_is_as_the_fused_kernel_of_the_cpu_has_it() -> None:
+    x = torch.rand(2, 512, 64)
+    assert 0 <= stored(Attention(), x) - stored(Attention(), x, "cpu") <= 32
+
+
+def test_attention_with_a_mask_keeps_the_mask() -> None:
+    x = torch.empty(2, 512, 64)
+    assert 0 <= stored(Attention(mask=True), x) - stored(Attention(), x) - 512 * 512 * 4 <= 32
+
+
+def test_attention_without_fused_kernels_stores_all_pairs() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert stored(Attention(), torch.empty(2, 512, 64)) > 2 * 8 * 512 * 512 * 4
+    assert stored(Attention(), torch.empty(2, 512, 64, dtype=torch.float64)) > 2 * 8 * 512 * 512
+
+
+def test_dropout_stores_a_byte_for_each_number() -> None:
+    assert stored(nn.Dropout(), torch.empty(4, 100)) == 400
+
+
+def test_normalization_stores_its_input_and_a_number_for_each_row() -> None:
+    assert stored(nn.RMSNorm(50), torch.empty(4, 50)) == 4 * 50 * 4 + 4 * 4
+    assert stored(nn.RMSNorm(50, elementwise_affine=False), torch.empty(4, 50)) == 4 * 51 * 4
+
+
+def test_elsewhere_meta_is_as_it_was() -> None:
+    stored(Attention(), torch.empty(2, 512, 64))
+    q = meta(2, 8, 16, 8).requires_grad_()
+    for function in (
+        lambda: F.scaled_dot_product_attention(q, q, q),
+        lambda: F.dropout(q),
+        lambda: F.rms_norm(q, [8]),
+    ):
+        name = type(function().grad_fn).__name__
+        assert not any(kind in name for kind in ("Fused", "Flash", "NativeDropout"))
+        function().sum().backward()
