@@ -3,9 +3,10 @@
     python -m benchmarks.planning [--quick] [--only NAME ...] [--repeats N]
         [--profiles FILE ... [--profile-samples N ...]] [--json FILE] [--markdown FILE]
 
-Three parts: ``time`` (of planning, and of cutting), ``quality`` (cuts beside the best ones, plans
-beside what else one could do; all predicted) and ``predicted`` (predicted beside measured step
-times of pipes on CPU workers, and of layers that sleep).
+Five parts: ``time`` (of planning, and of cutting), ``quality`` (cuts beside the best ones, plans
+beside what else one could do; all predicted), ``predicted`` (predicted beside measured step times
+of pipes on CPU workers, and of layers that sleep), ``memory`` (planned beside counted) and
+``large`` (a transformer of 7 billion parameters, estimated and planned).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.group import Group
-from benchmarks.planning import predicted, quality, time
+from benchmarks.planning import held, predicted, quality, time
 from benchmarks.planning.profiles import PlanningOptions
 
 
@@ -59,7 +60,13 @@ GROUP = Group(
     "planning",
     "What planning takes, and what plans are worth",
     __doc__,
-    {"time": time.run, "quality": quality.run, "predicted": predicted.run},
+    {
+        "time": time.run,
+        "quality": quality.run,
+        "predicted": predicted.run,
+        "memory": held.memory,
+        "large": held.large,
+    },
     _options,
     rounds="5 or 9",
     arguments=_arguments,
