@@ -38,7 +38,7 @@ def memory(options: Options) -> Part:
         "Counted on fake tensors, every storage that is alive: parameters, buffers, gradients, "
         "mini-batch and all that the step makes; no optimizer.",
         {
-            "planned MB": "planned: Chain.memory of the stage, of a profile measured on meta.",
+            "planned MB": "planned: Chain.memory of the stage, of a profile measured on the CPU.",
             "counted MB": "counted: the most bytes alive on its device at any time of the step.",
             "planned / counted": "of the largest stage.",
             "stages": "the same for each stage.",
@@ -46,8 +46,7 @@ def memory(options: Options) -> Part:
     )
     ratios: dict[str, list[float]] = {}
     for name, model in MODELS.items():
-        with torch.device("meta"):
-            problem = model(options.quick)
+        problem = model(options.quick)  # fake tensors of a CPU have its kernels; meta a GPU's
         samples = len(problem.x) // CHUNKS
         found = profile(problem.model, problem.x, sizes=[samples], time=False)
         chain = Chain.of(found, samples, _SGD, CHUNKS * samples)
