@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ def deal(call: Call, micro_batches: list[Any]) -> list[Any]:
     numbers = call.pipeline.numbers[0]
     events: list[Any] = [None] * len(micro_batches)
     if len(numbers) > 1:
+        first = call.lane_of(0)
+        caller = replace(first, compute=first.caller)  # whose graph it is that gradients go on into
         for i, value in enumerate(micro_batches):
             j = numbers[i % len(numbers)]
             if j > 0:
-                source, target = call.lane_of(0), call.lane_of(j)
-                micro_batches[i], events[i] = sent(source, target, value, True, None)
+                micro_batches[i], events[i] = sent(caller, call.lane_of(j), value, True, None)
     return events
 
 

@@ -27,13 +27,15 @@ SHAPES: dict[str, tuple[list[int], list[int], Any]] = {
     "data parallel": ([7], [4], [0, 1, 2, 3]),
     "in rounds": ([2, 2, 2, 1], [2, 2, 2, 2], [0, 1, 2, 3, 0, 1, 2, 3]),
     "three and one": ([4, 3], [3, 1], [3, 1, 0, 2]),
+    "workers": ([4, 3], [2, 2], [0, 1, 2, 3]),
 }
 HOWS = ["pipe(x)", "gpipe", "1f1b", "zb_h1"]
 
 
 def pipe_of(module: nn.Sequential, shape: str, **options: Any) -> Pipe:
     balance, replicas, devices = SHAPES[shape]
-    options = {"chunks": 6, "devices": [acc.device(k) for k in devices], **options}
+    worker = Worker if shape == "workers" else torch.device  # with streams of their own
+    options = {"chunks": 6, "devices": [worker(acc.device(k)) for k in devices], **options}
     return Pipe(copy.deepcopy(module), balance, replicas=replicas, **options)
 
 
@@ -51,6 +53,7 @@ def stepped(pipe: nn.Module, how: str, x: Tensor, target: Tensor, loss_fn: Any) 
     with torch.no_grad():
         for p in pipe.parameters():
             p -= 0.1 * p.grad
+    acc.synchronize()  # what autograd made on streams of its own is read no more
     return found
 
 
