@@ -256,8 +256,7 @@ class Profile:
             samples: for a list, how many samples were measured.
 
         Raises:
-            OSError: the file cannot be read.
-            ValueError: it is neither; the message says why.
+            OSError, ValueError: it cannot be read, or is neither; the message says why.
         """
         data = read_json(path)
         if isinstance(data, list):

@@ -15,6 +15,7 @@ from syncpipe.balance.live import Live
 from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.graph import go_back
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
 from syncpipe.tree import clones, map_tensors, tensors_in
@@ -102,7 +103,7 @@ class Visit:
             grads = list(map(torch.ones_like, roots))
             self._marks.append(mark())
             if roots and leaves:
-                torch.autograd.backward(roots, grads, inputs=leaves)
+                go_back(roots, grads, leaves)
             self._marks.append(mark())
 
     def read(self, between: Between) -> None:
@@ -209,7 +210,7 @@ class Progress:
         grads = list(map(torch.ones_like, roots))
         if live is None:
             if back and roots and leaves:
-                torch.autograd.backward(roots, grads, inputs=leaves)
+                go_back(roots, grads, leaves)
             return
         live.leave_aside(own)
         visit.peak = live.most - passing
@@ -223,7 +224,7 @@ class Progress:
         del output, store, going_on
         try:
             with _current(visit.device), live:
-                torch.autograd.backward(roots, grads, inputs=leaves)
+                go_back(roots, grads, leaves)
         except Exception:
             if back:
                 raise

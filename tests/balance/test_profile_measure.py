@@ -114,6 +114,40 @@ def test_rounds_go_on_while_there_is_time(monkeypatch: pytest.MonkeyPatch, clock
     assert rounds(1e6) == 1 + 1 + 4 + profiler.MOST
 
 
+class Notes(nn.Module):
+    """Writes down when it is run, and which way."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Notes:
+        return Notes(self.name, self.log)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(self.name)
+        y = x * self.weight
+        y.register_hook(lambda _: self.log.append(f"{self.name} back"))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("window", "round"),
+    [(1e9, ["a", "b", "c", "c back", "b back", "a back"]), (0, ["c", "c back"])],
+    ids=["all in one", "one by one"],
+)
+def test_layers_are_timed_in_a_rotation(
+    window: float, round: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "WINDOW", window)
+    log: list[str] = []
+    model = nn.Sequential(*(Notes(name, log) for name in "abc"))
+    profile(model, torch.rand(4, 2), sizes=[4], timeout=0.5)
+    assert log[-2 * len(round) :] == 2 * round
+    assert log[:2] == ["a", "a back"]  # to see what it stores
+
+
 def test_time_is_measured_with_the_threads_that_a_worker_has() -> None:
     class Asks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
 
 def _counted(profile: Profile, chosen: Candidate, samples: int) -> list[str]:
     """What memory is made of."""
-    chain = Chain.of(profile, samples, 0.0, chosen.chunks)
+    chain = Chain.of(profile, samples, 0.0, samples * chosen.chunks)
     stages = pairwise(accumulate(chosen.balance, initial=0))
     in_flight = chosen.simulation.in_flight
     held = [

@@ -140,8 +140,8 @@ def _head(canvas: Canvas, plan: Shown) -> None:
     again = sum(chosen.recomputes)
     recomputes = f", {again} of the stages recompute" if again else ""
     canvas.text(16, canvas.y + 22, f"{way}, {_many(chosen.chunks)}{recomputes}", "faint")
-    names = f"layers {plan.profile.layers[0].name} to {plan.profile.layers[-1].name}"
-    canvas.text(WIDTH - 16, canvas.y + 22, fitted(names, 480, 12), "end faint", names)
+    source = f"layers {plan.profile.how or 'as profiled'}"
+    canvas.text(WIDTH - 16, canvas.y + 22, fitted(source, 600, 12), "end faint", source)
     canvas.y += 54
     figures = [
         (duration(chosen.time), "step, without loss and optimizer"),

@@ -1,0 +1,98 @@
+"""Planned memory is what is counted while a pipe trains."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.papers.fake_memory import actual_peaks
+from syncpipe.balance import LayerProfile, Profile, profile
+from syncpipe.planner.costs.chain import Chain
+from syncpipe.planner.cuts.one_f_one_b import slots_of
+
+CHUNKS, SAMPLES = 6, 8
+
+
+def mlp() -> tuple[nn.Sequential, Tensor]:
+    widths = [64, 256, 128, 512, 64, 256, 8]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())]
+    return nn.Sequential(*layers), torch.rand(CHUNKS * SAMPLES, 64)
+
+
+def conv_net() -> tuple[nn.Sequential, Tensor]:
+    layers: list[nn.Module] = []
+    for a, b in pairwise([3, 16, 16, 32]):
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8)]
+    return nn.Sequential(*layers), torch.rand(CHUNKS * SAMPLES, 3, 12, 12)
+
+
+def transformer() -> tuple[nn.Sequential, Tensor]:
+    blocks = [
+        nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(64, 8)), torch.rand(CHUNKS * SAMPLES, 16, 64)
+
+
+def size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("model", [mlp, conv_net, transformer])
+def test_the_planned_peak_is_near_the_counted_one(
+    model: Any, schedule: str, checkpoint: str
+) -> None:
+    layers, x = model()
+    target = torch.zeros_like(layers(x).detach())
+    cut = [len(layers) // 2, len(layers) - len(layers) // 2]
+    peaks, _ = actual_peaks(
+        layers, cut, lambda count, *_: (x[:count].clone(), target[:count].clone()), F.mse_loss,
+        samples=SAMPLES, m=CHUNKS, schedule=schedule, checkpoint=checkpoint, fake=False,
+    )  # fmt: skip
+    found = profile(layers, x, sizes=[SAMPLES], time=False)
+    chain = Chain.of(found, SAMPLES, 2.0, len(x))
+    slots = (CHUNKS,) * 2 if schedule == "gpipe" else slots_of("overlap", 2, CHUNKS)
+    planned, counted = [], []
+    for s, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))):
+        planned.append(chain.memory(i, j, slots[s], slots[0], checkpoint == "always"))
+        own = sum(size(t) for x in layers[i:j] for t in (*x.parameters(), *x.buffers()))
+        counted.append(peaks[s] + own)
+    counted[0] += size(x)
+    counted[1] += size(target)
+    assert max(planned) == pytest.approx(max(counted), rel=0.1)
+
+
+def numbers(**layers: Any) -> Profile:
+    made = []
+    for name, (output, stored, peak) in layers.items():
+        peaks = {} if peak is None else {1: peak}
+        made.append(LayerProfile(name, {1: 1}, {1: 2}, {1: output}, {1: stored}, peak_bytes=peaks))
+    return Profile(tuple(made), input_bytes={1: 7})
+
+
+def test_what_is_alive_for_a_moment_is_that_of_the_fullest_moment() -> None:
+    chain = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
+    # Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
+    assert chain.held(0, 3, 1, 1, False) == (0, 55, 100 - 55, 0, 0)
+    assert chain.held(1, 3, 1, 1, False) == (0, 35, 45 - 35, 0, 0)
+    assert chain.memory(1, 3, 4, 6, False) == 4 * 35 + 10 + 2 * 10  # two inputs came early
+    assert chain.memory(1, 3, 4, 6, True) == 3 * 10 + 35 + 10 + 2 * 10
+
+
+def test_the_mini_batch_is_on_the_first_device() -> None:
+    chain = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
+    assert chain.held(0, 1, 3, 3, False).arrived == 7 * 8 - 7 * 3
+    assert chain.held(0, 1, 8, 8, False).arrived == 0
+
+
+def test_where_nobody_counted_a_moment_takes_nothing() -> None:
+    chain = Chain.of(numbers(a=(10, 20, None), b=(10, 30, 45)), 1, 4.0, 8)
+    assert chain.memory(0, 2, 3, 3, False) == 3 * 50
+    assert chain.memory(0, 2, 3, 3, True) == 3 * 7 + 50
