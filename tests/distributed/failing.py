@@ -206,7 +206,7 @@ def models_that_differ(how: str) -> str:
 
 def does_not_come(waits: str) -> tuple[str, str]:
     """One process makes fewer calls than the others."""
-    pipe, _ = pipe_of("layers", chunks=4, timeout=2)
+    pipe, _ = pipe_of("layers", chunks=4, timeout=1)
     rank = distributed.get_rank()
     x, target = batches([8] * 3, 1, masked=False)[rank]
     pipe.train_batch(x, target, loss_fn=F.cross_entropy)
