@@ -53,6 +53,7 @@ class Processes:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ended = 0
         self._timeout = timeout
