@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from syncpipe.distributed.buckets import Buckets
@@ -124,8 +123,7 @@ class Averaging:
         kind = torch.promote_types(parts[0].dtype, torch.float32)
         own = torch.stack([value.to(parts[0].device, kind) for value in values])
         own = own * share if share else torch.zeros_like(own)
-        work = dist.all_reduce(own, group=self.processes.data, async_op=True)
-        self.processes.wait(work, own)
+        self.processes.wait(self.processes.all_reduce(own), own)
         parts[0] = own[0].to(parts[0].dtype)
         if metrics:
             numbers = dict(zip(names, own[1:], strict=True))

@@ -58,7 +58,7 @@ class _Backward:
         if averaging.backward == task:  # of several outputs, perhaps of several calls
             return
         buckets = averaging.buckets(_own(partitions))
-        used = [[leaf for leaf in bucket.leaves if _adds_to(leaf)] for bucket in buckets.all]
+        used = [{id(leaf) for leaf in bucket.leaves if _adds_to(leaf)} for bucket in buckets.all]
         if not any(used):  # autograd.grad, which leaves .grad alone
             return
         if torch.is_grad_enabled():
@@ -71,22 +71,23 @@ class _Backward:
         averaging.backward = task
         reduction.signature += (("what its parameters are", buckets.signature),)
         reduction.buckets = buckets.all
-        for k, leaves in enumerate(used):
-            self._follow(k, leaves)
-        reduction.ready([k for k, leaves in enumerate(used) if not leaves])
+        for k, left in enumerate(used):
+            self._follow(k, buckets.all[k].leaves, left)
+        reduction.ready([k for k, left in enumerate(used) if not left])
         reduction.begin(1, True)
         _engine.queue_callback(self)
 
-    def _follow(self, k: int, leaves: list[Tensor]) -> None:
-        left = set(map(id, leaves))
+    def _follow(self, k: int, leaves: Sequence[Tensor], left: set[int]) -> None:
+        """Waits for the gradients of a bucket, of which those in ``left`` are to come."""
         reduction = self._reduction
 
         def added(leaf: Tensor) -> None:
             if id(leaf) not in left:
                 raise RuntimeError(
-                    "backward added to a parameter of a data-parallel pipe twice: a layer has a "
-                    "backward inside of its own (torch.utils.checkpoint with use_reentrant=True). "
-                    "Use train_batch, or use_reentrant=False"
+                    f"backward added to a parameter of a data-parallel pipe (shape "
+                    f"{list(leaf.shape)}) behind its back: a layer has a backward inside of its "
+                    "own (torch.utils.checkpoint with use_reentrant=True). Use train_batch, or "
+                    "use_reentrant=False"
                 )
             left.remove(id(leaf))
             if not left:

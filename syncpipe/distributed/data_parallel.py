@@ -120,8 +120,7 @@ def broadcast_buffers(pipe: Pipe) -> None:
 def _broadcast(processes: Processes, tensors: Iterator[Tensor]) -> None:
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        work = dist.broadcast(dense, group=processes.data, group_src=0, async_op=True)
-        processes.wait(work, dense)
+        processes.wait(processes.broadcast(dense), dense)
         if processes.rank and dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
 

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -53,6 +53,7 @@ class Processes:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ended = 0
         self._timeout = timeout
@@ -91,11 +92,7 @@ class Processes:
         """
         own = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        try:
-            work = dist.all_gather(rows, own, group=self._control, async_op=True)
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
-        self.wait(work, own)
+        self.wait(self._started(dist.all_gather, rows, own, group=self._control), own)
         return [row.tolist() for row in rows]
 
     def objects(self, own: Any) -> list[Any]:
@@ -106,6 +103,20 @@ class Processes:
         except RuntimeError as error:
             raise self._lost(str(error)) from error
         return found
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Starts to add up a tensor over all processes, in place; returns what to wait for."""
+        return self._started(dist.all_reduce, tensor, group=self.data)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Starts to overwrite a tensor by that of process 0; returns what to wait for."""
+        return self._started(dist.broadcast, tensor, group=self.data, group_src=0)
+
+    def _started(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return collective(*args, **options, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
 
     def wait(self, work: Any, tensor: Tensor) -> None:
         """Waits for a collective; on an accelerator the current stream does, not the host.

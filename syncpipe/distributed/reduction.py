@@ -24,7 +24,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from syncpipe.distributed.buckets import Bucket, bucketed, digest
@@ -262,7 +261,7 @@ class Reduction:
                 self._fails(error)
                 flat = bucket.nothing()
             whole = torch.view_as_real(flat) if flat.is_complex() else flat
-            work = dist.all_reduce(whole, group=self._processes.data, async_op=True)
+            work = self._processes.all_reduce(whole)
         self._flats.append((bucket, flat))
         return work, flat
 

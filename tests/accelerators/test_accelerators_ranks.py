@@ -23,25 +23,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 class Twins:
     """Two processes that do the same."""
 
-    rank, size, ended, inherited, data = 0, 2, 0, False, None
+    rank, size, ended, inherited = 0, 2, 0, False
 
     def exchange(self, numbers: list[float]) -> list[list[float]]:
         return [list(map(float, numbers))] * 2
 
-    def wait(self, work: Any, tensor: Tensor) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def twins(monkeypatch):
-    """Late collectives, in which the other process says the same."""
-
-    def all_reduce(tensor: Tensor, **options: Any) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
             acc.sleep()
         tensor.mul_(2)
 
-    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    def wait(self, work: Any, tensor: Tensor) -> None:
+        pass
 
 
 class LateGradient(torch.autograd.Function):

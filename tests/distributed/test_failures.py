@@ -88,6 +88,7 @@ def test_other_tensors_in_another_process(two):
         ("sparse", "TypeError: a parameter of shape [5, 6] has a sparse gradient"),
         ("create_graph", "RuntimeError: backward(create_graph=True) through a data-parallel pipe"),
         ("reentrant", "RuntimeError: backward added to a parameter"),
+        ("hidden", "RuntimeError: backward added to a parameter"),
         ("inside", "RuntimeError: a data-parallel pipe is used inside of another pipe"),
         ("nested", "RuntimeError: a data-parallel pipe is trained inside of a call of a pipe"),
     ],
