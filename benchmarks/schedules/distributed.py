@@ -29,7 +29,8 @@ def run(options: Options) -> Part:
             "longer, both having started from a barrier.",
             "over the loop": "time over that of the plain loop over the same micro-batches, on one "
             "thread, in the same round.",
-            "over theirs": "time over that of their schedule of the same kind in the same round.",
+            "ours over theirs": "time over that of their schedule of the same kind in the same "
+            "round.",
         },
         notes=[
             "Theirs: PipelineStage with ScheduleGPipe and Schedule1F1B, the loss divided by the "
@@ -78,9 +79,9 @@ def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:
         part.rows.append(row)
         if label.startswith(BRIDGE):
             theirs = f"torch {label.removeprefix(BRIDGE)}"
-            row["over theirs"] = Spread.ratio(times, samples[theirs])
+            row["ours over theirs"] = Spread.ratio(times, samples[theirs])
         if label in OURS:
             theirs = f"torch {OURS[label][0]}"
-            ratio = row["over theirs"] = Spread.ratio(times, samples[theirs])
+            ratio = row["ours over theirs"] = Spread.ratio(times, samples[theirs])
             aim = f"{label}, {m} micro-batches: faster than {theirs}"
             part.aim(aim, ratio.median < 1, f"{number(ratio.median)} times")

@@ -7,8 +7,9 @@ beside 1f1b), ``emulated`` (layers that sleep, wall time beside the simulated ma
 ``replicas`` (the same with stages on several devices),
 ``overhead`` (microseconds per micro-batch and stage of tiny layers), ``interpreter_lock`` (layers
 that work in Python, with CPython's lock and without it), ``distributed``
-(torch.distributed.pipelining beside ours) and ``auto`` (schedules made to measure beside those with
-names, simulated). In all but the last everything is measured in every round,
+(torch.distributed.pipelining beside ours), ``auto`` (schedules made to measure beside those with
+names, simulated) and ``machines`` (128 partitions over 16 machines, simulated). In all but the last
+two everything is measured in every round,
 in an order that changes from round to round, after it was seen to give the plain loop's gradients.
 """
 
@@ -20,6 +21,7 @@ from benchmarks.schedules import (
     distributed,
     ideal,
     interpreter_lock,
+    machines,
     overhead,
     zero_bubble,
 )
@@ -38,6 +40,7 @@ GROUP = Group(
         "interpreter_lock": interpreter_lock.run,
         "distributed": distributed.run,
         "auto": auto.run,
+        "machines": machines.run,
     },
     rounds="9 or 21",
 )

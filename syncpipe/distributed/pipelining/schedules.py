@@ -121,7 +121,7 @@ class _Checked:
         backward = self._has_backward
         step: Callable[..., Any] = super().step  # type: ignore[misc]
         try:
-            together.agree(lambda: run.prepare(args, kwargs, target, backward=backward))
+            together.agree(lambda: run.prepare(args, kwargs, target, backward, return_outputs))
         except BaseException:
             run.forget()
             raise
@@ -169,7 +169,7 @@ class _Step:
         self.first = () if owner.first is None else (self.index,)
         self.quiet: dict[str, Any] = {}  # outputs are kept here, for they may be any trees
 
-    def prepare(self, args: Any, kwargs: Any, target: Any, *, backward: bool) -> None:
+    def prepare(self, args: Any, kwargs: Any, target: Any, backward: bool, keep: bool) -> None:
         """Checks what this rank was given, and lays it where its stages find it."""
         if backward and not torch.is_grad_enabled():
             raise RuntimeError(
@@ -193,7 +193,7 @@ class _Step:
             loss = self._loss if backward or target is not None else None
             source = _Targets(targets, self.owner.size)
             objective = None if loss is None else objective_of(loss, source)
-            self._head = last.head = _Head(objective, source, backward=backward)
+            self._head = last.head = _Head(objective, source, backward, keep)
 
     def _cut(self, value: Any, what: str) -> tuple[list[Any], list[int]]:
         pieces, _, sizes = scatter_pair(value, None, self.chunks)
@@ -228,7 +228,7 @@ class _Step:
     def results(self, losses: list[Any] | None, return_outputs: bool) -> Any:
         """What the caller gets."""
         if self._head is None:
-            return None
+            return None  # the last stage is on another rank
         if losses is not None:
             losses[:] = [share.detach() for share in self._head.shares]
         return gather(self._head.outputs) if return_outputs else None
@@ -245,20 +245,31 @@ class _Step:
 class _Head:
     """What the last stage does with its outputs, one micro-batch after another.
 
+    Args:
+        objective: puts the loss together; None where there is none.
+        source: of the targets.
+        backward: whether it goes back.
+        keep: whether outputs are kept.
+
     Attributes:
         outputs: detached.
         shares: what micro-batches go back from.
     """
 
-    def __init__(self, objective: Objective | None, source: Source, *, backward: bool) -> None:
-        self._objective, self._source, self._backward = objective, source, backward
+    def __init__(
+        self, objective: Objective | None, source: Source, backward: bool, keep: bool
+    ) -> None:
+        self._objective, self._source = objective, source
+        self._backward, self._keep = backward, keep
+        self._calls = 0
         self.outputs: list[Any] = []
         self.shares: list[Tensor] = []
 
     def __call__(self, output: Any, device: torch.device) -> Tensor:
         """The loss, as the one value that PyTorch sees of the last stage."""
-        i = len(self.outputs)
-        self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
+        i, self._calls = self._calls, self._calls + 1
+        if self._keep:
+            self.outputs.append(map_tensors(lambda tensors: [t.detach() for t in tensors], output))
         if self._objective is None:
             return torch.zeros(1, device=device)
         target = self._source.target(i)

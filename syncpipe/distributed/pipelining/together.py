@@ -142,7 +142,7 @@ class Together:
                 store.wait([f"{self._key}/reason"], _PATIENCE)
                 reason = store.get(f"{self._key}/reason").decode()
         except Exception:  # the store has gone, with the process that kept it
-            reason = "another rank has ended" if _lost(error) else None
+            reason = None
         self.group = None
         if reason is None:
             return None
@@ -197,7 +197,3 @@ def _words(error: BaseException | None) -> str | None:
     if error is None:
         return None
     return f"{type(error).__name__}: {error}"
-
-
-def _lost(error: BaseException) -> bool:
-    return isinstance(error, (dist.DistError, RuntimeError))

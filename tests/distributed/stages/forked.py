@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-SECONDS = 60
+SECONDS = 180
 
 
 def results_of(function: Callable[[int, Path], Any], ranks: int, folder: Path) -> list[Any]:
@@ -57,7 +57,7 @@ def main(module: str, name: str, ranks: int, folder: Path) -> int:
 
 def _live(function: Callable[[int, Path], Any], rank: int, ranks: int, folder: Path) -> None:
     code = 1
-    faulthandler.dump_traceback_later(SECONDS / 2, exit=True)
+    faulthandler.dump_traceback_later(SECONDS - 60, exit=True)
     try:
         meeting = f"file://{folder}/meet"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
