@@ -3,10 +3,12 @@
     python -m benchmarks.planning [--quick] [--only NAME ...] [--repeats N]
         [--profiles FILE ... [--profile-samples N ...]] [--json FILE] [--markdown FILE]
 
-Five parts: ``time`` (of planning, and of cutting), ``quality`` (cuts beside the best ones, plans
-beside what else one could do; all predicted), ``predicted`` (predicted beside measured step times
-of pipes on CPU workers, and of layers that sleep), ``memory`` (planned beside counted) and
-``large`` (a transformer of 7 billion parameters, estimated and planned).
+Seven parts: ``time`` (of planning, and of cutting), ``quality`` (cuts beside the best ones, plans
+beside what else one could do; all predicted), ``sweeps`` (whether more memory, bandwidth, devices
+or smaller parameters are ever slower), ``brute`` (plans beside the best of all, in small cases),
+``predicted`` (predicted beside measured step times of pipes on CPU workers, and of layers that
+sleep), ``memory`` (planned beside counted) and ``large`` (a transformer of 7 billion parameters,
+estimated and planned).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.group import Group
-from benchmarks.planning import held, predicted, quality, time
+from benchmarks.planning import brute, held, predicted, quality, sweeps, time
 from benchmarks.planning.profiles import PlanningOptions
 
 
@@ -26,7 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         default=[],
-        help="profiles to cut and plan, saved by syncpipe or lists (quality)",
+        help="profiles to cut and plan, saved by syncpipe or lists (quality, sweeps)",
     )
     parser.add_argument(
         "--profile-samples",
@@ -63,6 +65,8 @@ GROUP = Group(
     {
         "time": time.run,
         "quality": quality.run,
+        "sweeps": sweeps.run,
+        "brute": brute.run,
         "predicted": predicted.run,
         "memory": held.memory,
         "large": held.large,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from benchmarks.common import Part
 from benchmarks.planning.profiles import PARAM_SCALE, PlanningOptions, Table, random_profile
 from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.planner.costs.machine import Machine
@@ -96,25 +97,26 @@ def single(profile: Profile, size: int) -> Profile:
     return Profile(tuple(layers))
 
 
-def run(options: PlanningOptions) -> list[Table]:
+def run(options: PlanningOptions) -> list[Part]:
     """Counts violations."""
     from tqdm import tqdm
 
-    batch, devices = (24, 3) if options.quick else (512, 8)
-    count = 1 if options.quick else 4
-    drawn = random.Random("sweeps")
-    profiles = {
-        f"random {k}": random_profile(8 if options.quick else drawn.randint(20, 60), f"sweep {k}")
-        for k in range(count)
-    }
-    profiles |= {f"{k}, one size": single(p, 512) for k, p in list(profiles.items())[:1]}
-    profiles |= {name: profile.of(batch) for name, profile in options.loaded().items()}
+    batch, devices, count = (24, 3, 1) if options.quick else (128, 5, 12)
+    profiles = {}
+    for k in range(count):
+        drawn = random_profile(random.Random(k).randint(8, 24), f"sweep {k}")
+        # Every third one was measured with micro-batches of one size only.
+        profiles[f"random {k}"] = drawn if k % 3 else single(drawn, 512)
+    cases = list(sweeps(profiles, batch, devices))
+    loaded = {name: profile.of(512) for name, profile in options.loaded().items()}
+    cases += sweeps(loaded, 512, 4)
     table = Table(
         "More is never slower",
-        f"Plans along sweeps; batch {batch}, up to {devices} devices, Adam, 12 GB/s unless that is "
-        "what rises. Each is compared with the one before it in its sweep, which had less memory, "
-        "less bandwidth, one device less, or larger parameters (as the optimizer's state). "
-        "Everything is predicted, nothing measured.",
+        f"Plans along sweeps; {count} random profiles of 8 to 24 layers with batch {batch} and up "
+        f"to {devices} devices, {len(loaded)} given ones with batch 512 and up to 4; Adam, 12 GB/s "
+        "unless that is what rises. Each is compared with the one before it in its sweep, which "
+        "had less memory, less bandwidth, one device less, or larger parameters (as the "
+        "optimizer's state). Everything is predicted, nothing measured.",
         {
             "comparisons": "counted.",
             "slower": f"counted: with more, but predicted to take longer (by more than "
@@ -124,7 +126,7 @@ def run(options: PlanningOptions) -> list[Table]:
         over="Over all comparisons where both or the second have a plan.",
     )
     found: dict[str, list[float]] = {axis: [] for axis in AXES}
-    for sweep in tqdm(list(sweeps(profiles, batch, devices)), desc="sweeps", disable=None):
+    for sweep in tqdm(cases, desc="sweeps", disable=None):
         ratios = sweep.worse()
         found[sweep.axis] += ratios
         for ratio in ratios:

@@ -183,7 +183,8 @@ def _reducing(program: Program, schedule: Schedule) -> Program:
     """
     rows = [list(row) for row in program]
     for j in reversed(range(schedule.n)):
-        for i, d in enumerate(devices_of(schedule.device_of, j)[: schedule.m]):
+        devices = devices_of(schedule.device_of, j)
+        for i, d in enumerate(devices[: schedule.m] if len(devices) > 1 else ()):
             last = max(k for k, action in enumerate(rows[d]) if action.j == j)
             rows[d].insert(last + 1 if i else len(rows[d]), Action("reduce", i, j))
     return rows

@@ -175,3 +175,16 @@ def test_copies_are_freed_with_the_replicas():
     pipe.replicas = 1
     gc.collect()
     assert acc.allocated(acc.device(2), acc.device(3)) <= 2 * (x.nbytes + target.nbytes)
+
+
+def test_activations_go_to_the_host_from_each_replica():
+    plain = model()
+    x, target = data()
+    for how in ("pipe(x)", "1f1b"):
+        found = []
+        for checkpoint in ("never", "offload"):
+            pipe = pipe_of(plain, "hybrid", checkpoint=checkpoint)
+            there = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
+            with acc.late():
+                found.append(stepped(pipe, how, *there, nn.functional.mse_loss))
+        assert all(map(torch.equal, *found))

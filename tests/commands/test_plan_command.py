@@ -44,7 +44,7 @@ def bad_pair() -> tuple[nn.Sequential, torch.Tensor]:
 
 
 def huge() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(16)))  # 275 GB
+    return nn.Sequential(*(nn.Linear(2**15, 2**15) for _ in range(32)))  # 137 GB
 
 
 def listed() -> list[Any]:
@@ -224,7 +224,7 @@ def test_a_sample_that_cannot_be_made_is_said(
 
 def test_a_model_that_is_too_large_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--on", "A100-80GB", "--devices", "16 x 80GB, 300GB/s", "--batch-size", "64"]
-    assert run(f"{HERE}:huge", "--sample", "8x65536", *options) == 0
+    assert run(f"{HERE}:huge", "--sample", "8x32768", *options) == 0
     page = capsys.readouterr().out
     assert "times estimated for A100-80GB, 50 % of its peak" in page
     assert "measured on" not in page

@@ -104,8 +104,9 @@ def test_less_memory_means_recomputation() -> None:
 
 
 def test_the_fastest_of_all_is_not_slower_than_any() -> None:
-    fastest = planned(schedule="any")
-    assert fastest.step_time <= min(planned(schedule=name).step_time for name in (None, *LAYOUTS))
+    steps = {name: planned(schedule=name).step_time for name in (None, *LAYOUTS)}
+    assert planned(schedule="any").step_time == min(steps.values())
+    assert steps["auto"] <= min(steps.values()) * (1 + 1e-9)
 
 
 def test_the_page_says_what_every_schedule_takes() -> None:
@@ -113,6 +114,23 @@ def test_the_page_says_what_every_schedule_takes() -> None:
     for name in LAYOUTS:
         line = next(line for line in page.splitlines() if line.strip().startswith(name))
         assert "MB at most" in line
+
+
+def test_the_page_says_that_there_was_no_time_for_one_made_to_measure() -> None:
+    times = [1.0] * 16
+    plan = planned(profile_of(times), "8 x 1GB, 10GB/s", batch_size=128, chunks=128)
+    assert "not tried for so many stages and micro-batches" in str(plan)
+
+
+def test_stages_with_replicas_are_one_of_the_ways() -> None:
+    light = LayerProfile("light", {8: 4e-3}, {8: 8e-3}, {8: 10}, {8: 10}, parameter_bytes=10)
+    heavy = LayerProfile("heavy", {8: 2e-3}, {8: 4e-3}, {8: 10}, {8: 10}, parameter_bytes=10**9)
+    plan = planned(Profile((light, heavy)), "3 x 80GB, 1GB/s", batch_size=48)
+    rival = next(rival for rival in plan.rivals if "replicas" in rival.name)
+    assert rival.name == "stages with replicas, 2-1 (replicas=True)"
+    replicas = syncpipe.plan(plan.profile, devices="3 x 80GB, 1GB/s", batch_size=48, replicas=True)
+    assert rival.time == replicas.step
+    assert "Stages with replicas, 2-1 (replicas=True) would be" in " ".join(str(plan).split())
 
 
 def test_the_page_says_which_schedules_do_not_fit() -> None:

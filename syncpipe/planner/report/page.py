@@ -13,7 +13,7 @@ from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.report.rivals import Rival, duration
 from syncpipe.planner.report.stages import StagePlan, on_devices, stages_of
 from syncpipe.planner.report.verdict import verdict
-from syncpipe.planner.schedules.layouts import TITLES, placement
+from syncpipe.planner.schedules.layouts import AUTO, TITLES, placement
 from syncpipe.planner.schedules.setting import Scheduled
 from syncpipe.planner.search.candidate import Candidate
 from syncpipe.planner.search.sizes import chunk_counts, sizes_of
@@ -223,6 +223,10 @@ def _schedules(others: Sequence[Scheduled], chosen: Candidate, machine: Machine)
             needs = in_bytes(on_devices(other)[lacking], up=True)
             times = f"does not fit: {machine.name(lacking)} would need {needs}"
         lines.append(f"  {other.schedule:<23}  {times}; {shape}")
+    if AUTO not in (chosen.schedule, *(other.schedule for other in others)):
+        lines.append(
+            f"  {AUTO:<23}  made to measure; not tried for so many stages and micro-batches"
+        )
     if any(other.guessed for other in others):
         lines.append(
             "  (halves of backwards are estimated: half of it for each layer that has weights)"

@@ -112,10 +112,9 @@ class Plan:
 
     @property
     def least(self) -> float:
-        """Seconds that no plan under GPipe or 1F1B takes less than, of all that were searched.
-
-        Whatever its cut, chunks, slots and stages; 0 for a plan that nobody searched for, under
-        another schedule.
+        """Seconds that nothing the search looked for falls short of: any cut, number of stages and
+        of micro-batches, slots and re-materialization, under GPipe and 1F1B, on the devices in this
+        order. 0 for a plan under another schedule.
         """
         return self.chosen.least
 

@@ -115,11 +115,16 @@ def _rival(name: str, candidate: Candidate, machine: Machine) -> Rival:
 
 
 def _one_device(profile: Profile, machine: Machine, batch_size: int, param_scale: float) -> Rival:
-    largest = max(range(len(machine)), key=lambda d: machine.memory[d])
-    alone = machine.ordered([largest])
-    best = next(iter(search(profile, alone, batch_size, param_scale=param_scale)), None)
+    """The fastest of those into which all fits."""
+    kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
+    found = [
+        search(profile, machine.ordered([d]), batch_size, param_scale=param_scale)[:1]
+        for d in kinds.values()
+    ]
+    best = min((one for (one,) in filter(None, found)), key=lambda one: one.time, default=None)
     if best is None:
-        return Rival("one device", None, f"does not fit into {in_bytes(alone.memory[0])}", False)
+        largest = in_bytes(max(machine.memory))
+        return Rival("one device", None, f"does not fit into {largest}", False)
     return Rival("one device", best.time, _described(best), False)
 
 

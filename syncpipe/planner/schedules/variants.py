@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from syncpipe.planner.cuts.network import even_cut
-from syncpipe.planner.schedules.layouts import AUTO, placement, placements
+from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS, placement, placements
 from syncpipe.planner.schedules.setting import Draft, Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.planner.search.sizes import chunk_counts
@@ -23,8 +23,6 @@ from syncpipe.schedules.search.improve import BUDGET
 __all__ = ["GLANCE", "THOROUGH", "Effort", "variants"]
 
 _NOTICED = 1e-9
-#: In halves a step has to be so much shorter, as they change the last bits of gradients.
-_WORTH = 0.98
 
 
 @dataclass(frozen=True)
@@ -35,20 +33,23 @@ class Effort:
         play: so many actions are played for each schedule, more or less.
         rounds: stages on each device, at most, where they go round.
         wide: whether other numbers of devices and micro-batches than the plan's are tried.
+        cells: micro-batches by devices, at most, where nobody asked for more: fewer micro-batches
+            than the plan's are tried, if they are so many.
         auto: actions for a schedule made to measure.
-        cells: the most micro-batches by stages that one is made for.
+        made: micro-batches by stages that one is made for, at most.
     """
 
     play: int
     rounds: int
     wide: bool
-    auto: int
     cells: int
+    auto: int
+    made: int
 
 
 #: For a line on the page, and for a plan.
-GLANCE = Effort(play=30_000, rounds=2, wide=False, auto=BUDGET // 5, cells=512)
-THOROUGH = Effort(play=300_000, rounds=4, wide=True, auto=BUDGET, cells=1 << 30)
+GLANCE = Effort(play=30_000, rounds=2, wide=False, cells=2048, auto=BUDGET // 5, made=512)
+THOROUGH = Effort(play=300_000, rounds=4, wide=True, cells=4096, auto=BUDGET, made=1 << 30)
 
 
 def variants(
@@ -95,7 +96,7 @@ class _Looks:
         self._found = [c for c in found if len(c.balance) > 1]
         chunks = chunks if chunks is None or isinstance(chunks, int) else tuple(chunks)
         usual, extra = chunk_counts(terms.profile, len(terms.machine), terms.batch_size, chunks)
-        self._counts, self._extra, self._asked = sorted(usual), extra[:3], chunks is not None
+        self._counts, self._extra, self._asked = sorted(usual), extra, chunks is not None
         self._known: dict[str, Scheduled | None] = {}
 
     def best(self, name: str) -> Scheduled | None:
@@ -108,18 +109,29 @@ class _Looks:
         """Devices and micro-batches to try."""
         most = len(self._terms.machine)
         if not self._effort.wide and self._found:
-            yield _devices(self._found[0]), self._found[0].chunks
+            p, m = _devices(self._found[0]), self._found[0].chunks
+            yield p, m if self._asked else self._capped(p, m)
             return
         devices = dict.fromkeys([*map(_devices, self._found[:2]), most])
         if self._stages is not None:  # of which a device may have several
             devices = dict.fromkeys(p for p in range(most, 0, -1) if self._stages % p == 0)
-        counts = sorted(set(self._counts if self._asked else self._near()))
-        yield from ((p, m) for p in devices if p > 1 or most == 1 for m in counts)
+        for p in devices:
+            if p == 1 < most:
+                continue
+            near = self._counts if self._asked else [self._capped(p, m) for m in self._near()]
+            yield from ((p, m) for m in sorted(set(near)))
+
+    def _capped(self, p: int, m: int) -> int:
+        """Not more micro-batches than there is time for."""
+        tried = [
+            count for count in (*self._counts, *self._extra) if count * p <= self._effort.cells
+        ]
+        return min(m, max(tried, default=m))
 
     def _near(self) -> Iterator[int]:
         """As many micro-batches as the plans found have, some fewer and more; else many."""
         if not self._found:
-            yield from (*self._counts[-2:], *self._extra)
+            yield from (*self._counts[-2:], *self._extra[:3])
         for candidate in self._found[:2]:
             yield candidate.chunks
             yield from [m for m in self._counts if m < candidate.chunks][-2:]
@@ -158,19 +170,23 @@ class _Looks:
 
     def _measured(self) -> Scheduled | None:
         """Made to measure: for the cuts of the search, and of the best named schedules."""
-        effort, best = self._effort, None
-        named = filter(None, map(self.best, ("zb_h1", "zbv", "interleaved_1f1b")))
+        effort = self._effort
+        named = [self.best(name) for name in LAYOUTS if name != AUTO]
+        fitting = [c for c in named if c is not None and c.fits(self._terms.machine)]
         starts: list[tuple[Candidate, bool]] = [(c, False) for c in self._found[:1]]
-        starts += [(c, True) for c in sorted(named, key=_rank)[: 2 if effort.wide else 1]]
-        for start, split in starts:
-            schedule = start.simulation.schedule
-            if schedule.m * schedule.n > effort.cells or self._stages not in (None, schedule.n):
-                continue
-            setting = Setting(self._terms, AUTO, schedule)
+        starts += [(c, True) for c in sorted(fitting, key=_rank)[: 2 if effort.wide else 1]]
+        settings = [(Setting(self._terms, AUTO, c.simulation.schedule), c, s) for c, s in starts]
+        settings = [entry for entry in settings if self._stages in (None, entry[0].n)]
+        if any(setting.m * setting.n > effort.made for setting, _, _ in settings):
+            return None
+        best: Scheduled | None = None
+        for setting, start, split in settings:
             draft = setting.draft(start.balance)
-            made = self._made(setting, draft, split) if draft.excess == 1 else None
-            if made and (best is None or made.time < best.time * (_WORTH if split else 1.0)):
-                best = made
+            if draft.excess > 1:
+                continue
+            for made in (setting.candidate(draft), self._made(setting, draft, split)):
+                if made and (best is None or made.time < best.time * (1 - _NOTICED)):
+                    best = made
         return best
 
     def _made(self, setting: Setting, draft: Draft, split: bool) -> Scheduled | None:

@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
-from syncpipe import Pipe
+from syncpipe import Pipe, Selective
 from tests.pipe.replicas.dealing import dealt
 from tests.support.models import CHECKPOINT_MODES, linear_model
 from tests.support.running import Do
@@ -146,6 +147,19 @@ def test_deferred_statistics_are_those_of_one_device(driver, checkpoint, momentu
     assert list(found[0]) == list(found[1])
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+def test_selective_re_materialization():
+    policy = Selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+    x, found = torch.randn(8, 3), []
+    for replicas in ([1, 1], [2, 2]):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 3))
+        pipe = dealt(layers, [3, 1], replicas, chunks=4, checkpoint=policy)
+        for driver in DRIVERS:
+            run(pipe, driver, x)
+        found.append([p.grad for p in pipe.parameters()])
+    torch.testing.assert_close(*found)
 
 
 def test_statistics_can_be_used_as_they_are():
