@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from syncpipe.balance.estimation.devices import DeviceSpec, device_spec
 from syncpipe.balance.estimation.roofline import Roofline
 from syncpipe.balance.profile import Profile
-from syncpipe.balance.profiler import Profiler, Timing
-from syncpipe.balance.rounds import Progress
-from syncpipe.balance.sandbox import Place, copy_of_tensor, place_of, sandboxed
+from syncpipe.balance.profiling.profiler import Profiler, Timing
+from syncpipe.balance.profiling.rounds import Progress
+from syncpipe.balance.profiling.sandbox import Place, copy_of_tensor, place_of, sandboxed
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
 from syncpipe.layers.unpack import unpacks
@@ -57,8 +57,8 @@ def profile(
 
     Time is that of the device on accelerators, and that of the clock on the CPU, for the number of
     intra-op threads that the calling thread has or for ``threads``; the median over the rounds.
-    What a layer stores for backward is what autograd saves; see :mod:`syncpipe.balance.stored` for
-    what layers share and how stages add up. Under autocast the casts of the parameters count.
+    What a layer stores for backward is what autograd saves; see
+    :mod:`syncpipe.balance.profiling.stored` for what layers share and how stages add up. Under autocast the casts of the parameters count.
 
     On ``meta``, or if the model was made under ``FakeTensorMode``, there are sizes only: all
     times are 0, and no memory is taken, however large the model.

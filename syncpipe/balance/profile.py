@@ -57,9 +57,9 @@ class LayerProfile:
         frozen_bytes: the part of these that needs no gradient.
         buffer_bytes: its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
-            size (:mod:`syncpipe.balance.interpreter`); 0 where nobody knows.
+            size (:mod:`syncpipe.balance.profiling.interpreter`); 0 where nobody knows.
         weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
-            take (:mod:`syncpipe.balance.halves`); None where nobody knows.
+            take (:mod:`syncpipe.balance.profiling.halves`); None where nobody knows.
     """
 
     name: str

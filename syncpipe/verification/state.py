@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.balance.sandbox import sandboxed
+from syncpipe.balance.profiling.sandbox import sandboxed
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import LOCKS
 from syncpipe.verification.compare import SIMPLE, same_bits

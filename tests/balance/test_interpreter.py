@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import syncpipe.balance.interpreter as interpreter
+import syncpipe.balance.profiling.interpreter as interpreter
 from syncpipe.balance import LayerProfile, Profile
-from syncpipe.balance.interpreter import python_time
 from syncpipe.balance.measure import profile
+from syncpipe.balance.profiling.interpreter import python_time
 
 
 class Clock:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import syncpipe
-import syncpipe.balance.profiler as profiler
+import syncpipe.balance.profiling.profiler as profiler
 from syncpipe.balance import DeviceSpec, LayerProfile, Profile, estimated, profile
 
 

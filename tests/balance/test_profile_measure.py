@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import syncpipe.balance.profiler as profiler
+import syncpipe.balance.profiling.profiler as profiler
 from syncpipe import NoChunk
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
 from syncpipe.balance.measure import profile

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.balance.sandbox import copy_of_layer, sandboxed
+from syncpipe.balance.profiling.sandbox import copy_of_layer, sandboxed
 from syncpipe.distributed.pipelining.carried import Boundary
 from syncpipe.distributed.pipelining.module import StageModule, passing_skips
 from syncpipe.distributed.pipelining.schedules import SCHEDULES, make

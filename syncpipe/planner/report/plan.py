@@ -128,7 +128,8 @@ class Plan:
         """Seconds of Python in the forwards of all stages, which no two threads do at a time.
 
         No step is shorter, but for free-threaded builds of CPython, where it is 0. As measured by
-        :mod:`syncpipe.balance.interpreter`; what the pipe itself does for each cell comes on top.
+        :mod:`syncpipe.balance.profiling.interpreter`; what the pipe itself does for each cell comes
+        on top.
         """
         return self.chosen.interpreter
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from syncpipe.balance.rounds import Between, Mark, Visit
+from syncpipe.balance.profiling.rounds import Between, Mark, Visit
 
 __all__ = ["weight_share"]
 

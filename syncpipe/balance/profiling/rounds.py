@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.balance.interpreter import python_time
-from syncpipe.balance.live import Live
-from syncpipe.balance.stored import Keeping, Saved, blocks, size_of
+from syncpipe.balance.profiling.interpreter import python_time
+from syncpipe.balance.profiling.live import Live
+from syncpipe.balance.profiling.stored import Keeping, Saved, blocks, size_of
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back

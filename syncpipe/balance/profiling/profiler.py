@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.balance.halves import weight_share
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.rounds import Between, Mark, Progress, Visit, stopwatch
-from syncpipe.balance.sandbox import Place, compiled, described_layer, layer_to_run
-from syncpipe.balance.stored import size_of
+from syncpipe.balance.profiling.halves import weight_share
+from syncpipe.balance.profiling.rounds import Between, Mark, Progress, Visit, stopwatch
+from syncpipe.balance.profiling.sandbox import Place, compiled, described_layer, layer_to_run
+from syncpipe.balance.profiling.stored import size_of
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.walk import layer_skips
