@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[list[int], list[int], Any]] = {
     "three and one": ([4, 3], [3, 1], [3, 1, 0, 2]),
     "workers": ([4, 3], [2, 2], [0, 1, 2, 3]),
 }
+HELD: list[Any] = []
 HOWS = ["pipe(x)", "gpipe", "1f1b", "zb_h1"]
 
 
@@ -50,10 +51,12 @@ def stepped(pipe: nn.Module, how: str, x: Tensor, target: Tensor, loss_fn: Any) 
         loss.backward()
     found = [loss.detach(), x.grad, *(p.grad for p in pipe.parameters())]
     found = [tensor.to("cpu", copy=True) for tensor in found]
+    acc.synchronize()
+    # Autograd made them on streams of its own: they are there until they are read no more.
+    HELD[:] = [p.grad for p in pipe.parameters()]
     with torch.no_grad():
         for p in pipe.parameters():
-            p -= 0.1 * p.grad
-    acc.synchronize()  # what autograd made on streams of its own is read no more
+            p -= 0.1 * p.grad  # which is late for the next step
     return found
 
 
@@ -174,6 +177,7 @@ def test_copies_are_freed_with_the_replicas():
     x, target = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
     stepped(pipe, "1f1b", x, target, nn.functional.mse_loss)
     pipe.zero_grad()
+    HELD.clear()
     assert acc.allocated(acc.device(3)) > 0
     pipe.replicas = 1
     gc.collect()
