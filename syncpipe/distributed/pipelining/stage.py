@@ -33,7 +33,7 @@ from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.tree import tensors_in
 
-__all__ = ["stage"]
+__all__ = ["Stages", "stage"]
 
 PLACEMENTS = ("loop", "v")
 
