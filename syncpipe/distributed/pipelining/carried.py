@@ -49,6 +49,11 @@ class Boundary:
             TypeError: something in it cannot be sent to another process.
         """
         leaves, structure = flatten(tree)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise TypeError(
+                f"there is no tensor in what {where} returns: choose a balance that does not cut "
+                "here"
+            )
         names = leaf_names("", tree)
         for name, leaf in zip(names, leaves, strict=True):
             if isinstance(leaf, Tensor):
