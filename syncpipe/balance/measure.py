@@ -58,7 +58,8 @@ def profile(
     Time is that of the device on accelerators, and that of the clock on the CPU, for the number of
     intra-op threads that the calling thread has or for ``threads``; the median over the rounds.
     What a layer stores for backward is what autograd saves; see
-    :mod:`syncpipe.balance.profiling.stored` for what layers share and how stages add up. Under autocast the casts of the parameters count.
+    :mod:`syncpipe.balance.profiling.stored` for what layers share and how stages add up. Under
+    autocast the casts of the parameters count.
 
     On ``meta``, or if the model was made under ``FakeTensorMode``, there are sizes only: all
     times are 0, and no memory is taken, however large the model.
