@@ -18,12 +18,11 @@ def test_the_script_of_the_page_trains_on_four_ranks(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", str(ROOT / "docs" / "train_stages.py"), "2"),
+            *("--nproc-per-node", "4", str(ROOT / "docs" / "train_stages.py"), "1"),
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    losses = [float(found) for found in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 2  # printed on one rank
-    assert losses[1] < losses[0] < 3
+    (loss,) = re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)  # printed on one rank
+    assert float(loss) < 1.5  # of ten classes; it begins at 2.3
