@@ -92,7 +92,7 @@ class Run:
 def run(options: Options) -> Part:
     """Measures it."""
     # Long naps: where many processes share the cores, threads wake up late.
-    seconds = 0.001 if options.quick else 0.25
+    seconds = 0.001 if options.quick else 0.1
     repeats = options.rounds(3)
     ms = number(1e3 * seconds)
     part = Part(

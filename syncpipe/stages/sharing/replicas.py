@@ -148,6 +148,8 @@ class CallReplicas:
         self._lanes = lanes
         self._trained: dict[int, list[Tensor]] = {}  # by number: what gets gradients
         self._before: list[tuple[StageLayers, list[tuple[nn.Module, str, Tensor, int]]]] = []
+        #: Stages that go by what they knew of their draws, and that.
+        self._trusting: list[tuple[StageLayers, list[int], int]] = []
         # Their values are no tensors of the process, or go with tangents: everything runs here.
         self._as_they_are = context.state.needs_inline or forward_ad._current_level >= 0
         grad = context.state.grad
@@ -165,8 +167,32 @@ class CallReplicas:
             self._trained[j] = trained
             for number, replica in zip(numbers[j][1:], more, strict=True):
                 self._trained[number] = list(map(replica.of, trained))
+            for number in numbers[j][1:]:
+                self._trust(owner, stages[number])
             for number in numbers[j]:
                 self._before.append((stages[number], _noted(stages[number].partition)))
+
+    def _trust(self, owner: StageLayers, stage: StageLayers) -> None:
+        """Lets a replica go by what was seen in earlier calls of which layers draw.
+
+        The first cell of a stage is watched under the lock of the generators. If all replicas were
+        each call would begin with one replica after the other.
+        """
+        context = self._context
+        flags = [module.training for module in stage.partition.modules()]
+        mode = ("replica", context.state.grad, *flags)
+        if stage.look(mode):
+            return
+        for one, other in _pairs(owner, stage, context):
+            other.draws[:] = [a | b for a, b in zip(one.draws, other.draws, strict=True)]
+            other.own[:] = [a and b for a, b in zip(one.own, other.own, strict=True)]
+        stage.backward_draws |= owner.backward_draws
+        stage.python_behind |= owner.python_behind
+        context.forwards[stage.number] = context.m + 1
+        context.backward_draws[stage.number] = stage.backward_draws
+        for one, other in _pairs(owner, stage, context):
+            known = list(other.draws), stage.backward_draws
+            self._trusting += [(one, *known), (other, *known)]
 
     # -- pipe(x)
 
@@ -248,9 +274,35 @@ class CallReplicas:
                 now = module._parameters.get(name, module._buffers.get(name))
                 if now is not tensor or version_of(tensor) != version:
                     raise RuntimeError(_changed(stage, module, name))
+        for stage, draws, backward in self._trusting:
+            for k, (drawn, known) in enumerate(zip(stage.draws, draws, strict=True)):
+                if drawn & ~known:
+                    raise RuntimeError(_drew(stage, k))
+            if stage.backward_draws & ~backward:
+                raise RuntimeError(_drew(stage, None))
         for j, numbers in enumerate(self._numbers):
             if len(numbers) > 1 and j in self._context.statistics:
                 self._context.statistics[j].commit()
+
+
+def _pairs(
+    owner: StageLayers, stage: StageLayers, context: CallContext
+) -> list[tuple[StageLayers, StageLayers]]:
+    """The stage on the first replica and on another one, and the same of each of its units."""
+    pairs = [(owner, stage)]
+    if owner in context.divided:
+        units = context.divided[owner].units, context.divided[stage].units
+        pairs += zip(*units, strict=True)
+    return pairs
+
+
+def _drew(stage: StageLayers, k: int | None) -> str:
+    what = f"layer {stage.first + k} ({stage.names[k]!r})" if k is not None else "a backward"
+    return (
+        f"{what} of stage {stage.j}, which has replicas, drew random numbers for the first time "
+        "only now, and other replicas did not know that it would. It is known from the next call "
+        "on: call again"
+    )
 
 
 def check_replicated(stage: StageLayers) -> None:

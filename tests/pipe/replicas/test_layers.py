@@ -326,3 +326,33 @@ def test_a_failed_step_leaves_gradients_as_they_were():
     run(pipe, "train", torch.randn(8, 3))
     for those in pipe._ready().replicas:
         assert all(p.grad is None for r in those for p in r.partition.parameters())
+
+
+class Noisy(nn.Module):
+    """Draws, or does not."""
+
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x) if self.on else x * 1
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_layer_that_begins_to_draw_is_noticed(driver):
+    layers = nn.Sequential(nn.Linear(3, 3), Noisy(), nn.Linear(3, 3))
+    x, found = torch.randn(8, 3), []
+    for replicas in ([1, 1], [2, 1]):
+        torch.manual_seed(1)
+        pipe = dealt(layers, [2, 1], replicas, chunks=4)
+        layers[1].on = False
+        run(pipe, driver, x)
+        layers[1].on = True
+        if replicas != [1, 1]:
+            with pytest.raises(
+                RuntimeError, match=r"layer 1 \('1'\) of stage 0.*drew .* call again"
+            ):
+                run(pipe, driver, x)
+        pipe.zero_grad()
+        torch.manual_seed(2)
+        found.append(pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), verify=False))
+    assert torch.equal(*found)
