@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
-from tests.accelerators.test_gpu import Add, Remember, Residual
+from tests.accelerators.gpu.test_gpu import Add, Remember, Residual
 from tests.support import accelerator as acc
 
 WIDTH, ROWS, CHUNKS = 8, 12, 4

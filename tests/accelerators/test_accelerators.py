@@ -26,7 +26,7 @@ from tests.accelerators.four import (
     trained,
     weighted,
 )
-from tests.accelerators.test_gpu import Residual
+from tests.accelerators.gpu.test_gpu import Residual
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]

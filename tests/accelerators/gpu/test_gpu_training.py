@@ -12,7 +12,7 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
-from tests.accelerators.test_gpu import WIDTH, Residual, model, precise
+from tests.accelerators.gpu.test_gpu import WIDTH, Residual, model, precise
 from tests.support import accelerator as acc
 
 __all__ = ["precise"]  # a fixture
