@@ -149,6 +149,17 @@ def test_deferred_statistics_are_those_of_one_device(driver, checkpoint, momentu
         assert torch.equal(found[1][name], value), name
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_deferred_statistics_of_a_single_micro_batch(driver):
+    x, found = torch.randn(6, 3), []
+    for replicas in ([1], [2]):
+        layers = nn.Sequential(nn.BatchNorm1d(3))
+        pipe = dealt(layers, [1], replicas, chunks=1, deferred_batch_norm=True)
+        run(pipe, driver, x)
+        found.append(pipe[0].running_var)
+    assert torch.equal(*found)
+
+
 def test_selective_re_materialization():
     policy = Selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
     x, found = torch.randn(8, 3), []
