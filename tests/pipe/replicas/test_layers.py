@@ -367,3 +367,14 @@ def test_a_layer_that_begins_to_draw_is_noticed(driver):
         torch.manual_seed(2)
         found.append(pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), verify=False))
     assert torch.equal(*found)
+
+
+def test_dropout_may_begin_later():
+    model, x, found = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.randn(8, 3), []
+    for replicas in ([1], [2]):
+        pipe = dealt(model, [2], replicas, chunks=4)
+        for p in (0.0, 0.5):
+            torch.manual_seed(1)
+            pipe[1].p = p
+            found.append(pipe.train_batch(x, loss_fn=torch.mean))
+    assert torch.equal(found[1], found[3])
