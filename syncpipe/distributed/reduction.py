@@ -194,15 +194,13 @@ class Reduction:
         """All collectives of this call. Never raises."""
         try:
             self._agree()
-            works = [self._launched(k, bucket) for k, bucket in enumerate(self.buckets)]
+            # A failure can be told until these are through.
+            self._await([self._launched(k, bucket) for k, bucket in enumerate(self.buckets)])
             ended = self._end()
             alike = all(row[1] == ended[0][1] for row in ended)
             if alike and not any(row[0] for row in ended):
                 others = bucketed(-1, self.found, float("inf"))
-                works += [self._started(bucket) for bucket in others]
-            for work, flat in works:
-                with self._lanes[flat.device].active():
-                    self._processes.wait(work, flat)
+                self._await([self._started(bucket) for bucket in others])
             self._check_failures(ended)
             if not alike:
                 raise RuntimeError(_OTHERS)
@@ -214,6 +212,11 @@ class Reduction:
         finally:
             self._processes.ended += 1
             self._over.put(None)
+
+    def _await(self, works: Sequence[tuple[Any, Tensor]]) -> None:
+        for work, flat in works:
+            with self._lanes[flat.device].active():
+                self._processes.wait(work, flat)
 
     def _hear(self, until: Callable[[], Any]) -> None:
         while not (self._failure or until()):

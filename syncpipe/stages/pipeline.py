@@ -67,8 +67,8 @@ class Pipeline:
             own = [partition, *[replica.partition for replica in self.replicas[j]]]
             for k, (layers, worker) in enumerate(zip(own, workers[j], strict=True)):
                 stage = Stage(j, layers, names[first:last], first, worker.device, *skips)
-                if k:
-                    stage.number = self.numbers[j][k]
+                stage.number = self.numbers[j][k]
+                stage.commits &= len(own) == 1
                 (more if k else self.stages).append(stage)
             first = last
         self.stages += more

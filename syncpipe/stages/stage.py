@@ -34,6 +34,7 @@ class Stage(StageLayers):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.commits = self.defers  #: moves running statistics; where there are replicas, none does
         self._mutating: dict[tuple[bool, bool], bool] = {}  # by modes; empty: not known yet
         self._has_python_nodes: bool | None = None  # not known yet
         # TorchScript compiles itself in its second run, and stores other tensors in that one.
@@ -206,7 +207,7 @@ class Stage(StageLayers):
 
     def _count(self, context: CallContext) -> None:
         context.forwards[self.number] += 1
-        if self.defers and context.forwards[self.number] == context.m:  # those of replicas: later
+        if self.commits and context.forwards[self.number] == context.m:
             context.statistics[self.number].commit()
 
     def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:

@@ -245,6 +245,32 @@ def interrupted_while_it_waits() -> tuple[str, float]:
     return told_us, differences(pipe, plain)
 
 
+def interrupted_while_gradients_are_summed() -> tuple[str, float]:
+    """Ctrl-C in one process while its last bucket is on its way."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    pipe, plain = pipe_of("layers", chunks=4)
+    pairs = batches([8] * size, 1, masked=False)
+    processes = pipe._averaging.processes
+    wait = processes.wait
+
+    def interrupting(work: Any, tensor: Tensor) -> None:
+        reduction, _ = pipe._averaging._current
+        if any(tensor is flat for _, flat in reduction._flats):
+            processes.wait = wait
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):  # until the caller has been told
+                if not reduction.closed:
+                    threading.Event().wait(0.1)
+        wait(work, tensor)
+
+    if rank == GUILTY:
+        processes.wait = interrupting
+    told_us = told(lambda: pipe.train_batch(*pairs[rank], loss_fn=F.cross_entropy))
+    pipe.train_batch(*pairs[rank], loss_fn=F.cross_entropy)
+    F.cross_entropy(plain(whole(pairs)[0]), whole(pairs)[1]).backward()
+    return told_us, differences(pipe, plain)
+
+
 def one_is_gone(how: str) -> tuple[str, str] | None:
     """One process is killed, or ends, between two calls."""
     rank = distributed.get_rank()

@@ -61,6 +61,13 @@ def test_ctrl_c_while_another_process_is_late(two):
     assert max(one, other) < 1e-12
 
 
+def test_ctrl_c_while_gradients_are_summed(two):
+    (first, one), (second, other) = two.run("failing:interrupted_while_gradients_are_summed")
+    assert first == "RemoteError: the call failed in process 1: KeyboardInterrupt"
+    assert second.startswith("KeyboardInterrupt")
+    assert max(one, other) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("how", "what"),
     [

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
@@ -179,7 +180,10 @@ class CallReplicas:
         each call would begin with one replica after the other.
         """
         context = self._context
-        flags = [module.training for module in stage.partition.modules()]
+        flags = [
+            module.training and (not isinstance(module, _DropoutNd) or module.p > 0)
+            for module in stage.partition.modules()
+        ]
         mode = ("replica", context.state.grad, *flags)
         if stage.look(mode):
             return

@@ -149,6 +149,17 @@ def test_deferred_statistics_are_those_of_one_device(driver, checkpoint, momentu
         assert torch.equal(found[1][name], value), name
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_deferred_statistics_of_a_single_micro_batch(driver):
+    x, found = torch.randn(6, 3), []
+    for replicas in ([1], [2]):
+        layers = nn.Sequential(nn.BatchNorm1d(3))
+        pipe = dealt(layers, [1], replicas, chunks=1, deferred_batch_norm=True)
+        run(pipe, driver, x)
+        found.append(pipe[0].running_var)
+    assert torch.equal(*found)
+
+
 def test_selective_re_materialization():
     policy = Selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
     x, found = torch.randn(8, 3), []
@@ -356,3 +367,14 @@ def test_a_layer_that_begins_to_draw_is_noticed(driver):
         torch.manual_seed(2)
         found.append(pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), verify=False))
     assert torch.equal(*found)
+
+
+def test_dropout_may_begin_later():
+    model, x, found = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.randn(8, 3), []
+    for replicas in ([1], [2]):
+        pipe = dealt(model, [2], replicas, chunks=4)
+        for p in (0.0, 0.5):
+            torch.manual_seed(1)
+            pipe[1].p = p
+            found.append(pipe.train_batch(x, loss_fn=torch.mean))
+    assert torch.equal(found[1], found[3])
