@@ -336,10 +336,10 @@ def _count(text: str) -> int:
 
 def _devices(text: str) -> Any:
     """A number or a description stays one; names of devices of this machine are a list."""
-    if text.strip().isdigit():
+    if text.strip().isdecimal():
         return int(text)
     names = [name.strip() for name in text.split(",")]
     try:
-        return [int(name) if name.isdigit() else torch.device(name) for name in names]
+        return [int(name) if name.isdecimal() else torch.device(name) for name in names]
     except RuntimeError:
         return text

@@ -233,7 +233,7 @@ def test_a_model_that_is_too_large_is_estimated(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "devices",
     ["four", "", "-1", "0", "1e400 x 16GB", "4 x", "4 x 16", "4 x 16GB, 12", "99999",
-     "cuda:0", "xla", "mps", "cpu:0,four", "4 x 16GB, 12gb/s", "nan x 16GB", "4.5 x 1GB"],
+     "cuda:0", "xla", "mps", "cpu:0,four", "4 x 16GB, 12gb/s", "nan x 16GB", "4.5 x 1GB", "\u00b2"],
 )  # fmt: skip
 def test_devices_that_there_cannot_be_are_an_error(
     devices: str, measured: str, capsys: pytest.CaptureFixture[str]
@@ -241,7 +241,7 @@ def test_devices_that_there_cannot_be_are_an_error(
     status = run("--profile", measured, f"--devices={devices}", "--batch-size", "8")
     error = capsys.readouterr().err
     assert status == 2 or (status == 0 and devices == "cuda:0" and torch.cuda.is_available())
-    assert status == 0 or error.count("\n") == 1
+    assert status == 0 or (error.count("\n") == 1 and "devices" in error)
 
 
 def test_a_number_of_devices_is_a_number(measured: str, capsys: pytest.CaptureFixture[str]) -> None:

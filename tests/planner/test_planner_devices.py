@@ -157,6 +157,7 @@ def test_a_bandwidth_that_is_not_said() -> None:
         ("2 x (8 x 16GB, 1GB/s, 2GB/s", "at character 21, .*: expected '\\)'"),
         ("2 x (8 x 16GB), 2GB/s", "at character 14, .*bandwidth inside the parentheses"),
         ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*1024 devices at most"),
+        ("four", "at character 1, 'four': expected a number"),
     ],
 )
 def test_a_description_that_cannot_be_read_says_where(text: str, match: str) -> None:

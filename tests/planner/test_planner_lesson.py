@@ -1,4 +1,4 @@
-"""``plan.save``: a plan as one picture."""
+"""``plan.save``: a plan as one picture; and what its page says in special cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 import syncpipe
 from syncpipe.balance import LayerProfile, Profile
-from syncpipe.planner import Plan
+from syncpipe.planner import Machine, Plan
+from syncpipe.planner.report.rivals import Rival
+from syncpipe.planner.report.verdict import verdict
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -114,3 +116,23 @@ def test_no_time_at_all_is_drawn(tmp_path: Path) -> None:
     free = Profile(tuple(replace(layer, backward={8: 0.0}, forward={8: 1e-12}) for layer in layers))
     plan = syncpipe.plan(free, devices="2 x 1GB, 1GB/s", batch_size=8)
     assert texts(picture(plan, tmp_path))
+
+
+def test_names_that_cannot_be_printed_are_escaped() -> None:
+    plan = syncpipe.plan(profile_of(4, "\ud800\n{}"), devices="2 x 1GB, 1GB/s", batch_size=8)
+    str(plan).encode()
+    assert r"0  device 0  \ud800\n0 to " in str(plan)
+
+
+def test_what_takes_as_long_is_not_1_00_times_as_fast() -> None:
+    other = Rival("data parallelism, 2 copies", 0.999, pipeline=False)
+    text = verdict([other], [], 1.0, Machine.even(2, 1e9, 1e9), fewer=False)
+    assert "data parallelism, 2 copies would be as fast as this plan (999 ms a step)" in text
+
+
+def test_that_one_size_was_measured_is_said_up_to_the_most_micro_batches() -> None:
+    for samples, capped in ((1024, False), (2048, True)):
+        page = str(planned(batch_size=samples, chunks=None))
+        assert ", 1024 micro-batches of" in page
+        assert "nobody knows what each takes beside its samples" in page
+        assert ("are tried on demand only" in page) is capped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,20 @@ def test_less_memory_means_recomputation() -> None:
     plan = planned(devices="3 x 22MB, 10GB/s", schedule="interleaved_1f1b", chunks=8)
     assert "always" in plan.checkpoint
     assert "never" in planned(schedule="interleaved_1f1b", chunks=8).checkpoint
+
+
+def test_several_stages_on_a_device_do_not_cut_where_much_is_sent() -> None:
+    sent = [1e8] * 5 + [1e4] + [1e8] * 3 + [1e4] * 3
+    layers = [
+        replace(layer, output_bytes={8: size})
+        for layer, size in zip(profile_of([5.0] * 12).layers, sent, strict=True)
+    ]
+    several, line = (
+        planned(Profile(tuple(layers)), "2 x 1GB, 1GB/s", schedule=schedule)
+        for schedule in ("interleaved_1f1b", None)
+    )
+    assert several.balance[:2] == [6, 4]
+    assert several.step_time < 1.25 * line.step_time
 
 
 def test_the_fastest_of_all_is_not_slower_than_any() -> None:

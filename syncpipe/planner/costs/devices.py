@@ -74,8 +74,8 @@ def machine_of(
             number that is none, or something that is not said and cannot be measured.
     """
     if isinstance(devices, str):
-        if re.fullmatch(r"\s*[a-z]+(:\d+)?\s*", devices, re.IGNORECASE):
-            check_devices(devices)  # "cuda:0": a list of devices is meant, and this says so
+        with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
+            check_devices(str(torch.device(devices.strip())))
         machine = described(devices, bandwidth)
         return machine_of(machine, memory=memory, bandwidth=bandwidth, speed=speed)
     if isinstance(devices, Machine):

@@ -84,14 +84,15 @@ def _way(chosen: Candidate, samples: tuple[int, int], devices: int, fixed: Set[s
 def _capped(profile: Profile, chosen: Candidate, batch_size: int, devices: int) -> list[str]:
     """Why there are not more micro-batches, where that is not a matter of time or memory."""
     usual, extra = chunk_counts(profile, devices, batch_size)
+    lines = []
     if chosen.chunks == max(usual + extra) < batch_size:
-        return [f"(more micro-batches than {chosen.chunks} are tried on demand only: chunks=)"]
+        lines.append(f"(more micro-batches than {chosen.chunks} are tried on demand only: chunks=)")
     if len(profile.sizes) == 1 and chosen.chunks > max(usual):
-        return [
+        lines.append(
             "(so many micro-batches, as nobody knows what each takes beside its samples: measure "
             "several sizes)"
-        ]
-    return []
+        )
+    return lines
 
 
 def _source(profile: Profile, samples: int) -> str:
@@ -268,6 +269,7 @@ def _run(names: Sequence[str]) -> str:
 
 
 def _short(name: str) -> str:
+    name = name if name.isprintable() else repr(name)[1:-1]
     return name if len(name) <= 24 else name[:11] + ".." + name[-11:]
 
 

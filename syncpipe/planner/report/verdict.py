@@ -37,8 +37,10 @@ def verdict(
     others = [(rival.time, rival.name) for rival in rivals if not rival.pipeline and rival.time]
     time, name = min(others, default=(math.inf, ""))
     if time < step_time:
+        ratio = step_time / time
+        faster = f"{ratio:.2f} times " * (ratio >= 1.005)
         words.append(
-            f"The plain truth: {name} would be {step_time / time:.2f} times as fast as this plan "
+            f"The plain truth: {name} would be {faster}as fast as this plan "
             f"({duration(time)} a step). Use {_instead(name)}, unless something else speaks for a "
             "pipeline."
         )

@@ -145,12 +145,13 @@ class _Looks:
 
     def _named(self, name: str) -> Scheduled | None:
         """The best cut for the most promising settings."""
-        drafts = []
-        for k, setting in enumerate(self._settings(name)):
-            draft = min(map(setting.draft, self._starts(setting)))
-            drafts.append((draft, k, setting))
-        drafts.sort(key=lambda entry: entry[:2])
-        tried = drafts[: 3 if self._effort.wide else 1]
+        tried, settings = [], list(enumerate(self._settings(name)))
+        for starts, most in ((self._starts, 3 if self._effort.wide else 1), (self._extended, 1)):
+            cuts = [(list(starts(setting)), k, setting) for k, setting in settings]
+            drafts = [
+                (min(map(setting.draft, some)), k, setting) for some, k, setting in cuts if some
+            ]
+            tried += sorted(drafts, key=lambda entry: entry[:2])[:most]
         work = self._effort.play // max(1, len(tried))
         polished = [(_polished(setting, draft, work), k, setting) for draft, k, setting in tried]
         if not polished:
@@ -167,6 +168,17 @@ class _Looks:
         held = [w + z for w, z in zip(setting.chain.fixed_to, setting.chain.stored_to, strict=True)]
         if held == sorted(held) and held[-1] > 0:
             yield even_cut(held, setting.n)
+
+    def _extended(self, setting: Setting) -> Iterator[tuple[int, ...]]:
+        """What the search found for as many devices, and a layer for each stage that is left: so
+        what takes long to send crosses no more often than there.
+        """
+        layers, n = len(setting.terms.profile.layers), setting.n
+        for balance in {c.balance for c in self._found}:
+            if len(balance) == max(setting.device_of) + 1 < n:
+                ends = [*accumulate(balance), *[layers] * (n - len(balance))]
+                ends = [min(end, layers - n + k) for k, end in enumerate(ends, 1)]
+                yield tuple(b - a for a, b in pairwise([0, *ends]))
 
     def _measured(self) -> Scheduled | None:
         """Made to measure: for the cuts of the search, and of the best named schedules."""
