@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 FILES = (
     "runtime/streams.py", "stages/call.py", "stages/parcel.py", "stages/sharing/ties.py",
     "stages/sharing/copies.py", "stages/sharing/replicas.py", "stages/dealing.py",
-    "stages/transfer.py",
+    "stages/transfer.py", "forward.py", "distributed/reduction.py",
 )  # fmt: skip
 CALLS = {
     "keep", "keep_until_copied", "receive", "record_on_stream", "record_stream", "wait",

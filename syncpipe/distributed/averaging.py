@@ -8,6 +8,7 @@ already, whose part the others wait for.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from syncpipe.distributed.buckets import Buckets
 from syncpipe.distributed.processes import Processes
 from syncpipe.distributed.reduction import Lanes, Reduction
-from syncpipe.runtime.engine import RUNNING
+from syncpipe.runtime.engine import RUNNING, stop_threads
 from syncpipe.runtime.worker import WorkerThread
 
 __all__ = ["Averaging"]
@@ -53,7 +54,7 @@ class Averaging:
         self._current: tuple[Reduction, int] | None = None
         self._lost = ""
         self._ended_well = 0
-        weakref.finalize(self, _stop, self._threads)
+        weakref.finalize(self, stop_threads, self._threads, os.getpid())
 
     def run(self, what: str, step: Callable[[Reduction], _T]) -> _T:
         """Makes a call in all processes.
@@ -179,11 +180,6 @@ class Averaging:
 def _one_core() -> None:
     torch.get_num_threads()  # or the thread's first operation would set what others have set last
     torch.set_num_threads(1)
-
-
-def _stop(threads: list[WorkerThread]) -> None:
-    for thread in threads:
-        thread.stop()
 
 
 def _nothing() -> None:

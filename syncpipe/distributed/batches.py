@@ -77,7 +77,7 @@ class TrainBatch:
         leaves: Leaves,
         gradients: Gradients,
         objective: Objective,
-        extra: Mapping[Tensor, Tensor],
+        extra: Mapping[int, Mapping[Tensor, Tensor]],
     ) -> Watch:
         """As of ``training.train.Averaging``."""
         reduction = self._reduction
@@ -89,7 +89,7 @@ class TrainBatch:
         )
         reduction.adds_up = objective.adds_up
         reduction.before = gradients.before
-        reduction.late = extra.__contains__
+        reduction.late = lambda leaf: any(leaf in aside for aside in extra.values())
         if self._averaging.syncs:
             reduction.buckets = buckets.all
         replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]

@@ -34,7 +34,7 @@ from syncpipe.runtime.worker import Worker, WorkerThread
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Step, Steps
 
-__all__ = ["RUNNING", "Engine", "Run", "Running", "Task"]
+__all__ = ["RUNNING", "Engine", "Run", "Running", "Task", "stop_threads"]
 
 _T = TypeVar("_T")
 
@@ -250,7 +250,7 @@ class Engine:
         self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
-        weakref.finalize(self, _stop, self._threads, os.getpid())
+        weakref.finalize(self, stop_threads, self._threads, os.getpid())
 
     def run(self, steps: Steps, task: Task, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
@@ -346,7 +346,13 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _stop(threads: list[WorkerThread], process: int) -> None:
+def stop_threads(threads: list[WorkerThread], process: int) -> None:
+    """Ends threads, and waits for them a little; a finalizer of who owns them.
+
+    Args:
+        threads: all of them.
+        process: the one that has started them; in its forks they are not there.
+    """
     if process != os.getpid():
         return
     for thread in threads:

