@@ -17,6 +17,11 @@ from tests.support import accelerator as acc
 
 WIDTH, ROWS, CHUNKS = 8, 12, 4
 MODES = ["always", "except_last", "never"]
+#: Each way to train with one or two of the modes, which do not depend on it.
+WAYS = [
+    ("always", "pipe(x)"), ("never", "pipe(x)"), ("except_last", "gpipe"),
+    ("never", "1f1b"), ("always", "1f1b"), ("except_last", "zb_h1"),
+]  # fmt: skip
 
 
 def two_workers() -> list[Any]:

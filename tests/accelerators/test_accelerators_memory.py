@@ -21,7 +21,7 @@ from tests.support import accelerator as acc
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 STEPS = int(os.environ.get("SYNCPIPE_STEPS", "12"))
-MODES = ["always", "except_last", "never"]
+MODES = ["always", "never"]
 
 
 def used() -> tuple[int, int]:

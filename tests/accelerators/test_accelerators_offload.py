@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 SIZE = (256, 512)  # half a MiB in a micro-batch of 256
 ONE = 256 * 512 * 4
 SCHEDULES = ["pipe(x)", "gpipe", "1f1b", "zb_h1"]
+MIXED = ["never", "offload", "offload", "always"]
 
 
 @pytest.fixture
@@ -53,8 +54,10 @@ def results(pipe: Pipe, how: str, x: Tensor) -> list[Tensor]:
     return [tensor.cpu() for tensor in found]
 
 
-@pytest.mark.parametrize("modes", ["offload", ["never", "offload", "offload", "always"]])
-@pytest.mark.parametrize("how", SCHEDULES)
+@pytest.mark.parametrize(
+    ("modes", "how"),
+    list(zip(["offload", MIXED] * 2, SCHEDULES, strict=True)),
+)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.usefixtures("everything")
 def test_the_result_is_the_same(layout, how, modes, copies):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
-from tests.accelerators.four import MODES, ROWS, WIDTH, data, expected, model, weighted
+from tests.accelerators.four import ROWS, WAYS, WIDTH, data, expected, model, weighted
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -60,8 +60,7 @@ def stepped(pipe: nn.Module, how: str, x: Tensor, target: Tensor, loss_fn: Any) 
     return found
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(("checkpoint", "how"), WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_equals_the_plain_model_whoever_is_late(shape, checkpoint, how):
     plain = model()

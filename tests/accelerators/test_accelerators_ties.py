@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.streams import same_memory
-from tests.accelerators.four import CHUNKS, LAYOUTS, MODES
+from tests.accelerators.four import CHUNKS, LAYOUTS, WAYS
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -68,8 +68,7 @@ def stepped(module: nn.Module, how: str, x: Tensor, target: Tensor) -> list[Tens
     return found
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(("checkpoint", "how"), WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_the_plain_model_and_itself(layout, checkpoint, how):
     plain = model()

@@ -35,7 +35,7 @@ RATIOS = {
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
-    "large_layers": ["over alone", "over DDP(pipe)", "ms"],
+    "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
 QUICK = [
     *((SCHEDULES, name) for name in SCHEDULES.parts if name != "distributed"),
@@ -43,7 +43,7 @@ QUICK = [
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
     (OVERHEAD, "overhead"),
-    pytest.param(DATA_PARALLEL, "large_layers", marks=needs_gloo),
+    pytest.param(DATA_PARALLEL, "small_layers", marks=needs_gloo),
 ]
 
 

@@ -104,7 +104,7 @@ def held(schedule: Schedule, given: dict[str, Any]) -> list[float]:
 
 
 @given(arguments())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_valid_within_memory_and_as_its_report_says(given: dict[str, Any]) -> None:
     schedule = auto(**given)
     validate(schedule)
@@ -120,7 +120,7 @@ def test_valid_within_memory_and_as_its_report_says(given: dict[str, Any]) -> No
 
 
 @given(arguments(), st.sampled_from(sorted(SCHEDULES)))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_no_named_schedule_that_fits_is_shorter(given: dict[str, Any], name: str) -> None:
     try:
         other = build(name, given["m"], given["device_of"])
@@ -189,7 +189,7 @@ def optimum(problem: Problem) -> float:
 
 
 @given(arguments(st.sampled_from([(0, 1), (0, 1, 2), (0, 0)]), most=2))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_small_ones_are_nearly_the_best_there_is(given: dict[str, Any]) -> None:
     problem, report = problem_of(given), auto(**given).report
     best = optimum(problem)
