@@ -1,4 +1,4 @@
-"""The processes, started once for all tests of this folder that use them."""
+"""The processes, started once for the tests of this folder, and ended after them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs gloo"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two(tmp_path_factory):
     """Two processes."""
     with ranks(2, tmp_path_factory.mktemp("two")) as found:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def three(tmp_path_factory):
     """Three processes."""
     with ranks(3, tmp_path_factory.mktemp("three")) as found:
