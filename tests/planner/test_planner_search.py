@@ -159,7 +159,7 @@ def test_slots_are_made_to_suit_the_cut() -> None:
     layers = [LayerProfile(str(k), same, same, {8: 2.0}, same) for k in range(2)]
     profile, machine = Profile(tuple(layers)), Machine.even(2, math.inf, 1.0)
     common: dict[str, Any] = {"param_scale": 4, "chunks": 8, "stages": 2}
-    best = search(profile, machine, 8, schedules=["1f1b"], slots=["textbook"], **common)[0]
+    best = search(profile, machine, 8, schedules=["1f1b"], **common)[0]
     textbook = evaluate(
         profile, machine, 8, balance=(1, 1), chunks=8, schedule="1f1b", slots="textbook",
         param_scale=4,
@@ -288,7 +288,6 @@ PROFILE = Profile(tuple(LayerProfile(str(k), ONE, ONE, ONE, ONE) for k in range(
         ({"stages": 3}, "stages=3 is not possible with 2 devices and 3 layers: give it 1 to 2"),
         ({"stages": []}, "stages is empty"),
         ({"schedules": ["zb_h1"]}, "schedule='zb_h1'"),
-        ({"slots": ["many"]}, "slots='many': use 'textbook', 'overlap' or 'single'"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )
@@ -307,6 +306,7 @@ def test_searches_that_make_no_sense(arguments: Any, message: str) -> None:
         ({"schedule": "naive"}, "schedule='naive'"),
         ({"schedule": "gpipe", "slots": "textbook"}, "GPipe's schedule has none"),
         ({"slots": (2,)}, "are for each of 2 stages"),
+        ({"slots": "many"}, "slots='many': use 'textbook', 'overlap' or 'single'"),
         ({"recomputes": (True,)}, "are for each of 2 stages"),
     ],
 )

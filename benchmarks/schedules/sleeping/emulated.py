@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
 from benchmarks.group import Options
 from benchmarks.schedules.model import PipeStep, Problem
+from benchmarks.schedules.sleeping.bare import Bare
 from benchmarks.schedules.sleeping.naps import (
     FORWARD,
     INPUT,
@@ -27,7 +25,7 @@ from benchmarks.schedules.sleeping.naps import (
 from syncpipe import Pipe
 from syncpipe.schedules import build, one_f_one_b
 from syncpipe.schedules.build import ScheduleLike
-from syncpipe.schedules.schedule import Action, Schedule
+from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.simulation import Costs, simulate
 
 #: At most so much more than the simulated makespan.
@@ -91,7 +89,7 @@ class Run:
             checkpoint="never",
         )
         self.step = PipeStep(pipe, problem.x, problem.target, subject.schedule, subject.slots)
-        self._threads = ThreadPoolExecutor(devices)
+        self.bare = Bare(self.schedule, self.costs)
 
     def check(self, expected: Outcome) -> None:
         """The gradients are right, and the naps are those of the simulation."""
@@ -103,20 +101,6 @@ class Run:
         if taken != wanted:
             raise SystemExit(f"{label}: took naps {taken}, not {wanted}; nothing measured")
         self._naps.taken.clear()
-
-    def bare(self) -> None:
-        """The same lists of actions on threads that sleep, and wait for each other."""
-        over = {action: Event() for row in self.schedule.actions for action in row}
-
-        def walk(row: Sequence[Action]) -> None:
-            for action in row:
-                for needed in self.schedule.predecessors(action):
-                    over[needed].wait()
-                time.sleep(self.costs.of(action))
-                over[action].set()
-
-        for walking in [self._threads.submit(walk, row) for row in self.schedule.actions]:
-            walking.result()
 
 
 def run(options: Options) -> Part:

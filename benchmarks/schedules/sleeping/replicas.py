@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Event
 
 import torch
 from torch import nn
@@ -14,11 +11,11 @@ from torch import nn
 from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
 from benchmarks.group import Options
 from benchmarks.schedules.model import PipeStep, Problem
+from benchmarks.schedules.sleeping.bare import Bare
 from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe
 from syncpipe.options.replicas import consecutive
 from syncpipe.schedules import build
-from syncpipe.schedules.schedule import Action
 from syncpipe.schedules.simulation import Costs, simulate
 
 #: At most so much more than the simulated makespan.
@@ -66,27 +63,13 @@ class Run:
             checkpoint="never",
         )
         self.step = PipeStep(pipe, problem.x, problem.target, "1f1b", None)
-        self._threads = ThreadPoolExecutor(len(self.schedule.actions))
+        self.bare = Bare(self.schedule, self.costs)
 
     def check(self) -> None:
         """The gradients are those of the plain loop."""
         m = self.schedule.m
         expected: Outcome = napping([Naps(0, 0, 0) for _ in self.naps], m).expected(m)
         self.step.checked(self.shape.label, expected)
-
-    def bare(self) -> None:
-        """The same lists of actions on threads that sleep, and wait for each other."""
-        over = {action: Event() for row in self.schedule.actions for action in row}
-
-        def walk(row: Sequence[Action]) -> None:
-            for action in row:
-                for needed in self.schedule.predecessors(action):
-                    over[needed].wait()
-                time.sleep(self.costs.of(action))
-                over[action].set()
-
-        for walking in [self._threads.submit(walk, row) for row in self.schedule.actions]:
-            walking.result()
 
 
 def run(options: Options) -> Part:

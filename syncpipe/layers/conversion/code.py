@@ -31,8 +31,6 @@ _INFIX = {
 _SWAPPED = {"__radd__": "+", "__rsub__": "-", "__rmul__": "*", "__rtruediv__": "/",
             "__rdiv__": "/", "__rpow__": "**", "__rfloordiv__": "//", "__rmod__": "%",
             "__rmatmul__": "@"}  # fmt: skip
-_IN_PLACE = {"add_": "+=", "sub_": "-=", "mul_": "*=", "div_": "/=", "__iadd__": "+=",
-             "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/="}  # fmt: skip
 
 
 #: Where lines go that decide otherwise, while it is tried whether that matters.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from syncpipe.balance.profile import Profile
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.cuts.network import Cut, CutSearch, least_load
-from syncpipe.planner.cuts.one_f_one_b import FAMILIES, Family, slots_of
+from syncpipe.planner.cuts.one_f_one_b import FAMILIES, slots_of
 from syncpipe.planner.search.candidate import SCHEDULES, Candidate, Terms, evaluate
 from syncpipe.planner.search.polish import Draft, drafted, fitted, polished, refitted
 from syncpipe.planner.search.shortage import Shortage, shortage
@@ -60,7 +60,6 @@ def search(
     chunks: int | Iterable[int] | None = None,
     stages: int | Iterable[int] | None = None,
     schedules: Sequence[str] = SCHEDULES,
-    slots: Sequence[Family] = FAMILIES,
 ) -> list[Candidate]:
     """The ways to run the layers as a pipeline that fit, the fastest first.
 
@@ -82,7 +81,6 @@ def search(
         stages: the number of stages, or those to choose from; by default all up to the number of
             devices.
         schedules: to choose from, ``"gpipe"`` and ``"1f1b"``.
-        slots: of 1F1B, families to begin with, ``"overlap"`` and ``"textbook"``.
 
     Returns:
         The best for each schedule and number of stages that was not left out, by simulated time; of
@@ -96,19 +94,17 @@ def search(
     for schedule in schedules:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r}: there are plans for 'gpipe' and for '1f1b'")
-    for family in slots:
-        slots_of(family, 1, 1)  # one that is none is refused
     terms = Terms(profile, machine, batch_size, param_scale)
     usual, extra = chunk_counts(terms.profile, len(machine), batch_size, chunks)
     counts = stage_counts(len(terms.profile.layers), len(machine), stages)
-    return _Search(terms, slots).run(_tasks(terms, (*usual, *extra), counts, schedules))
+    return _Search(terms).run(_tasks(terms, (*usual, *extra), counts, schedules))
 
 
 class _Search:
     """What was found so far."""
 
-    def __init__(self, terms: Terms, families: Sequence[Family]) -> None:
-        self._terms, self._families = terms, families
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
         self._drafts: dict[tuple[str, int], dict[Draft, float]] = {}  # and what bounds them
         self._fastest = dict.fromkeys(SCHEDULES, math.inf)
 
@@ -126,7 +122,7 @@ class _Search:
                 continue
             least = min(least, task.lowest)
             if not self._hopeless(task.schedule, task.lowest):
-                for draft in _drafts(terms, task, self._families):
+                for draft in _drafts(terms, task):
                     self._keep(draft, task.lowest)
         left = dict.fromkeys(self._drafts, _WORK)
         for draft, lowest in self._leading(_POLISHED):
@@ -164,7 +160,7 @@ class _Search:
         return sorted(leading, key=lambda pair: pair[0].time)
 
 
-def _drafts(terms: Terms, task: _Task, families: Sequence[Family]) -> list[Draft]:
+def _drafts(terms: Terms, task: _Task) -> list[Draft]:
     """What becomes of the exact cuts for a task, under 1F1B with slots that suit them.
 
     Empty if nothing fits.
@@ -185,7 +181,7 @@ def _drafts(terms: Terms, task: _Task, families: Sequence[Family]) -> list[Draft
             found.append(draft)
     if found and not enough():
         found.append(refitted(terms, min(found, key=lambda draft: draft.time)))
-    for family in (*families, "single"):
+    for family in (*FAMILIES, "single"):
         if enough() or (family == "single" and found):
             break
         exact = terms.cuts("1f1b", m, slots_of(family, n, m)).minimise()
