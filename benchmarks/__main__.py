@@ -3,10 +3,10 @@
     python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``,
-``data_parallel``) or one part of it (``schedules.ideal``); without one all are run. The report,
-Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes and few
-rounds, some minutes on two cores: to see that everything runs; the numbers say nothing. Each group
-can be run by itself with more options, ``python -m benchmarks.schedules --help``.
+``data_parallel``, ``streams``) or one part of it (``schedules.ideal``); without one all are run.
+The report, Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes
+and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
+Each group can be run by itself with more options, ``python -m benchmarks.schedules --help``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.planning.parts import GROUP as PLANNING
 from benchmarks.planning.profiles import PlanningOptions
 from benchmarks.report import QUICK, Job, Report
 from benchmarks.schedules.parts import GROUP as SCHEDULES
+from benchmarks.streams.parts import GROUP as STREAMS
 
 GROUPS: tuple[tuple[Group, type[Options]], ...] = (
     (OVERHEAD, Options),
@@ -40,6 +41,7 @@ GROUPS: tuple[tuple[Group, type[Options]], ...] = (
     (PAPERS, PaperOptions),
     (PEERS, PeerOptions),
     (DATA_PARALLEL, Options),
+    (STREAMS, Options),
 )
 
 

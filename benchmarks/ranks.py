@@ -15,7 +15,6 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,12 +101,7 @@ class Ranks:
             there.close()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for link in self._links:
             link.close()  # which ends them
         for process in self._processes:

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from syncpipe.microbatch import gather, scatter
 from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.engine import Run
+from syncpipe.runtime.errors import annotate_backward
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.schedules.kinds import Kind
@@ -89,9 +90,7 @@ class _Forward:
         return self._call.bound(partial(self._cell, j), kind, j)
 
     def _cell(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
-        tokens: tuple[Tensor, ...] = ()
-        if self._gated:
-            tokens = tuple(chain.from_iterable([parcel.along for parcel in parcels]))
+        alongs: Sequence[Sequence[Tensor]] = ()
         stage, rematerialize = self._pipeline.stages[j], i < self._rematerialized[j]
         if stage.j == 0:
             inputs, self._inputs[i] = (self._inputs[i], ()), None
@@ -99,22 +98,29 @@ class _Forward:
             if j > 0:
                 self._call.lane_of(j).receive(self._entered[i], tensors_in(inputs))
         else:
-            inputs, marks = unpacked(parcels)
+            inputs, marks, alongs = unpacked(parcels)
         if self._call.ties is not None:
             inputs, marks = self._call.ties.joined(i, j, inputs, marks)
         outputs, frame = stage.forward(
             i, inputs, self._context, rematerialize=rematerialize, marks=marks
         )
+        if stage.has_python_nodes is not False and self._context.state.grad:
+            note = f"in backward of {stage.describe(i)}"
+            stage.has_python_nodes = annotate_backward(
+                tensors_in(outputs), tensors_in(inputs), note
+            )
         lent = stage.handed_on(inputs, marks, outputs, self._context, rematerialize=rematerialize)
         if self._recorder is not None and self._context.state.grad:
             self._recorder.backward(i, stage.j, tensors_in(outputs), tensors_in(inputs))
         del inputs
+        tokens: tuple[Tensor, ...] = ()
         if self._gated:
-            outputs, tokens = self._gate(i, j, outputs, frame, tokens)
+            outputs, tokens = self._gate(i, j, outputs, frame, tuple(chain.from_iterable(alongs)))
         if stage.j == self._pipeline.n - 1:
             self.outputs[i] = outputs[0]
         # Tokens start the recomputations of the last micro-batch.
-        return packed(self._call, i, j, outputs, lent, partial(_with, tokens), graph=True)
+        prepare = partial(_with, tokens) if tokens else None
+        return packed(self._call, i, j, outputs, lent, prepare, graph=True)
 
     def _gate(
         self,

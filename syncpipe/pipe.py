@@ -19,22 +19,18 @@ from syncpipe.options.arguments import (
 )
 from syncpipe.options.checkpoint import checked_modes, modes_of_stages
 from syncpipe.options.elsewhere import arguments_answered, attribute_answered
-from syncpipe.runtime.inline import untraced
-from syncpipe.runtime.locks import forkable
+from syncpipe.runtime.inline import driven
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.build import ScheduleLike
 from syncpipe.schedules.search.report import AutoSchedule
+from syncpipe.streamed import Streams
 from syncpipe.timeline.trace import Trace
-from syncpipe.trained import Trained
 from syncpipe.training.measured import Measured
 
 __all__ = ["Pipe"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_building = forkable()
 
-
-class Pipe(Trained):
+class Pipe(Streams):
     """Runs an ``nn.Sequential`` as a pipeline over several devices.
 
     The layers are cut into partitions, one after another on a device each. A mini-batch is cut
@@ -191,7 +187,7 @@ class Pipe(Trained):
             return input
         pipeline = self._ready()
         check_input(input, self._workers[0].device)
-        output = untraced(forward)(pipeline, input, chunks=self._chunks, **self._running())
+        output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
         if not self._alone():
             self._averaging.forward(self._partitions, output)
         return output

@@ -15,7 +15,7 @@ from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.placement import own_call
 from syncpipe.options.arguments import check_slots, checked_schedule
 from syncpipe.partitioned import Partitioned
-from syncpipe.runtime.inline import INLINE, untraced
+from syncpipe.runtime.inline import INLINE, driven
 from syncpipe.runtime.locks import forkable
 from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.stages.pipeline import Pipeline
@@ -161,12 +161,12 @@ class Trained(Partitioned):
     ) -> Any:
         """``train_batch`` of this process."""
         pipeline, how = self._ready(), self._running()
-        step = partial(untraced(train), pipeline, source, averaging=averaging, **options, **how)
+        step = partial(driven, train, pipeline, source, averaging=averaging, **options, **how)
         if schedule != AUTO:
             return step(schedule=schedule)
         key = how["checkpoint"], how["inline"]
         trace = self._trace or self.trace()
-        return untraced(self._measured.run)(source.m, pipeline.worker_of, key, trace, step)
+        return driven(self._measured.run, source.m, pipeline.worker_of, key, trace, step)
 
     def _alone(self, global_loss: bool = False) -> bool:
         """Whether there are no other processes."""
@@ -237,7 +237,8 @@ class Trained(Partitioned):
                 raise ValueError(
                     f"eval_batch has {what}, but no loss_fn that could use it: give both"
                 )
-            return untraced(evaluate)(
+            return driven(
+                evaluate,
                 self._ready(),
                 source,
                 module=self,
@@ -284,20 +285,24 @@ class Trained(Partitioned):
             "recorder": None if self._trace is None else self._trace.recorder(),
         }
 
-    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
+    def _check_own_calls(self, what: str) -> None:
+        """Refuses a pipe without layers, and one whose own hooks or forward would not run."""
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
         own = [kind for kind in _HOOKS if getattr(self, kind)]
         if own:
             raise RuntimeError(
-                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in train_batch "
-                "and eval_batch: register them on layers, or on pipe.partitions"
+                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in "
+                f"{what}: register them on layers, or on pipe.partitions"
             )
         if (method := own_call(self, self._whole)) is not None:
             raise RuntimeError(
-                f"{type(self).__name__} has a {method} of its own, which train_batch and "
-                "eval_batch would not run: call pipe(x), or put it into layers and loss_fn"
+                f"{type(self).__name__} has a {method} of its own, which {what} "
+                "would not run: call pipe(x), or put it into layers and loss_fn"
             )
+
+    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
+        self._check_own_calls("train_batch and eval_batch")
         device, pack = self._workers[0].device, partial(batch_input, self)
         return source_of(input, target, data_iter, self._chunks, device, pack)
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from syncpipe.runtime.free_threading import FREE_THREADED
 from tests import simulated
 from tests.support import accelerator
+from tests.support.interrupts import modes_on
 
 settings.register_profile(
     "ci",
@@ -105,6 +106,19 @@ def threads_of_the_test_runner_draw_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("syncpipe.stages.call.others_may_draw", others)
         yield
+
+
+@pytest.fixture(autouse=True)
+def modes_end_with_the_test() -> Iterator[None]:
+    """A mode that a test left on would fail others, far away."""
+    yield
+    functions, dispatch = left = modes_on()
+    for _ in range(functions):
+        torch._C._pop_torch_function_stack()
+    for _ in range(dispatch):
+        torch._C._pop_torch_dispatch_stack()
+    torch.set_grad_enabled(True)
+    assert left == (0, 0)
 
 
 def our_threads() -> list[threading.Thread]:

@@ -51,10 +51,12 @@ FLOORS = [
     ["objects", "schedules", "skip"],
     ["options", "tree"],
     ["microbatch", "runtime"],
+    ["state"],
     ["layers", "timeline"],
     ["balance", "stages"],
     ["forward", "partitioned", "planner", "training"],
     ["trained"],
+    ["streamed"],
     ["pipe"],
     ["distributed", "verification"],
     [""],  # the public names

@@ -1,4 +1,4 @@
-"""Runs the tests marked ``gpu`` on simulated accelerators, each file in a process of its own."""
+"""Runs the tests marked ``gpu`` on simulated accelerators, in processes of their own."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ FILES = [
     *sorted(TESTS.glob("simulated/test_*.py")),
 ]
 FILES = [path for path in dict.fromkeys(FILES) if path != Path(__file__)]
+#: Short ones share a process, which takes as long to start as they to run.
+SHORT = ("losses", "verify", "module", "stream_accelerators", "real_devices", "operators")
+TOGETHER = [path for path in FILES if path.stem.endswith(SHORT)]
+PROCESSES = [[path] for path in FILES if path not in TOGETHER] + [TOGETHER]
 
 
 @pytest.mark.timeout(900)  # the first one builds the devices
-@pytest.mark.parametrize("file", [str(path.relative_to(TESTS.parent)) for path in FILES])
-def test_on_simulated_devices(file):
+@pytest.mark.parametrize(
+    "files", PROCESSES, ids=lambda files: files[0].stem if len(files) == 1 else "short ones"
+)
+def test_on_simulated_devices(files):
     reason = simulated.unavailable()
     if reason is not None:
         pytest.skip(reason)
     faulthandler.cancel_dump_traceback_later()  # the process has limits of its own
-    command = [sys.executable, "-m", "pytest", file, "-m", "gpu", "-n0", "-q", "--durations=5"]
+    names = [str(path.relative_to(TESTS.parent)) for path in files]
+    command = [sys.executable, "-m", "pytest", *names, "-m", "gpu", "-n0", "-q", "--durations=5"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
         cwd=TESTS.parent, env={**os.environ, "SYNCPIPE_SIMULATED": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     print(done.stdout, done.stderr)
-    assert done.returncode == 0, f"it failed; by hand: SYNCPIPE_SIMULATED=1 pytest -n0 {file}"
+    assert done.returncode == 0, f"it failed; by hand: SYNCPIPE_SIMULATED=1 pytest -n0 {names}"
     assert " passed" in done.stdout
 
 

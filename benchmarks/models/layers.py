@@ -22,6 +22,16 @@ class Remember(nn.Module):
         return x
 
 
+def conv(
+    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    """A convolution that keeps the size but for its stride, and batch normalisation."""
+    convolution = nn.Conv2d(
+        channels_in, channels, kernel, stride, kernel // 2, groups=groups, bias=False
+    )
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
+
+
 class GlobalAverage(nn.Sequential):
     """The mean over the pixels: from ``[N, C, H, W]`` to ``[N, C]``."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from syncpipe.skip import Namespace, pop, skippable
 
-from .layers import GlobalAverage, Remember
+from .layers import GlobalAverage, Remember, conv
 
 EXPANSION = 4  # a block puts out so many times the channels of its stage
 
@@ -39,30 +39,21 @@ class Add(nn.Module):
         return torch.relu_(x + self.projection(identity))
 
 
-def _conv(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
-) -> nn.Sequential:
-    convolution = nn.Conv2d(
-        channels_in, channels, kernel, stride, kernel // 2, groups=groups, bias=False
-    )
-    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
-
-
 def _conv_relu(*args: Any, **kwargs: Any) -> nn.Sequential:
-    return _conv(*args, **kwargs).append(nn.ReLU(inplace=True))
+    return conv(*args, **kwargs).append(nn.ReLU(inplace=True))
 
 
 def _block(
     channels_in: int, width: int, channels: int, stride: int, groups: int
 ) -> list[nn.Module]:
     projected = channels_in != channels or stride != 1
-    projection = _conv(channels_in, channels, 1, stride=stride) if projected else nn.Identity()
+    projection = conv(channels_in, channels, 1, stride=stride) if projected else nn.Identity()
     block = Namespace()
     return [
         Remember().isolate(block),
         _conv_relu(channels_in, width, 1),
         _conv_relu(width, width, 3, stride=stride, groups=groups),
-        _conv(width, channels, 1),
+        conv(width, channels, 1),
         Add(projection).isolate(block),
     ]
 

@@ -13,6 +13,7 @@ The architecture is that of "Aggregated Residual Transformations for Deep Neural
 
 from torch import nn
 
+from benchmarks.models.layers import conv
 from syncpipe.commands.demo_model import Fork, Join
 from syncpipe.skip import Namespace
 
@@ -30,31 +31,22 @@ BLOCKS = (
 )
 
 
-def _conv(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
-) -> nn.Sequential:
-    convolution = nn.Conv2d(
-        channels_in, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False
-    )
-    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
-
-
 def _block(channels_in: int, width: int, channels: int, stride: int) -> list[nn.Module]:
     same = channels_in == channels and stride == 1
-    shortcut = nn.Identity() if same else _conv(channels_in, channels, 1, stride=stride)
+    shortcut = nn.Identity() if same else conv(channels_in, channels, 1, stride=stride)
     block = Namespace()  # every block uses the name "identity"; this keeps them apart
     return [
         Fork().isolate(block),  # type: ignore[operator]  # a method that skippable adds
-        _conv(channels_in, width, 1).append(nn.ReLU()),
-        _conv(width, width, 3, stride=stride, groups=GROUPS).append(nn.ReLU()),
-        _conv(width, channels, 1),
+        conv(channels_in, width, 1).append(nn.ReLU()),
+        conv(width, width, 3, stride=stride, groups=GROUPS).append(nn.ReLU()),
+        conv(width, channels, 1),
         Join(shortcut).isolate(block),  # type: ignore[operator]
     ]
 
 
 def resnext(classes: int = 10) -> nn.Sequential:
     """A ResNeXt of 20 convolutions in a row, for images of shape ``[N, 1, 8, 8]``."""
-    layers: list[nn.Module] = [_conv(1, BLOCKS[0][0], 3).append(nn.ReLU())]
+    layers: list[nn.Module] = [conv(1, BLOCKS[0][0], 3).append(nn.ReLU())]
     for block in BLOCKS:
         layers += _block(*block)
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -23,6 +23,7 @@ tensors than on fake ones. All else that was compared is the same to the byte (t
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,8 +66,9 @@ class Effect:
 Log = list[tuple[Action, Effect]]
 
 
-def _recording(counter: StorageCounter, log: Log) -> type[TrainingTask]:
-    """The training driver's task, which writes down what its actions do to the memory."""
+def _recording(counter: StorageCounter, log: Log, start: Counter[int]) -> type[TrainingTask]:
+    """The training driver's task, which writes down what its actions do to the memory, and what is
+    alive when the first of them begins."""
 
     class Recording(TrainingTask):
         def bind(self, kind: Kind, j: int) -> Run:
@@ -74,6 +76,8 @@ def _recording(counter: StorageCounter, log: Log) -> type[TrainingTask]:
 
             def recorded(i: int, received: list[Any]) -> Sequence[Any]:
                 before = counter.mark()
+                if not log:
+                    start.update(before)
                 with counter.at(device):
                     sent = run(i, received)
                 now = counter.alive
@@ -131,18 +135,28 @@ class _Run:
                     self.counter.watch(itertools.chain(layer.parameters(), layer.buffers()), j)
             yield Pipe(self.model, self.balance, devices=workers, checkpoint=self.checkpoint)
 
-    def step(self, pipe: Pipe, m: int, samples: int, schedule: str) -> Log:
-        """One ``train_batch`` into gradients of None."""
+    def step(
+        self, pipe: Pipe, m: int, samples: int, schedule: str, *, gradients: bool = False
+    ) -> tuple[Log, Counter[int]]:
+        """One ``train_batch`` into gradients of None, or into those that are there.
+
+        Returns:
+            What its actions did, and what it had made on each device before the first of them.
+        """
         log: Log = []
+        start: Counter[int] = Counter()
         pipe.chunks = m
-        pipe.zero_grad()
+        if not gradients:
+            pipe.zero_grad()
         last = len(self.balance) - 1
         with self.counter.at(0):
             x, target = self.batch(m * samples, torch.device("cpu", 0), torch.device("cpu", last))
-        recording = _recording(self.counter, log)
+        ready = self.counter.mark()
+        recording = _recording(self.counter, log, start)
         with mock.patch("syncpipe.training.train.TrainingTask", recording), syncpipe.inline():
             pipe.train_batch(x, target, loss_fn=self.loss_fn, schedule=schedule)
-        return log
+        start.subtract(ready)
+        return log, start
 
 
 def _fill(layer: nn.Module, device: torch.device) -> None:
@@ -246,7 +260,7 @@ class Effects:
         with run.ready() as pipe:
             # Once before: a pipe learns in its first forward what its layers do.
             run.step(pipe, 2, self.samples, "gpipe")
-            log = run.step(pipe, 2, self.samples, "gpipe")
+            log, _ = run.step(pipe, 2, self.samples, "gpipe")
         table: dict[tuple[Any, ...], Effect] = {}
         for (kind, i, j), effect in log:
             table[kind, j, kind == "backward" and i == 1] = effect
@@ -279,6 +293,7 @@ def actual_peaks(
     schedule: str,
     checkpoint: str,
     fake: bool,
+    gradients: bool = False,
 ) -> tuple[list[int], list[Action]]:
     """What a whole step of ``m`` micro-batches takes, counted while it runs on one thread.
 
@@ -286,16 +301,19 @@ def actual_peaks(
         model: on ``meta`` for fake tensors, on the CPU for real ones.
         balance, batch, loss_fn, samples, m, schedule, checkpoint: as for :class:`Effects`.
         fake: whether it runs on fake tensors.
+        gradients: whether parameters have gradients before the step.
 
     Returns:
-        For each device the most bytes besides parameters, buffers and the mini-batch, gradients
-        included, which are made in this step; and the actions in the order in which they ran.
+        For each device the most bytes besides parameters, buffers, the mini-batch and gradients
+        that are there before the step; gradients that it makes and copies included. And the
+        actions in the order in which they ran.
     """
     run = _Run(model, balance, batch, loss_fn, checkpoint=checkpoint, fake=fake)
     with run.ready() as pipe:
         run.step(pipe, 2, samples, "gpipe")
-        log = run.step(pipe, m, samples, schedule)
-    now, peaks = [0] * len(balance), [0] * len(balance)
+        log, made = run.step(pipe, m, samples, schedule, gradients=gradients)
+    now = [made[device] for device in range(len(balance))]
+    peaks = list(now)
     for _, effect in log:
         for device, rise in effect.rise.items():
             peaks[device] = max(peaks[device], now[device] + rise)

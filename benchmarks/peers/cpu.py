@@ -35,6 +35,7 @@ DEFINITIONS = {
     "Backward of `pipe(x)` and of the older libraries runs on the calling thread, which has all.",
     "ms": "measured: forward, loss and backward of one mini-batch, from gradients of None; of "
     "torch.distributed that of the rank that took longer, both having started from a barrier.",
+    "quickest": "ms of the quickest round, which other work on the machine changes least.",
     "over the loop": "time over that of the plain loop over the same micro-batches, in the same "
     "round; the loop never re-materializes.",
     "over torchgpipe, over fairscale": "time over theirs of the same checkpoint mode in the same "

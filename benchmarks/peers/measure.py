@@ -84,6 +84,7 @@ def measured(
         times = samples[name]
         if meter.peak is None:
             row["ms"] = Spread.of([1e3 * took for took in times])
+            row["quickest"] = 1e3 * min(times)
         else:
             row["samples/s"] = Spread.of([len(found.task.x) / took for took in times])
         if LOOP in samples:

@@ -33,12 +33,14 @@ def memory(options: Options) -> Part:
     """Compares them."""
     part = Part(
         "Planned and counted memory",
-        f"Steps of train_batch into gradients of None, {CHUNKS} micro-batches, equal numbers of "
-        "layers for each stage, nothing or everything re-materialized; the largest stage of each. "
+        f"Steps of train_batch, {CHUNKS} micro-batches, equal numbers of layers for each stage, "
+        "nothing or everything re-materialized; the largest stage of each. "
         "Counted on fake tensors, every storage that is alive: parameters, buffers, gradients, "
         "mini-batch and all that the step makes; no optimizer.",
         {
-            "planned MB": "planned: Chain.memory of the stage, of a profile measured on the CPU.",
+            "gradients": "before the step: none, as after zero_grad(), or there, to be added to.",
+            "planned MB": "planned: Chain.memory of the stage, of a profile measured on the CPU; "
+            "with what the page has as '+ .grad' where there are gradients.",
             "counted MB": "counted: the most bytes alive on its device at any time of the step.",
             "planned / counted": "of the largest stage.",
             "stages": "the same for each stage.",
@@ -50,13 +52,17 @@ def memory(options: Options) -> Part:
         samples = len(problem.x) // CHUNKS
         found = profile(problem.model, problem.x, sizes=[samples], time=False)
         chain = Chain.of(found, samples, _SGD, CHUNKS * samples)
-        for n, schedule, mode in itertools.product(STAGES, ("gpipe", "1f1b"), ("never", "always")):
+        trained = [layer.parameter_bytes - layer.frozen_bytes for layer in found.layers]
+        for n, schedule, mode, there in itertools.product(
+            STAGES, ("gpipe", "1f1b"), ("never", "always"), (False, True)
+        ):
             balance = even_split(len(chain), n)
             slots = (CHUNKS,) * n if schedule == "gpipe" else slots_of("overlap", n, CHUNKS)
-            counted = _counted(model, options.quick, balance, samples, schedule, mode)
+            counted = _counted(model, options.quick, balance, samples, schedule, mode, there)
             planned, i = [], 0
             for s, size in enumerate(balance):
                 planned.append(chain.memory(i, i + size, slots[s], slots[0], mode == "always"))
+                planned[s] += sum(trained[i : i + size]) * there
                 i += size
             ratio = max(planned) / max(counted)
             ratios.setdefault(name, []).append(ratio)
@@ -66,6 +72,7 @@ def memory(options: Options) -> Part:
                     "balance": "-".join(map(str, balance)),
                     "schedule": schedule,
                     "checkpoint": mode,
+                    "gradients": "there" if there else "none",
                     "planned MB": max(planned) / 1e6,
                     "counted MB": max(counted) / 1e6,
                     "planned / counted": ratio,
@@ -81,8 +88,8 @@ def memory(options: Options) -> Part:
             f"{min(of):.3f} to {max(of):.3f}",
         )
     part.notes.append(
-        "Under GPipe the gradients, None before the step, are made while activations go: the peak "
-        "is planned as if they were there before."
+        "Under GPipe gradients that are none before the step are made while activations go: the "
+        "peak is planned as if they were there before."
     )
     return part
 
@@ -94,8 +101,9 @@ def _counted(
     samples: int,
     schedule: str,
     mode: str,
+    there: bool,
 ) -> list[float]:
-    """Bytes of each stage."""
+    """Bytes of each stage; ``there``: with gradients before the step."""
     with torch.device("meta"):
         problem = model(quick)
 
@@ -107,10 +115,14 @@ def _counted(
         )
 
     layers = list(problem.model)
-    own = [sum(_bytes(t) for t in (*x.parameters(), *x.buffers())) for x in layers]
+    own = [
+        sum(_bytes(t) * (1 + (there and t.requires_grad)) for t in (*x.parameters(), *x.buffers()))
+        for x in layers
+    ]
     peaks, _ = actual_peaks(
         problem.model, balance, batch, F.mse_loss,
         samples=samples, m=CHUNKS, schedule=schedule, checkpoint=mode, fake=True,
+        gradients=there,
     )  # fmt: skip
     ends = [0, *itertools.accumulate(balance)]
     stages = zip(peaks, itertools.pairwise(ends), strict=True)

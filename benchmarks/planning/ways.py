@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,6 @@ from benchmarks.planning.profiles import PARAM_SCALE
 from benchmarks.schedules.model import PipeStep, Problem
 from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe, Plan
-from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.planner.cuts.heuristics import block_partitions, even_split
 from syncpipe.planner.search.search import Candidate, evaluate
 
@@ -71,25 +71,35 @@ def loop_of(m: int) -> str:
     return f"plain loop, {m} micro-batches"
 
 
-def steps(problem: Problem, ways: Mapping[str, Plan]) -> dict[str, Callable[[], float]]:
-    """A step of each way, after it was seen to do what the plain loop does; and these loops."""
+def steps(
+    problem: Problem, ways: Mapping[str, Plan], processors: Mapping[str, list[float]]
+) -> dict[str, Callable[[], float]]:
+    """A step of each way, after it was seen to do what the plain loop does; and these loops.
+
+    How many processors a way has had on average is added to ``processors``, for each time.
+    """
     counts = dict.fromkeys(plan.chunks for plan in ways.values())
     jobs: dict[str, Callable[[], float]] = {loop_of(m): warmed(problem.loop(m)) for m in counts}
     for label, plan in ways.items():
         pipe = Pipe(copy.deepcopy(problem.model), **plan.options(), devices=plan.devices)
         step = PipeStep(pipe, problem.x, problem.target, plan.schedule, plan.slots)
-        jobs[label] = warmed(step.checked(label, problem.expected(plan.chunks)))
+        checked = step.checked(label, problem.expected(plan.chunks))
+        jobs[label] = warmed(checked, processors[label])
     return jobs
 
 
-def warmed(step: Callable[[], Any]) -> Callable[[], float]:
+def warmed(step: Callable[[], Any], processors: list[float] | None = None) -> Callable[[], float]:
     """A job that takes the time of a second step: the caches are those of a training, not those
     that another job has left."""
     job = timed(step)
 
     def second() -> float:
         step()
-        return job()
+        before = time.process_time()
+        took = job()
+        if processors is not None:
+            processors.append((time.process_time() - before) / took)
+        return took
 
     return second
 
@@ -109,16 +119,11 @@ def two_at_once(problem: Problem, m: int) -> dict[str, Callable[[], float]]:
     return {ALONE: warmed(running(loops[0])), AT_ONCE: warmed(running(*loops))}
 
 
-def asleep(quick: bool) -> tuple[Problem, Profile]:
-    """Layers that sleep, and their profile, for micro-batches of one sample."""
+def asleep(quick: bool) -> Problem:
+    """Layers that sleep, backward twice as long as forward."""
     naps = (1, 2, 1, 4) if quick else (3, 1, 7, 2, 2, 5, 1, 1, 9, 2, 4, 1)
-    width, batch = 4, 4 if quick else 8
+    width, batch = 4, 16
     torch.manual_seed(0)
-    layers, entries = [], []
-    for index, milliseconds in enumerate(naps):
-        took = 1e-3 * milliseconds
-        layers.append(NappingLinear(width, Naps(took, took, took), splits=False))
-        sizes = {1: float(4 * width)}
-        entries.append(LayerProfile(str(index), {1: took}, {1: 2 * took}, sizes, sizes))
-    data = [torch.randn(batch, width) for _ in range(2)]
-    return Problem(nn.Sequential(*layers), *data), Profile(tuple(entries))
+    seconds = [1e-3 * milliseconds for milliseconds in naps]
+    layers = [NappingLinear(width, Naps(took, took, took), splits=False) for took in seconds]
+    return Problem(nn.Sequential(*layers), *(torch.randn(batch, width) for _ in range(2)))

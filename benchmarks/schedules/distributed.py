@@ -11,9 +11,8 @@ from benchmarks.common import Part, Spread, check, number, rounds, timed
 from benchmarks.group import Options
 from benchmarks.ranks import BRIDGE, RANKS, Ranks, Work, missing
 from benchmarks.ranks import SCHEDULES as THEIRS
-from benchmarks.schedules.ideal import DEVICES
-from benchmarks.schedules.ideal import SCHEDULES as OURS
-from benchmarks.schedules.model import big
+from benchmarks.schedules.ideal import SUBJECTS as OURS
+from benchmarks.schedules.model import big, reported
 
 
 def run(options: Options) -> Part:
@@ -54,9 +53,7 @@ def run(options: Options) -> Part:
                 label = f"{BRIDGE}{schedule}"
                 check(label, ranks.outcome(label, m), expected)
                 jobs[label] = partial(ranks.step, label, m)
-            for label, (schedule, slots) in OURS.items():
-                step = problem.pipe(DEVICES, m, schedule, slots).checked(label, expected)
-                jobs[label] = timed(step)
+            jobs |= problem.jobs(m, OURS)
             _report(part, m, rounds(jobs, repeats, f"distributed, m={m}"))
     return part
 
@@ -69,19 +66,12 @@ def _work(options: Options) -> Work:
 
 def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:
     """A row for each job, a target for each of ours."""
-    for label, times in samples.items():
-        row = {
-            "m": m,
-            "what": label,
-            "ms": Spread.of([1e3 * time for time in times]),
-            "over the loop": Spread.ratio(times, samples["plain loop"]),
-        }
-        part.rows.append(row)
+    for label, times, row in reported(part, m, samples):
         if label.startswith(BRIDGE):
             theirs = f"torch {label.removeprefix(BRIDGE)}"
             row["ours over theirs"] = Spread.ratio(times, samples[theirs])
         if label in OURS:
-            theirs = f"torch {OURS[label][0]}"
+            theirs = f"torch {OURS[label][1]}"
             ratio = row["ours over theirs"] = Spread.ratio(times, samples[theirs])
             aim = f"{label}, {m} micro-batches: faster than {theirs}"
             part.aim(aim, ratio.median < 1, f"{number(ratio.median)} times")

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from benchmarks.common import Part, Spread, number, rounds, timed
 from benchmarks.group import Options
-from benchmarks.schedules.model import Halves, big
+from benchmarks.schedules.model import Halves, big, reported
 
 #: At most this many times the ideal.
 TARGET = 1.08
-#: By label: schedule and slots.
-SCHEDULES = {
-    "gpipe": ("gpipe", None),
-    "1f1b, textbook slots": ("1f1b", "textbook"),
-    "1f1b, overlap slots": ("1f1b", "overlap"),
-}
 DEVICES = ("cpu:0", "cpu:1")
+#: By label: devices, schedule and slots.
+SUBJECTS = {
+    "gpipe": (DEVICES, "gpipe", None),
+    "1f1b, textbook slots": (DEVICES, "1f1b", "textbook"),
+    "1f1b, overlap slots": (DEVICES, "1f1b", "overlap"),
+}
 
 
 def run(options: Options) -> Part:
@@ -45,15 +45,12 @@ def run(options: Options) -> Part:
         ],
     )
     for m in chunks:
-        expected = problem.expected(m)
         jobs: dict[str, Callable[[], float]] = {
             "plain full batch": timed(problem.loop(1)),
             "plain loop": timed(problem.loop(m)),
             **Halves(problem, m).jobs(),
+            **problem.jobs(m, SUBJECTS),
         }
-        for label, (schedule, slots) in SCHEDULES.items():
-            step = problem.pipe(DEVICES, m, schedule, slots).checked(label, expected)
-            jobs[label] = timed(step)
         _report(part, m, rounds(jobs, repeats, f"ideal, m={m}"))
     return part
 
@@ -63,17 +60,10 @@ def _report(part: Part, m: int, samples: dict[str, list[float]]) -> None:
     n = len(DEVICES)
     loop, halves = samples["plain loop"], samples["both halves at once"]
     alone = list(map(max, samples["first half alone"], samples["second half alone"]))
-    for label, times in samples.items():
-        row = {
-            "m": m,
-            "what": label,
-            "ms": Spread.of([1e3 * time for time in times]),
-            "over the loop": Spread.ratio(times, loop),
-        }
-        part.rows.append(row)
+    for label, times, row in reported(part, m, samples):
         if label == "both halves at once":
             row["machine"] = Spread.ratio(times, alone)
-        if label in SCHEDULES:
+        if label in SUBJECTS:
             ideal = row["over ideal"] = Spread.ratio(times, loop, (m + n - 1) / (m * n))
             measured = row["over measured ideal"] = Spread.ratio(times, halves, (m + n - 1) / m)
             part.aim(

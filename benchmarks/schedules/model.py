@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import Outcome, check, gradients, timed
+from benchmarks.common import Outcome, Part, Spread, check, gradients, timed
 from benchmarks.group import Options
 from syncpipe import Pipe
+
+#: Devices, a schedule, and its slots.
+Subject = tuple[Sequence[str], str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class Problem:
         pipe = Pipe(model, [each] * n, devices=devices, chunks=m, checkpoint="never")
         return PipeStep(pipe, self.x, self.target, schedule, slots)
 
+    def jobs(self, m: int, subjects: Mapping[str, Subject]) -> dict[str, Callable[[], float]]:
+        """To measure: pipes, after they were seen to do what the plain loop does."""
+        expected = self.expected(m)
+        return {
+            label: timed(self.pipe(devices, m, schedule, slots).checked(label, expected))
+            for label, (devices, schedule, slots) in subjects.items()
+        }
+
     def expected(self, m: int) -> Outcome:
         """What the plain loop over ``m`` micro-batches leaves."""
         model = copy.deepcopy(self.model)
@@ -63,6 +74,21 @@ def big(options: Options) -> tuple[Problem, str, tuple[int, ...]]:
     layers, width, batch, chunks = (4, 64, 64, (4,)) if options.quick else (8, 1024, 512, (8, 16))
     name = f"{layers} x (Linear({width}, {width}) + GELU), batch {batch}"
     return mlp(layers, width, batch), name, chunks
+
+
+def reported(
+    part: Part, m: int, samples: Mapping[str, list[float]]
+) -> Iterator[tuple[str, list[float], dict[str, Any]]]:
+    """A row for each job, beside the plain loop: its label, its times, and the row to add to."""
+    for label, times in samples.items():
+        row = {
+            "m": m,
+            "what": label,
+            "ms": Spread.of([1e3 * time for time in times]),
+            "over the loop": Spread.ratio(times, samples["plain loop"]),
+        }
+        part.rows.append(row)
+        yield label, times, row
 
 
 def loop_step(model: nn.Module, x: Tensor, target: Tensor, m: int) -> Tensor:

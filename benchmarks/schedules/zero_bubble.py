@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from benchmarks.common import Part, Spread, number, rounds, timed
 from benchmarks.group import Options
 from benchmarks.schedules.ideal import DEVICES
-from benchmarks.schedules.model import big
+from benchmarks.schedules.model import big, reported
 from syncpipe.schedules import one_f_one_b, zb_h1
 from syncpipe.schedules.simulation import Costs, simulate
 
@@ -43,11 +41,7 @@ def run(options: Options) -> Part:
         },
     )
     for m in chunks:
-        expected = problem.expected(m)
-        jobs: dict[str, Callable[[], float]] = {"plain loop": timed(problem.loop(m))}
-        for label, (devices, schedule, slots) in SUBJECTS.items():
-            step = problem.pipe(devices, m, schedule, slots).checked(label, expected)
-            jobs[label] = timed(step)
+        jobs = {"plain loop": timed(problem.loop(m)), **problem.jobs(m, SUBJECTS)}
         _report(part, m, n, rounds(jobs, repeats, f"zero_bubble, m={m}"))
         even = Costs.even(n)
         gain = simulate(zb_h1(m, n), even).makespan / simulate(one_f_one_b(m, n), even).makespan
@@ -61,14 +55,7 @@ def run(options: Options) -> Part:
 def _report(part: Part, m: int, n: int, samples: dict[str, list[float]]) -> None:
     """A row for each job, and the targets."""
     loop, other = samples["plain loop"], samples["1f1b, overlap slots"]
-    for label, times in samples.items():
-        row = {
-            "m": m,
-            "what": label,
-            "ms": Spread.of([1e3 * time for time in times]),
-            "over the loop": Spread.ratio(times, loop),
-        }
-        part.rows.append(row)
+    for label, times, row in reported(part, m, samples):
         if label in SUBJECTS and "one worker" not in label:
             row["over 1f1b"] = Spread.ratio(times, other)
             row["over ideal of 1f1b"] = Spread.ratio(times, loop, (m + n - 1) / (m * n))

@@ -19,12 +19,13 @@ from syncpipe.balance.estimation.roofline import Roofline
 from syncpipe.balance.profile import Profile
 from syncpipe.balance.profiling.profiler import Profiler, Timing
 from syncpipe.balance.profiling.rounds import Progress
-from syncpipe.balance.profiling.sandbox import Place, copy_of_tensor, place_of, sandboxed
+from syncpipe.balance.profiling.sandbox import Place, copy_of_tensor, place_of
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
 from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import NoChunk, scatter
 from syncpipe.skip import verify_skippables
+from syncpipe.state import sandboxed
 from syncpipe.tree import described, flatten, unflatten
 
 __all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
@@ -71,7 +72,7 @@ def profile(
         sizes: of the micro-batches to measure, in samples; each is a part of the sample. Default:
             the sample's own, a half, a quarter and an eighth of it, but no less than 2.
         timeout: seconds to measure for, in all. Slow layers are run 3 times nevertheless, or at
-            the very least once, after once to warm up.
+            the very least once, after once to warm up and a forward for their Python.
         device: where to measure; the copies of the layers go there one by one, so that the model
             may be larger than the device. ``"meta"`` measures sizes of a real model. Default:
             where each layer is; of a spec, where the sample is.

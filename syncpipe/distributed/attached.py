@@ -9,7 +9,8 @@ from torch import nn
 
 from syncpipe.distributed.averaging import Averaging
 from syncpipe.distributed.backward import average_backward
-from syncpipe.distributed.batches import TrainBatch, eval_batch, train_batch
+from syncpipe.distributed.batches import TrainBatch
+from syncpipe.distributed.reduction import Reduction
 from syncpipe.training.loss.objective import Objective
 
 __all__ = ["Attached"]
@@ -22,11 +23,34 @@ class Attached(Averaging):
         self, step: Callable[[TrainBatch], Any], *, global_loss: bool, accumulate: float
     ) -> Any:
         """``train_batch`` in all processes, of which ``step`` does that of this one."""
-        return train_batch(self, step, global_loss=global_loss, accumulate=accumulate)
+
+        def run(reduction: Reduction) -> Any:
+            reduction.signature += (
+                ("no_sync", not self.syncs),
+                ("global_loss", global_loss),
+                ("accumulate", accumulate),
+            )
+            result = step(TrainBatch(self, reduction))
+            return self.combined(result, reduction.share) if global_loss else result
+
+        return self.run("train_batch", run)
 
     def eval_batch(self, step: Callable[[Callable[[Objective], None]], Any]) -> Any:
         """The same, for the loss of all processes."""
-        return eval_batch(self, step)
+
+        def run(reduction: Reduction) -> Any:
+            def weighed(objective: Objective) -> None:
+                reduction.adds_up = objective.adds_up
+                reduction.signature += (("loss_reduction='sum'", objective.adds_up),)
+                assumed, total = objective.assumed, objective.total
+                assert assumed is not None
+                reduction.begin(assumed[0] if total is None else total, True)
+
+            result = step(weighed)
+            self.finish(reduction)
+            return self.combined(result, reduction.share)
+
+        return self.run("eval_batch", run)
 
     def forward(self, partitions: Sequence[nn.Module], output: Any) -> None:
         """What ``pipe(x)`` does with its output."""

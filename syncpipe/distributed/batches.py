@@ -1,8 +1,8 @@
-"""``train_batch`` and ``eval_batch`` in all processes."""
+"""``train_batch`` in all processes: what is told of it, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,51 +18,9 @@ from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.task import Watch
 
-__all__ = ["TrainBatch", "eval_batch", "train_batch"]
+__all__ = ["TrainBatch"]
 
 _BACKWARD = ("backward", "backward_input", "backward_weight")
-
-
-def train_batch(
-    averaging: Averaging, step: Callable[[TrainBatch], Any], *, global_loss: bool, accumulate: float
-) -> Any:
-    """Runs a ``train_batch``.
-
-    Args:
-        averaging: of the pipe.
-        step: ``train_batch`` of this process.
-        global_loss: return the loss of all processes.
-        accumulate: as of ``train_batch``.
-    """
-
-    def run(reduction: Reduction) -> Any:
-        reduction.signature += (
-            ("no_sync", not averaging.syncs),
-            ("global_loss", global_loss),
-            ("accumulate", accumulate),
-        )
-        result = step(TrainBatch(averaging, reduction))
-        return averaging.combined(result, reduction.share) if global_loss else result
-
-    return averaging.run("train_batch", run)
-
-
-def eval_batch(averaging: Averaging, step: Callable[[Callable[[Objective], None]], Any]) -> Any:
-    """Runs an ``eval_batch``, and returns the loss of all processes."""
-
-    def run(reduction: Reduction) -> Any:
-        def weighed(objective: Objective) -> None:
-            reduction.adds_up = objective.adds_up
-            reduction.signature += (("loss_reduction='sum'", objective.adds_up),)
-            assumed, total = objective.assumed, objective.total
-            assert assumed is not None
-            reduction.begin(assumed[0] if total is None else total, True)
-
-        result = step(weighed)
-        averaging.finish(reduction)
-        return averaging.combined(result, reduction.share)
-
-    return averaging.run("eval_batch", run)
 
 
 class TrainBatch:

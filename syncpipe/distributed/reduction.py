@@ -96,6 +96,7 @@ class Reduction:
         # What it knows of all processes: the weights that were assumed, and those that were.
         self._own, self._assumed = 0.0, 0.0
         self._whole: float | None = None
+        self._early = False  # whether a process needs the latter before the first bucket
         self._ended: list[list[float]] | None = None
         self._flats: list[tuple[Bucket, Tensor]] = []
         self._without: frozenset[int] = frozenset()
@@ -236,7 +237,9 @@ class Reduction:
                 with self._lanes[weight.device].active():
                     weight = weight.item()
             self._own = float(weight)
-        numbers = [bool(self._failure), digest(self.signature), self._own, exact]
+        leaves = [leaf for bucket in self.buckets for leaf in bucket.leaves]
+        before = any(self.before(leaf) is not None for leaf in leaves)
+        numbers = [bool(self._failure), digest(self.signature), self._own, exact, before]
         rows = self._processes.exchange(numbers)
         self._check_failures(rows)
         if any(row[1] != rows[0][1] for row in rows):
@@ -244,13 +247,14 @@ class Reduction:
             raise _difference(self._processes.objects((*self.signature, ("its buckets", shapes))))
         self._assumed = sum(row[2] for row in rows)
         self._whole = self._assumed if all(row[3] for row in rows) else None
+        self._early = any(row[4] for row in rows)  # of all: collectives come in one order
 
     def _launched(self, k: int, bucket: Bucket) -> tuple[Any, Tensor]:
         """A bucket on its way, as soon as it is ready."""
         self._hear(lambda: self._done or k in self._ready)
         if any(map(self.late, bucket.leaves)):
             self._hear(lambda: self._done)
-        if self._whole is None and any(self.before(leaf) is not None for leaf in bucket.leaves):
+        if self._whole is None and self._early:
             self._end()
         return self._started(bucket)
 

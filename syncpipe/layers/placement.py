@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.conversion.opening import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential
@@ -32,13 +33,6 @@ __all__ = [
     "placed_balance",
     "resolve_workers",
 ]
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
@@ -108,7 +102,7 @@ def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
 
 
 def _hooks_of(module: nn.Module) -> list[str]:
-    return [name for name in _HOOKS if getattr(module, name)]
+    return [name for name in HOOKS if getattr(module, name)]
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:

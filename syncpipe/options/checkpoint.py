@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-__all__ = ["ByLayer", "Mode", "Selective", "StageMode", "checked_modes", "modes_of_stages"]
+__all__ = ["ByLayer", "Selective", "StageMode", "checked_modes", "modes_of_stages"]
 
 NAMES = ("always", "except_last", "never", "offload")
 
@@ -78,8 +78,6 @@ class ByLayer(NamedTuple):
 
 #: What a stage does.
 StageMode = str | Selective | ByLayer
-#: What is given for all stages: a name, a policy, a predicate, or layers.
-Mode = Any
 
 _WAYS = (
     f"one of {', '.join(map(repr, NAMES))}, a function (layer) -> bool, a list of layers, a "

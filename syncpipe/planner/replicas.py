@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from syncpipe.balance.profile import Profile, in_bytes, interpolate
+from syncpipe.balance.profile import Profile, in_bytes
+from syncpipe.planner.cuts.shared import SharedCosts, least_times, stages_within
 
 __all__ = ["Replicas", "replicated"]
 
@@ -259,116 +259,23 @@ def replicated(
         samples = profile.sizes[-1]
     if samples is not None:
         profile = profile.of(samples)
-    costs = _Costs(profile, bandwidth, 1 if samples is None else samples)
-    table = _best(costs, machines)
+    costs = SharedCosts(profile, bandwidth, 1 if samples is None else samples)
+    table = least_times(costs, machines)
     # What differs by rounding alone is as fast.
-    stages = _stages(costs, machines, table[machines][-1] * (1 + 1e-12))
+    stages = stages_within(costs, machines, table[machines][-1] * (1 + 1e-12))
     L = len(profile.layers)
     return Replicas(
         stages=stages,
         names=tuple(layer.name for layer in profile.layers),
-        compute=tuple(costs.compute(*stage) for stage in stages),
-        synchronization=tuple(costs.synchronization(*stage) for stage in stages),
-        transfer=tuple(costs.transfer(first, m) if first else 0.0 for first, _, m in stages),
-        parameter_bytes=tuple(costs.weights(first, last) for first, last, _ in stages),
+        compute=tuple(float(costs.compute(*stage)) for stage in stages),
+        synchronization=tuple(float(costs.synchronization(*stage)) for stage in stages),
+        transfer=tuple(float(costs.transfer(first, m)) if first else 0.0 for first, _, m in stages),
+        parameter_bytes=tuple(int(costs.weights(first, last)) for first, last, _ in stages),
         times=tuple(table[m][L] for m in range(1, machines + 1)),
-        data_parallel=costs.stage(0, L, machines),
+        data_parallel=float(costs.stage(0, L, machines)),
         bandwidth=bandwidth,
         samples=samples,
     )
-
-
-class _Costs:
-    """The times of the formula. Layers are counted from 0, and ``j`` is the one after the last."""
-
-    def __init__(self, profile: Profile, bandwidth: float, samples: int) -> None:
-        self.layers = len(profile.layers)
-        self._bandwidth = bandwidth
-        times = [
-            interpolate(layer.forward, samples) + interpolate(layer.backward, samples)
-            for layer in profile.layers
-        ]
-        weights = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]
-        self._times = list(accumulate(times, initial=0.0))
-        self._weights = list(accumulate(weights, initial=0))
-        #: Bytes that cross the cut before each layer; nothing before the first.
-        self.bytes = [0.0] + [interpolate(x.output_bytes, samples) for x in profile.layers[:-1]]
-        for skip in profile.skips:
-            for cut in range(skip.stash + 1, skip.pop + 1):
-                self.bytes[cut] += interpolate(skip.bytes, samples)
-
-    def compute(self, i: int, j: int, m: int) -> float:
-        return (self._times[j] - self._times[i]) / m
-
-    def synchronization(self, i: int, j: int, m: int) -> float:
-        return 4 * (m - 1) * self.weights(i, j) / (m * self._bandwidth) / m
-
-    def weights(self, i: int, j: int) -> int:
-        return self._weights[j] - self._weights[i]
-
-    def transfer(self, cut: int, m: int) -> float:
-        return 2 * self.bytes[cut] / (self._bandwidth * m)
-
-    def stage(self, i: int, j: int, m: int) -> float:
-        """T(i..j, m)."""
-        return max(self.compute(i, j, m), self.synchronization(i, j, m))
-
-
-def _best(costs: _Costs, machines: int) -> list[list[float]]:
-    """A(j, m), as ``table[m][j]`` for all ``m`` from 1."""
-    table = [[math.inf] for _ in range(machines + 1)]
-    # What comes before a last stage on m' machines, its way to it included: ready[m'][m - m'].
-    ready: list[list[list[float]]] = [
-        [[math.inf] for _ in range(machines + 1)] for _ in range(machines + 1)
-    ]
-    for j in range(1, costs.layers + 1):
-        rows = [[costs.stage(s, j, m) for s in range(j)] for m in range(1, machines + 1)]
-        for m in range(1, machines + 1):
-            best = rows[m - 1][0]
-            for last in range(1, m):
-                best = min(best, *map(max, ready[last][m - last], rows[last - 1]))
-            table[m].append(best)
-        if j < costs.layers:
-            for last in range(1, machines + 1):
-                way = costs.transfer(j, last)
-                for m in range(1, machines + 1 - last):
-                    ready[last][m].append(max(table[m][j], way))
-    return table
-
-
-def _stages(costs: _Costs, machines: int, limit: float) -> tuple[tuple[int, int, int], ...]:
-    """Stages of which none takes longer: the fewest, then the fewest bytes between them."""
-    L = costs.layers
-    none = (math.inf, math.inf, 0, 0)
-    # For layers and machines: stages, bytes, and of the last stage its first layer and machines.
-    chosen: list[list[tuple[float, float, int, int]]] = [
-        [none] * (L + 1) for _ in range(machines + 1)
-    ]
-    for j in range(1, L + 1):
-        for last in range(1, machines + 1):
-            if costs.stage(0, j, last) <= limit:
-                chosen[last][j] = min(chosen[last][j], (1, 0.0, 0, last))
-            cuts = []
-            for s in range(j - 1, 0, -1):
-                if costs.stage(s, j, last) > limit:
-                    break
-                if costs.transfer(s, last) <= limit:
-                    cuts.append(s)
-            for m in range(last + 1, machines + 1):
-                before = chosen[m - last]
-                best = chosen[m][j]
-                for s in cuts:
-                    stages, size, _, _ = before[s]
-                    if stages < best[0]:
-                        best = min(best, (stages + 1, size + costs.bytes[s], s, last))
-                chosen[m][j] = best
-    found: list[tuple[int, int, int]] = []
-    j, m = L, machines
-    while j:
-        _, _, first, last = chosen[m][j]
-        found.append((first, j, last))
-        j, m = first, m - last
-    return tuple(reversed(found))
 
 
 def _ms(seconds: float) -> str:

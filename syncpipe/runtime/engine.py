@@ -122,17 +122,18 @@ def _take(lock: threading.Lock, cancelled: threading.Event) -> None:
 
 
 class _Inbox:
-    """The messages for one worker in one call."""
+    """The messages for one worker in one call.
 
-    __slots__ = ("_arrived", "_queue")
+    Attributes:
+        put: puts a message in: its number and a value; None for both: the call is cancelled.
+    """
+
+    __slots__ = ("_arrived", "_queue", "put")
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int | None, Any]] = SimpleQueue()
         self._arrived: dict[int | None, Any] = {}
-
-    def put(self, number: int | None, value: Any) -> None:
-        """Puts a message in; None: the call is cancelled."""
-        self._queue.put((number, value))
+        self.put = self._queue.put
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
         """Waits for messages and takes them out; raises when the call is cancelled."""
@@ -143,7 +144,7 @@ class _Inbox:
                 if found is None:
                     raise _Cancelled
                 arrived[found] = value
-        return [arrived.pop(number) for number in numbers]
+        return list(map(arrived.pop, numbers))
 
 
 class _Finished:
@@ -195,12 +196,12 @@ class _Execution:
         """Lets every worker stop before its next action."""
         self.cancelled.set()
         for inbox in self.inboxes:
-            inbox.put(None, None)
+            inbox.put((None, None))
 
     def deliver(self, to: Sequence[int], numbers: Sequence[int], values: Sequence[Any]) -> None:
         """Sends messages to the workers that they are for."""
         for w, number, value in zip(to, numbers, values, strict=True):
-            self.inboxes[w].put(number, value)
+            self.inboxes[w].put((number, value))
 
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The steps of worker ``w``, on its thread. Never raises."""
@@ -233,9 +234,9 @@ class _Execution:
         RUNNING.set((*RUNNING.get(), Running(self.engine, 0, (), self.cancelled)))
         runs = self.runs
         values: dict[int, Any] = {}
+        take, put = values.pop, values.__setitem__
         for what, i, needs, sends, _ in self.steps.serial:
-            received = [values.pop(number) for number in needs]
-            values.update(zip(sends, runs[what](i, received), strict=True))
+            list(map(put, sends, runs[what](i, list(map(take, needs)))))  # no name holds a value
 
 
 class Engine:

@@ -22,8 +22,11 @@ def nodes_of(ends: Iterable[Any], begins: Iterable[Any] = ()) -> list[Any]:
         begins: nodes where it begins: neither these nor what is behind them.
     """
     seen = {None, *begins}
-    nodes = [node for node in dict.fromkeys(ends) if node not in seen]
-    seen.update(nodes)
+    nodes: list[Any] = []
+    for node in ends:
+        if node not in seen:
+            seen.add(node)
+            nodes.append(node)
     for node in nodes:  # which grows
         for following, _ in node.next_functions:
             if following not in seen:

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 
-__all__ = ["INLINE", "inline", "untraced"]
+from syncpipe.runtime.thread_state import settled
+
+__all__ = ["INLINE", "driven", "inline"]
 
 INLINE: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
 
@@ -31,9 +34,13 @@ class inline(AbstractContextManager[None]):
         INLINE.reset(self._token)
 
 
-def untraced(driver: Callable[..., Any]) -> Callable[..., Any]:
-    """A driver, out of sight of torch.compile: that is for layers, not for what is between."""
+def driven(driver: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a driver out of sight of torch.compile: that is for layers, not for what is between.
+
+    Settings of the calling thread are as they were when it ends, Ctrl-C or not.
+    """
+    run = partial(driver, *args, **options)
     if "torch._dynamo" not in sys.modules:
-        return driver
+        return settled(run)
     disable: Any = torch.compiler.disable
-    return cast("Callable[..., Any]", disable(driver))
+    return disable(settled)(run)

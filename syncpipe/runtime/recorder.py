@@ -9,11 +9,11 @@ interpreter's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,16 @@ from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.streams import Lane, Streams
 from syncpipe.schedules.schedule import Devices, devices_of
 
-__all__ = ["Moment", "Record", "Recorder"]
+__all__ = ["Moment", "Record", "Recorder", "as_range"]
+
+_T = TypeVar("_T")
+_Range = torch._C._profiler._RecordFunctionFast
+
+
+def as_range(name: str, run: Callable[..., _T], *args: Any) -> _T:
+    """Runs something as a range of PyTorch's profiler; to be asked for only while one is active."""
+    with _Range(name):
+        return run(*args)
 
 
 @dataclass(slots=True)

@@ -16,8 +16,11 @@ well. As nobody who holds a lock waits for a thread of autograd's, these may wai
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import _GeneratorContextManager
 from functools import lru_cache
+from itertools import chain, starmap, takewhile
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -31,7 +34,7 @@ from torch.utils._device import DeviceContext
 
 from syncpipe.runtime.interrupts import undone
 
-__all__ = ["Autocast", "CallerState", "backward_here", "without_autocast"]
+__all__ = ["Autocast", "CallerState", "backward_here", "settled", "without_autocast"]
 
 _T = TypeVar("_T")
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
@@ -180,6 +183,37 @@ class _Applied:
         torch._C._set_grad_enabled(grad)
         torch._C._set_fwd_grad_enabled(forward_ad)
         torch._C._set_multithreading_enabled(multithreading)
+
+
+def settled(run: Callable[[], _T]) -> _T:
+    """Runs something; then no modes are on that were not before, and gradients are as they were.
+
+    After Ctrl-C as well: PyTorch's own ``with`` blocks end in Python, where it may come.
+    """
+
+    def closed() -> _T:
+        try:
+            return run()
+        except KeyboardInterrupt as error:
+            # `_pop_mode_temporarily` puts its mode on again when it is closed: late, by the garbage
+            # collector, if Ctrl-C came in the `__exit__` that goes on with it.
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                manager = frame.f_locals.get("self")
+                if isinstance(manager, _GeneratorContextManager) and hasattr(manager, "gen"):
+                    manager.gen.close()
+            raise
+
+    functions, dispatch = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    nothing: Any = {}
+    # As long as there are more than now; all in C, without arguments or with None.
+    more_functions = takewhile(functions().__lt__, iter(functions, None))
+    more_dispatch = takewhile(dispatch().__lt__, iter(dispatch, None))
+    undo: Iterator[Any] = chain(
+        starmap(torch._C._pop_torch_function_stack, map(().__mul__, more_functions)),
+        map(torch._C._pop_torch_dispatch_stack, map(nothing.get, more_dispatch)),
+        map(torch._C._set_grad_enabled, [torch.is_grad_enabled()]),
+    )
+    return undone(closed, undo)
 
 
 def backward_here(run: Callable[[], _T]) -> _T:

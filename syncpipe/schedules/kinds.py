@@ -1,9 +1,9 @@
 """The kinds of actions, and all that is to be known of one: whoever adds a kind begins here.
 
 A backward may come in two halves: ``backward_input`` computes the gradient that the stage to the
-left waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations
-and the sums of replicas' gradients are in no schedule; they are put where they belong when it is
-compiled.
+left waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations,
+sums of replicas' gradients and updates of weights are in no schedule; they are put where they
+belong when it is compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Literal
 
 __all__ = ["HALVES", "KINDS", "LETTERS", "About", "Kind"]
 
-Kind = Literal["forward", "backward", "backward_input", "backward_weight", "recompute", "reduce"]
+Kind = Literal[
+    "forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "update"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ KINDS: dict[Kind, About] = {
                              "backward, weight half: nobody waits for it"),
     "recompute":       About("", 0.62, 0, "", 0, ("recompute",), "forward again (recomputation)"),
     "reduce":          About("", -0.6, 0, "", 0, (), "gradients of replicas added up"),
+    "update":          About("", -0.75, 0, "", 0, ("update",), "weights updated, without a flush"),
 }  # fmt: skip
 
 #: One for each kind that a schedule can have.

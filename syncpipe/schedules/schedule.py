@@ -194,7 +194,9 @@ class Schedule:
 
 
 @lru_cache(maxsize=128)
-def training_program(schedule: Schedule, rematerialized: tuple[int, ...]) -> Program:
+def training_program(
+    schedule: Schedule, rematerialized: tuple[int, ...], update_every: int | None = None
+) -> Program:
     """A schedule as what the engine runs (do not modify).
 
     A recomputation comes right before the backward of its cell, as an action of its own: it needs
@@ -203,6 +205,7 @@ def training_program(schedule: Schedule, rematerialized: tuple[int, ...]) -> Pro
     Args:
         schedule: a valid one.
         rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
+        update_every: a stage updates its weights whenever so many micro-batches have gone back.
     """
     program: Program = []
     for row in schedule.actions:
@@ -212,6 +215,8 @@ def training_program(schedule: Schedule, rematerialized: tuple[int, ...]) -> Pro
             if i < rematerialized[j] and KINDS[kind].sends == "gradient":
                 program[-1].append(Action("recompute", i, j))
             program[-1].append(action)
+            if update_every and KINDS[kind].alive < 0 and (i + 1) % update_every == 0:
+                program[-1].append(Action("update", i, j))
     return program
 
 

@@ -40,6 +40,8 @@ class Costs:
         recompute: for each stage, a forward that is done once more before a backward. Empty means
             as long as the forward.
         last: what the last micro-batch takes, where it is smaller than the others; None if not.
+        update: for each stage, an update of its weights (see ``simulate(update_every=)``). Empty
+            means no time at all.
 
     Raises:
         ValueError: if lengths do not match, a time is no number or negative, or a skip leads
@@ -53,19 +55,22 @@ class Costs:
     skips: Mapping[tuple[int, int], float] = field(default_factory=dict)
     recompute: tuple[float, ...] = ()
     last: Costs | None = None
+    update: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.forward)
         if n == 0:
             raise ValueError("costs are for at least one stage, but forward is empty")
         lengths = dict.fromkeys(("forward", "backward_input", "backward_weight"), n)
-        lengths |= {"transfer": n - 1, "recompute": n}
+        lengths |= {"transfer": n - 1, "recompute": n, "update": n}
         for name in lengths:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.transfer:
             object.__setattr__(self, "transfer", (0.0,) * (n - 1))
         if not self.recompute:
             object.__setattr__(self, "recompute", self.forward)
+        if not self.update:
+            object.__setattr__(self, "update", (0.0,) * n)
         object.__setattr__(self, "skips", dict(self.skips))
         for name, length in lengths.items():
             if len(getattr(self, name)) != length:
@@ -91,11 +96,12 @@ class Costs:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         transfer: float = 0.0,
+        update: float = 0.0,
     ) -> Costs:
         """The same for each of ``n`` stages."""
-        return cls(
-            (forward,) * n, (backward_input,) * n, (backward_weight,) * n, (transfer,) * (n - 1)
-        )
+        between = (transfer,) * (n - 1)
+        kinds = (forward,) * n, (backward_input,) * n, (backward_weight,) * n
+        return cls(*kinds, transfer=between, update=(update,) * n)
 
     def of(self, action: Action) -> float:
         """How long an action takes, for any but the last micro-batch."""
@@ -188,7 +194,11 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, rematerialized: Sequence[int] | None = None
+    schedule: Schedule,
+    costs: Costs,
+    rematerialized: Sequence[int] | None = None,
+    *,
+    update_every: int | None = None,
 ) -> Simulation:
     """Plays a schedule through.
 
@@ -197,6 +207,8 @@ def simulate(
         costs: how long it takes; for as many stages.
         rematerialized: for each stage how many micro-batches, the first ones, are recomputed before
             they go back. A recomputation waits for no gradient. None: nothing is recomputed.
+        update_every: each stage updates its weights whenever so many micro-batches have gone back,
+            without waiting for the others, as ``Pipe.train_stream`` does. None: never.
 
     Raises:
         ValueError: if the schedule is not valid, or the costs or the numbers of recomputed
@@ -214,17 +226,25 @@ def simulate(
             f"rematerialized={counts}: give it a number from 0 to m={schedule.m} for each of the "
             f"{schedule.n} stages"
         )
-    return _Simulator(schedule, costs, counts).run()
+    if update_every is not None and update_every < 1:
+        raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
+    return _Simulator(schedule, costs, counts, update_every).run()
 
 
 class _Simulator:
     """The state of one simulation. Time goes from one end of something to the next."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, rematerialized: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        rematerialized: tuple[int, ...],
+        update_every: int | None,
+    ) -> None:
         self._schedule = schedule
         self._costs = costs
         self._rematerialized = rematerialized
-        self._rows: Program = training_program(schedule, rematerialized)
+        self._rows: Program = training_program(schedule, rematerialized, update_every)
         self._next = [0] * len(schedule.actions)
         self._free = [True] * len(schedule.actions)
         self._on_device: list[TimedAction | None] = [None] * len(schedule.actions)  # the latest
@@ -236,8 +256,8 @@ class _Simulator:
         for row in self._rows:
             for action in row:
                 self._missing[action] = 0
-                if action.kind == "recompute":
-                    continue  # its row brings it after its forward
+                if action.kind in ("recompute", "update"):
+                    continue  # its row brings it after its forward, or backward
                 self._missing[action] = len(schedule.predecessors(action))
                 for source, target in costs.skips:
                     if _crosses(action, source, target):

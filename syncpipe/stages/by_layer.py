@@ -102,7 +102,7 @@ class Divided:
         if at < len(stage.names):
             self.units.append(Unit(stage, at, len(stage.names), False))
         # Its backward computes again, and the order of locks is: stage before random state.
-        stage.changes.guarded = True
+        stage.changes.any = True
 
     def run(self, cell: StageRun, value: Any) -> Any:
         """The layers of a cell, one unit after another."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
 from itertools import chain
+from math import lcm
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -86,6 +87,12 @@ class Call:
         recorder: Recorder | None,
         graph: bool = False,
     ) -> None:
+        if pipeline.streaming and pipeline.engine.running() is not None:
+            raise RuntimeError(
+                "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
+                "an optimizer's hook), while other stages update their weights: what came out "
+                "would depend on who is first. Evaluate when the call has ended (give it steps=)"
+            )
         state = CallerState()
         self.pipeline = pipeline
         self.inline = (
@@ -130,6 +137,11 @@ class Call:
             for j, mode in enumerate(modes)
             if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
         }
+        # All of them are in the host's memory, and nobody watches.
+        self._nothing_to_send = recorder is None and all(
+            lane.streams is None and same_memory(lane.device, self.lanes[0].device)
+            for lane in self.lanes
+        )
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
@@ -153,16 +165,16 @@ class Call:
                 graph=graph,
             )  # fmt: skip
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
-        # For each edge and micro-batch.
+        # For each edge, and micro-batches until all replicas come round again.
+        self._round = lcm(*map(len, pipeline.numbers))
         self._ends = [
             list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
         ]
 
     def _along(self, j: int) -> list[Lane]:
-        """For each micro-batch the lane on which it passes stage ``j``."""
-        numbers = self.pipeline.numbers[j]
-        lanes = [self.lane_of(number) for number in numbers]
-        return (lanes * (1 + self.context.m // len(lanes)))[: self.context.m]
+        """For micro-batches in turn the lane on which each passes stage ``j``."""
+        lanes = [self.lane_of(number) for number in self.pipeline.numbers[j]]
+        return lanes * (self._round // len(lanes))
 
     def _wait_for_caller(self) -> None:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
@@ -250,11 +262,13 @@ class Call:
         Returns:
             The value at the far end, and the event to wait for there.
         """
-        source, target = self._ends[edge.number][i]
-        if backward:
-            source, target = target, source
+        if self._nothing_to_send and (backward or type(value) is Tensor):
+            return value, None
+        source, target = self._ends[edge.number][i % self._round]
         if source is target:
             return value, None
+        if backward:
+            source, target = target, source
         if not (backward or isinstance(value, Tensor)):
             self._check_objects(edge, i, value, graph)
         if self.recorder is None:
@@ -328,10 +342,12 @@ class Call:
     def _brought(
         self, tensor: Tensor, lane: Lane, after: Mapping[torch.device, EntryEvent]
     ) -> Tensor:
-        there, event = after.get(tensor.device, (Lane(tensor.device), None))
+        found = after.get(tensor.device)
         if same_memory(tensor.device, lane.device):
-            lane.receive(event, [tensor])
+            if found is not None:
+                lane.receive(found.event, [tensor])
             return tensor
+        there, event = found or (Lane(tensor.device), None)
         here = [other for other in self.lanes if same_memory(other.device, tensor.device)]
         # Where there is no worker, the stream on which it was made copies it.
         copies, event = (here[0] if here else there).send([tensor], lane, event)

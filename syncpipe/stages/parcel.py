@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from syncpipe.stages.call import Call
 from syncpipe.stages.inplace import sent
 from syncpipe.stages.run import Inputs
 
-__all__ = ["Parcel", "packed", "unpacked"]
+__all__ = ["Parcel", "new_parcel", "packed", "unpacked"]
 
 _OWN = (0,)
 
@@ -33,15 +34,23 @@ class Parcel(NamedTuple):
     along: Sequence[Any] = ()
 
 
-def unpacked(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int]]:
-    """The inputs of a stage that is not the first, and their marks; the list is used up."""
+#: A :class:`Parcel` from a tuple of all that is in it, without a way through Python.
+new_parcel: Callable[[tuple[Any, ...]], Parcel] = partial(tuple.__new__, Parcel)
+
+
+def unpacked(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int], list[Sequence[Any]]]:
+    """The inputs of a stage that is not the first, their marks, and what came along with each.
+
+    The list is used up.
+    """
     if len(parcels) == 1:
-        parcel = parcels.pop()
-        return (parcel.value, ()), parcel.marks
-    values = [parcel.value for parcel in parcels]
-    marks = [mark for parcel in parcels for mark in parcel.marks]
+        value, _, marks, along = parcels.pop()
+        return (value, ()), marks, [along]
+    values = [each.value for each in parcels]
+    marks = [mark for each in parcels for mark in each.marks]
+    alongs = [each.along for each in parcels]
     parcels.clear()
-    return (values[0], tuple(values[1:])), marks
+    return (values[0], tuple(values[1:])), marks, alongs
 
 
 def packed(
@@ -50,7 +59,7 @@ def packed(
     j: int,
     outputs: Inputs,
     lent: Sequence[int],
-    prepare: Callable[[Edge, Any], tuple[Any, Sequence[Any]]],
+    prepare: Callable[[Edge, Any], tuple[Any, Sequence[Any]]] | None,
     *,
     graph: bool,
 ) -> list[Parcel]:
@@ -62,7 +71,8 @@ def packed(
         j: the stage.
         outputs: its outputs.
         lent: the marks of the outputs; empty if nobody else needs any of them.
-        prepare: takes an edge and a value; returns what to send, and ``Parcel.along``.
+        prepare: takes an edge and a value; returns what to send, and ``Parcel.along``. None: the
+            value is sent alone, as it is.
         graph: let gradients come back the same way when autograd asks for them.
     """
     output, skips = outputs
@@ -72,7 +82,9 @@ def packed(
     parcels: list[Parcel] = []
     for edge in call.pipeline.outgoing[j]:
         value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
-        value, along = prepare(edge, value)
+        along: Sequence[Any] = ()
+        if prepare is not None:
+            value, along = prepare(edge, value)
         value, event = call.send(edge, i, value, graph=graph)
-        parcels.append(Parcel(value, event, marks[k], along))
+        parcels.append(new_parcel((value, event, marks[k], along)))
     return parcels

@@ -35,6 +35,7 @@ class Pipeline:
         stages: by number: the stages, and after them all other replicas.
         worker_of: by number the index of the worker.
         placement: for each stage the index of its worker, or those of its replicas.
+        streaming: whether ``train_stream`` is on its way, so that weights are of no one moment.
         results: the number of that replica on whose device the caller gets the outputs.
     """
 
@@ -73,6 +74,7 @@ class Pipeline:
             first = last
         self.stages += more
         self.engine = Engine(self.workers)
+        self.streaming = False
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
         self.shared = SharedTensors(partitions, [those[0] for those in workers])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note, chained
@@ -25,7 +26,7 @@ from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
 from syncpipe.runtime.randomness.random import draw_again, run_comparing_states, run_seeded
 from syncpipe.runtime.randomness.seen import Seen
-from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.recorder import Recorder, as_range
 from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.skip.namespace import SkipKey, describe
@@ -38,7 +39,6 @@ __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
 
 #: The value that travels along the layers, and skips.
 Inputs = tuple[Any, tuple[Any, ...]]
-_Range = torch._C._profiler._RecordFunctionFast
 
 
 class Partition(nn.Sequential):
@@ -93,6 +93,10 @@ class CallContext:
     divided: dict[StageLayers, Any] = field(default_factory=dict)
     selective: dict[StageLayers, Selective] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
+
+    def runs(self, stage: StageLayers) -> list[StageLayers]:
+        """All that runs layers of a stage: itself, and if it is divided its units."""
+        return [stage, *(self.divided[stage].units if stage in self.divided else ())]
 
 
 class StageLayers:
@@ -193,18 +197,17 @@ class StageLayers:
 class StageRun:
     """One run of a stage for one micro-batch."""
 
-    __slots__ = ("context", "drawn", "i", "partition", "recomputing", "stage", "tied")
+    tied: tuple[Any, ...] = ()  #: tensors of its own in the place of shared ones
+    recomputing = False
+    #: If it will be computed again: for each layer the generators that it may draw from, or the
+    #: states from which it drew.
+    drawn: dict[int, Any] | None = None
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
         self.stage = stage
         self.partition = stage.partition
-        self.tied: tuple[Any, ...] = ()  # tensors of its own in the place of shared ones
         self.i = i
         self.context = context
-        self.recomputing = False
-        #: If it will be computed again: for each layer the generators that it may draw from, or the
-        #: states from which it drew.
-        self.drawn: dict[int, Any] | None = None
 
     def __str__(self) -> str:
         """The cell in words."""
@@ -219,14 +222,20 @@ class StageRun:
     def run(self, inputs: Inputs) -> Inputs:
         """From inputs to outputs, through the partition."""
         stage = self.stage
-        kind = "recompute" if self.recomputing else "forward"
-        with _Range(f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"):
-            if self.context.plain[stage.number] and not stage.changes.renorming:
-                return self.layers(inputs[0]), ()
-            if stage.changes.renorming and not self.recomputing:
-                outputs: Inputs = stage.changes.renorm(lambda: self._through(inputs))
-                return outputs
+        if profiler._is_profiler_enabled:
+            kind = "recompute" if self.recomputing else "forward"
+            name = f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"
+            return as_range(name, self._renorming, inputs)
+        if self.context.plain[stage.number] and not stage.changes.renorming:
+            return self.layers(inputs[0]), ()
+        return self._renorming(inputs)
+
+    def _renorming(self, inputs: Inputs) -> Inputs:
+        changes = self.stage.changes
+        if self.recomputing or not changes.renorming:
             return self._through(inputs)
+        outputs: Inputs = changes.renorm(lambda: self._through(inputs))
+        return outputs
 
     def _through(self, inputs: Inputs) -> Inputs:
         stage = self.stage

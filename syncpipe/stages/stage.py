@@ -7,12 +7,12 @@ after, and where it is re-materialized it is told how to be computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from syncpipe.runtime.errors import annotate_backward
 from syncpipe.runtime.randomness.random import run_seeded
 from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
@@ -30,13 +30,17 @@ _BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers 
 
 
 class Stage(StageLayers):
-    """One partition on one device, ready to go forward and back."""
+    """One partition on one device, ready to go forward and back.
+
+    Attributes:
+        has_python_nodes: whether there are any in the graphs of its cells; None: not known yet.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.has_python_nodes: bool | None = None
         self.commits = self.defers  #: moves running statistics; where there are replicas, none does
         self._mutating: dict[tuple[bool, bool], bool] = {}  # by modes; empty: not known yet
-        self._has_python_nodes: bool | None = None  # not known yet
         # TorchScript compiles itself in its second run, and stores other tensors in that one.
         self._compiled = not any(
             isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
@@ -70,10 +74,8 @@ class Stage(StageLayers):
         cell = self._cell(i, context) if rematerialize else StageRun(self, i, context)
         if rematerialize:
             self._modules(context)  # so that `_locked` knows whether there is anything to lock
-        outputs, frame = self._locked(self._run, cell, inputs, rematerialize, marks, target)
-        if self._has_python_nodes is not False:
-            self._annotate(cell, inputs, outputs)
-        return outputs, frame
+        run = self._run if not self.changes.any else partial(self._locked, self._run)
+        return run(cell, inputs, rematerialize, marks, target)
 
     def forward_without_storing(
         self,
@@ -100,12 +102,7 @@ class Stage(StageLayers):
         """
         cell = self._cell(i, context)
         self._modules(context)
-        outputs, recomputation = self._locked(
-            self._run_without_storing, cell, inputs, detached, marks, target
-        )
-        if self._has_python_nodes is not False:
-            self._annotate(cell, inputs, outputs)
-        return outputs, recomputation
+        return self._locked(self._run_without_storing, cell, inputs, detached, marks, target)
 
     def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
         """The outputs of a cell whose graph was dropped once more, with a new graph."""
@@ -150,13 +147,14 @@ class Stage(StageLayers):
         self.learn(seen)
         return result, seen.draws
 
-    def backward(self, i: int, context: CallContext, run: Callable[[], None]) -> None:
+    def backward(self, i: int, context: CallContext, run: Callable[..., None], *args: Any) -> None:
         """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
 
         Args:
             i: the micro-batch.
             context: what the cells of this call share.
             run: runs it.
+            args: what that is given.
         """
         draws = context.backward_draws.get(self.number)
         if draws is None:
@@ -166,7 +164,7 @@ class Stage(StageLayers):
         else:
             unknown = False
         if not draws:
-            run()
+            run(*args)
             return
         cell = (context.seed + _BACKWARD, self.first, i)
 
@@ -175,7 +173,7 @@ class Stage(StageLayers):
                 self.generators,
                 draws,
                 cell,
-                lambda _: run(),
+                lambda _: run(*args),
                 None,
                 observe=unknown,
                 look=unknown and self.look("backward"),
@@ -209,12 +207,6 @@ class Stage(StageLayers):
         context.forwards[self.number] += 1
         if self.commits and context.forwards[self.number] == context.m:
             context.statistics[self.number].commit()
-
-    def _annotate(self, cell: StageRun, inputs: Inputs, outputs: Inputs) -> None:
-        if cell.context.state.grad:
-            self._has_python_nodes = annotate_backward(
-                tensors_in(outputs), tensors_in(inputs), f"in backward of {cell}"
-            )
 
     def handed_on(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 
@@ -39,12 +38,7 @@ class Trace(Timeline):
         self._attach(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._attach(None)
 
     def recorder(self) -> Recorder:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from syncpipe.tree import map_tensors, tensors_in
+from syncpipe.tree import map_tensors
 
-__all__ = ["ANCHOR", "CROSSING", "Border", "border_of"]
+__all__ = ["ANCHOR", "CROSSING", "Border"]
 
 
 class Border:
@@ -31,36 +31,35 @@ class Border:
 
     Attributes:
         grads: after backward, for each tensor that needs a gradient that gradient, or None.
+        node: the node, until it has run.
     """
 
-    __slots__ = ("_flags", "grads")
+    __slots__ = ("_flags", "grads", "node")
 
     def __init__(self, flags: Sequence[bool]) -> None:
         self._flags = flags
         self.grads: list[Tensor | None] = [None] * sum(flags)
+        self.node: Any = None
 
     def cross(self, inputs: Any) -> Any:
         """The inputs, a tree of tensors without a graph, as the begin of one."""
-        if not self.grads:
-            return inputs
-        tensors = tensors_in(inputs)
-        all_cross = len(tensors) == len(self.grads)
-        crossing = tensors if all_cross else list(compress(tensors, self._flags))
+        return map_tensors(self._crossed, inputs) if self.grads else inputs
+
+    def _crossed(self, tensors: list[Tensor]) -> list[Tensor]:
         # The anchor is what makes autograd record the node.
-        crossed = _cross(self, ANCHOR, *crossing)
-        if all_cross:
-            return map_tensors(lambda _: crossed, inputs)
+        if len(tensors) == len(self.grads):
+            crossed: list[Tensor] = _cross(self, ANCHOR, *tensors)
+            self.node = crossed[0].grad_fn
+            return crossed
+        crossed = _cross(self, ANCHOR, *compress(tensors, self._flags))
+        self.node = crossed[0].grad_fn
         following = iter(crossed)
-        return map_tensors(
-            lambda _: [
-                next(following) if flag else t for t, flag in zip(tensors, self._flags, strict=True)
-            ],
-            inputs,
-        )
+        flagged = zip(tensors, self._flags, strict=True)
+        return [next(following) if flag else tensor for tensor, flag in flagged]
 
     def arrive(self, *grads: Tensor | None) -> tuple[None, ...]:
         """The backward of the node: takes the gradients, and hands none on."""
-        self.grads = list(grads)
+        self.grads, self.node = list(grads), None
         return (None,) * (2 + len(grads))
 
 
@@ -69,7 +68,7 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, border: Border, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.apply = border.arrive  # what the engine calls, without a way through `backward`
         return tuple([tensor.detach() for tensor in tensors])
 
@@ -78,12 +77,6 @@ class _Cross(torch.autograd.Function):
 
 #: The class of the nodes of borders in a graph.
 CROSSING: type[Any] = _Cross._backward_cls
-
-
-def border_of(node: Any) -> Border:
-    """The border that such a node belongs to."""
-    border: Border = node.apply.__self__
-    return border
 
 
 #: ``_Cross.apply`` without what it does for transforms of functions, under which nothing trains.

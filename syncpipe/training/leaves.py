@@ -6,7 +6,7 @@ the graph of a cell, which is looked at before it goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.stages.call import Call
-from syncpipe.training.border import ANCHOR, CROSSING, Border, border_of
+from syncpipe.training.border import ANCHOR, CROSSING
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described
 
@@ -29,6 +29,7 @@ class Leaves:
     Args:
         call: the call.
         gradients: learns of every leaf before it gets a gradient.
+        known: for each stage the leaves that are known; None: the parameters of its layers.
 
     Attributes:
         parameters: for each stage those that are its own.
@@ -37,12 +38,15 @@ class Leaves:
         RuntimeError: a layer starts collectives of its own in backward.
     """
 
-    def __init__(self, call: Call, gradients: Gradients) -> None:
+    def __init__(
+        self, call: Call, gradients: Gradients, known: list[list[Tensor]] | None = None
+    ) -> None:
         stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
         self._call = call
         self._gradients = gradients
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
-        self.parameters = [_parameters_of(stage.partition) for stage in stages]
+        own = [_parameters_of(stage.partition) for stage in stages]
+        self.parameters = own if known is None else known
         self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in self.parameters]
         if call.ties is not None:  # what is tied is the first stage's
             for j, parameters in enumerate(self.parameters):
@@ -58,26 +62,27 @@ class Leaves:
                 self._own(j, parameter)
         gradients.register(chain(*self.parameters))
 
-    def new(self, j: int, nodes: Iterable[Any], borders: Sequence[Border | None]) -> list[Tensor]:
+    def new(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
         """The leaves of a graph of stage ``j`` that were in none before.
 
         Args:
             j: the stage.
             nodes: where the graph ends.
-            borders: where it may begin.
+            begins: the nodes of borders where it may begin.
 
         Raises:
             RuntimeError: it begins somewhere else.
         """
         known, nodes_known = self._known[j], self._nodes[j]
         new = []
-        for node in nodes_of(nodes, nodes_known):
-            if type(node) is AccumulateGrad:
+        for node in nodes_of(nodes, (*nodes_known, *begins)):
+            kind = type(node)
+            if kind is AccumulateGrad:
                 if id(node.variable) in known:
                     nodes_known.add(node)
                 else:
                     new.append(node.variable)
-            elif type(node) is CROSSING and border_of(node) not in borders:
+            elif kind is CROSSING:
                 raise RuntimeError(_FOREIGN)
         return new
 

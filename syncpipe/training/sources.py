@@ -22,7 +22,7 @@ from syncpipe.runtime.streams import moved
 from syncpipe.training.loader import next_of
 from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["FromMiniBatch", "Source", "input_and_target", "source_of"]
+__all__ = ["FromMiniBatch", "Source", "input_and_target", "pair_of", "source_of"]
 
 
 class Source:
@@ -143,7 +143,7 @@ class FromIterator(Source):
         except BaseException as error:
             annotate(error, f"in data_iter, when asked for micro-batch {i}")
             raise
-        given, target = _pair(item, self._where, f" for micro-batch {i}")
+        given, target = pair_of(item, self._where, f" for micro-batch {i}")
         input, self._sizes[i] = unwrapped(self._pack(given))
         self._targets[i], _ = unwrapped(target)
         return self._pulled(i, input)
@@ -203,7 +203,7 @@ def source_of(
     except BaseException as error:
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise
-    input, target = _pair(item, target, "")
+    input, target = pair_of(item, target, "")
     there = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
     input = pack(there)
     return FromMiniBatch(input, target, chunks)
@@ -214,7 +214,7 @@ def _says_where(target: Any) -> bool:
     return function or isinstance(target, str | int)
 
 
-def _pair(item: Any, where: Any, at: str) -> tuple[Any, Any]:
+def pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
     """Input and target, of what ``data_iter`` gave.
 
     Args:

@@ -9,24 +9,23 @@ see ``Call``.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
-from syncpipe.runtime.randomness.turns import undisturbed_draws
+from syncpipe.runtime.randomness.turns import undisturbed
+from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.steps import Edge
 from syncpipe.stages.call import Call
-from syncpipe.stages.parcel import Parcel, packed, unpacked
+from syncpipe.stages.parcel import Parcel, new_parcel, packed, unpacked
 from syncpipe.stages.transfer import sent
 from syncpipe.training.border import Border
 from syncpipe.training.leaves import Leaves
@@ -38,8 +37,7 @@ from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
 __all__ = ["TrainingTask", "Watch"]
 
-_NOTHING = nullcontext()
-_Range = torch._C._profiler._RecordFunctionFast
+_T = TypeVar("_T")
 
 #: Puts something around what performs the actions of a kind on a stage.
 Watch = Callable[[Kind, int, Run], Run]
@@ -116,8 +114,7 @@ class TrainingTask:
         if self._first[j]:
             inputs, needed, marks, target, came = self._pulled(j, i)
         else:
-            needed = [parcel.along for parcel in parcels]  # which tensors need a gradient
-            inputs, marks = unpacked(parcels)
+            inputs, marks, needed = unpacked(parcels)  # which tensors need a gradient
             target = None
         flags = needed[0] if len(needed) == 1 else list(chain.from_iterable(needed))
         pending = PendingBackward(Border(flags), needed)
@@ -133,8 +130,7 @@ class TrainingTask:
         if self._call.context.state.grad:
             self._pending[j][i] = pending
         if not last:
-            prepare = partial(_detached, pending)
-            made = packed(self._call, i, j, outputs, lent, prepare, graph=False)
+            made = packed(self._call, i, j, outputs, lent, pending.detached, graph=False)
             if self._ties is not None:
                 self._expect_tied(j, pending)
             return made if came is None else [*made, came]
@@ -153,9 +149,7 @@ class TrainingTask:
         """The input of the first stage, its flags and marks; the target, if it is here."""
         came = None
         if self._source.lazy:
-            with undisturbed_draws(), self._call.as_caller():
-                value, target = self._source.pull(i), self._source.target(i)
-                ready = self._call.ready((value, target))
+            value, target, ready = undisturbed(partial(self._taken, i))
             value = self._call.to_stage(value, j, ready)
             came = Parcel((target, ready), None)
         else:
@@ -168,6 +162,12 @@ class TrainingTask:
         if j > 0 and not self._source.lazy:
             inputs = self._call.to_stage(inputs, j)
         return (inputs, ()), [flags], (), target, came
+
+    def _taken(self, i: int) -> tuple[Any, Any, Any]:
+        """Input and target from the caller's iterator, and when they are there."""
+        with self._call.as_caller():
+            value, target = self._source.pull(i), self._source.target(i)
+            return value, target, self._call.ready((value, target))
 
     def _computed(
         self,
@@ -188,18 +188,23 @@ class TrainingTask:
             if any(tensor.requires_grad for tensor in tensors_in(outputs)):
                 pending.recomputation = recomputation  # else nothing goes back: it is frozen
             return outputs
-        with self._recording(i, j, pending):
-            outputs, _ = stage.forward(
-                i, given, context, rematerialize=False, marks=marks, target=target
-            )
+        forward = self._recorded(i, j, pending, stage.forward)
+        outputs, _ = forward(i, given, context, rematerialize=False, marks=marks, target=target)
         return outputs
 
-    def _recording(self, i: int, j: int, pending: PendingBackward) -> AbstractContextManager[Any]:
-        """The context of the forward (the last one) of a cell that may go back in halves."""
+    def _recorded(
+        self, i: int, j: int, pending: PendingBackward, run: Callable[..., _T]
+    ) -> Callable[..., _T]:
+        """The forward (the last one) of a cell, which may go back in halves."""
         if not self._can_split[j] or (i, j) not in self._splits:
-            return _NOTHING
-        pending.halves = WeightGradients(self._casts[j], self._hooked[j])
-        return pending.halves.recording()
+            return run
+        halves = pending.halves = WeightGradients(self._casts[j], self._hooked[j])
+
+        def recorded(*args: Any, **options: Any) -> _T:
+            with halves.recording():
+                return run(*args, **options)
+
+        return recorded
 
     # -- backward
 
@@ -209,15 +214,15 @@ class TrainingTask:
         if recomputation is None:
             return []
         given = pending.border.cross(recomputation.inputs)
-        with self._recording(i, j, pending):
-            output, skips = stage.recompute(recomputation, given)
+        recompute = self._recorded(i, j, pending, stage.recompute)
+        output, skips = recompute(recomputation, given)
         if self._last[j]:
             pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
             pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
         if self._ties is not None:
             pending.ends += map(ends_of, self._ties.receivers(j))
-        if [len(ends) for ends in pending.ends] != pending.expected:
+        if tuple(map(len, pending.ends)) != pending.expected:
             raise RuntimeError(
                 f"{stage.describe(i)} gave other outputs when it was recomputed. Its layers must "
                 "do the same both times; if one depends on a global or counts its calls, let it "
@@ -226,17 +231,19 @@ class TrainingTask:
         return []
 
     def _backward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
-        pending = self._pending[j].pop(i)
+        pending, stage = self._pending[j].pop(i), self._pipeline.stages[j]
         grads: list[Any] = [parcel.value for parcel in parcels]
         parcels.clear()
+        run = self._go_back
+        if pending.halves is not None:
+            run = pending.halves.splitting()(run)
+        if profiler._is_profiler_enabled:
+            run = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", run)
         try:
-            with _Range(f"syncpipe backward stage {j} micro-batch {i}"):
-                self._pipeline.stages[j].backward(
-                    i, self._call.context, partial(self._go_back, j, pending, grads)
-                )
-                self._leaves.got(j)
+            stage.backward(i, self._call.context, run, j, pending, grads)
+            self._leaves.got(j)
         except BaseException as error:
-            annotate(error, f"in backward of {self._pipeline.stages[j].describe(i)}")
+            annotate(error, f"in backward of {stage.describe(i)}")
             raise
         if pending.halves is not None:
             self._halves[j][i] = pending.halves
@@ -244,14 +251,15 @@ class TrainingTask:
             self._return(j, pending.targets, pending.target)
         if self._first[j]:
             self._return(j, self._source.inputs(i), pending.border)
-        following = iter(pending.border.grads)
-        made = []
-        for edge, flags in zip(self._pipeline.incoming[j], pending.flags, strict=False):
-            grads_there = list(islice(following, sum(flags)))
-            made.append(Parcel(*self._call.send(edge, i, grads_there, backward=True)))
-        for edge, tied in () if self._ties is None else self._ties.gradients(j):
-            made.append(Parcel(*self._call.send(edge, i, tied, backward=True)))
-        return made
+        parts: list[Any] = [pending.border.grads]  # for each incoming edge
+        if len(pending.flags) > 1:
+            following = iter(pending.border.grads)
+            parts = [list(islice(following, sum(flags))) for flags in pending.flags]
+        back = list(zip(self._pipeline.incoming[j], parts, strict=False))
+        if self._ties is not None:
+            back += self._ties.gradients(j)
+        send = self._call.send
+        return [new_parcel((*send(edge, i, part, backward=True), (), ())) for edge, part in back]
 
     def _expect_tied(self, j: int, pending: PendingBackward) -> None:
         """Lets the gradients that later stages have for tied weights go back with a cell."""
@@ -260,7 +268,7 @@ class TrainingTask:
         if pending.recomputation is None:
             pending.ends += map(ends_of, receivers)
         else:
-            pending.expected += map(len, receivers)
+            pending.expected += tuple(map(len, receivers))
 
     def _go_back(self, j: int, pending: PendingBackward, grads: list[Any]) -> None:
         """Backward through the graph of a cell.
@@ -270,17 +278,16 @@ class TrainingTask:
             pending: what is kept of the cell.
             grads: for each outgoing edge the gradients of the outputs that need one; emptied.
         """
-        with _NOTHING if pending.halves is None else pending.halves.splitting():
-            if pending.root is not None:
-                self._loss_head.go_back(j, pending)
-            if pending.output is not None:
-                grads.append(pending.output.grads)
-            roots, given = pending.roots(grads)
-            grads.clear()
-            if roots:
-                nodes = [root.node for root in roots]
-                self._leaves.claim(j, self._leaves.new(j, nodes, [pending.border]))
-                go_back(roots, given)
+        if pending.root is not None:
+            self._loss_head.go_back(j, pending)
+        if pending.output is not None:
+            grads.append(pending.output.grads)
+        roots, given = pending.roots(grads)
+        grads.clear()
+        if roots:
+            nodes = [root.node for root in roots]
+            self._leaves.claim(j, self._leaves.new(j, nodes, pending.border.node))
+            go_back(roots, given)
 
     def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         halves = self._halves[j].pop(i, None)
@@ -307,27 +314,13 @@ class TrainingTask:
                 self._leaves.got(j)
         return []
 
-    def _return(self, j: int, tensors: list[Tensor], border: Border) -> None:
+    def _return(self, j: int, tensors: Sequence[Tensor], border: Border) -> None:
         """Notes gradients of what came from the caller."""
         for tensor, grad in zip(tensors, border.grads, strict=True):
             if grad is not None:
                 grad = compact(grad)
                 self._call.release_to_caller(j, grad)
                 self._returned[j].append((tensor, grad))
-
-
-def _detached(pending: PendingBackward, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
-    """A value to send without its graph, and for each tensor whether it needs a gradient."""
-    if type(value) is Tensor:
-        flags, there = [value.requires_grad], value.detach()
-    else:
-        flags = [tensor.requires_grad for tensor in tensors_in(value)]
-        there = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
-    if pending.recomputation is None:
-        pending.ends.append(ends_of(value))
-    else:
-        pending.expected.append(sum(flags))
-    return there, flags
 
 
 # Not bound to an object, which would then hold itself.

@@ -38,7 +38,7 @@ from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask, Watch
 
-__all__ = ["Averaging", "evaluate", "objective_of", "train"]
+__all__ = ["Averaging", "check_can_train", "evaluate", "objective_of", "train"]
 
 
 class Averaging(Protocol):
@@ -88,18 +88,8 @@ def train(
     averaging: Averaging | None = None,
 ) -> Any:
     """Forward and backward of a mini-batch; see ``Pipe.train_batch``."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError(
-            "train_batch needs gradients, but grad mode is off (torch.no_grad or "
-            "torch.inference_mode): call it outside of that, or use eval_batch"
-        )
+    check_can_train(pipeline, "train_batch")
     loss = known_loss(loss_fn, loss_reduction, weight)
-    if pipeline.engine.running() is not None:
-        raise RuntimeError(
-            "train_batch was called inside of a call of the same pipe (by its loss_fn, its "
-            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
-            "before or after that; eval_batch and pipe(input) can be called inside"
-        )
     if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(grad_scaler).__name__}"
@@ -139,6 +129,25 @@ def train(
             gradients.restore()
             raise
     return results
+
+
+def check_can_train(pipeline: Pipeline, what: str) -> None:
+    """Refuses to train where that cannot be.
+
+    Raises:
+        RuntimeError: gradients are switched off, or a call of the same pipe is on its way.
+    """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} needs gradients, but grad mode is off (torch.no_grad or "
+            "torch.inference_mode): call it outside of that, or use eval_batch"
+        )
+    if pipeline.engine.running() is not None:
+        raise RuntimeError(
+            f"{what} was called inside of a call of the same pipe (by its loss_fn, its "
+            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
+            "before or after that; eval_batch and pipe(input) can be called inside"
+        )
 
 
 def _complete(

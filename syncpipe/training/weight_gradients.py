@@ -293,6 +293,11 @@ class _Recording(TorchFunctionMode):
         # In one line: Ctrl-C may come between two, and before the end of it there is no __exit__.
         return cast("_Recording", super().__enter__())  # type: ignore[no-untyped-call]
 
+    def __exit__(self, *exc_info: object) -> None:
+        # Ctrl-C may have come while PyTorch had taken it off.
+        if self in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -9,12 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from syncpipe.state import same_bits
 from syncpipe.tree import described, flatten, leaf_names
 
-__all__ = ["NOTHING", "SIMPLE", "Comparison", "Status", "compare", "named", "same_bits"]
-
-#: What is compared by its value.
-SIMPLE = (int, float, complex, str, bytes, bool, type(None))
+__all__ = ["NOTHING", "Comparison", "Status", "compare", "named"]
 
 Status = Literal["equal", "rounding", "different", "none"]
 
@@ -93,15 +91,6 @@ def compare(
     at = max(names or found, key=lambda name: found[name][0])
     status: Status = "different" if names else "rounding"
     return Comparison(status, found[at][0], at, names, found[at][2])
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two values are the same, to the last bit; of objects only the type is looked at."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _difference(a: Any, b: Any, largest: float, rounding: float) -> tuple[float, float, str]:

@@ -16,11 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.runtime.rematerialization.checkpoint import is_recomputing
 from syncpipe.skip.store import Store
+from syncpipe.state import SIMPLE, Change, State
 from syncpipe.tree import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
-from syncpipe.verification.compare import SIMPLE, Comparison, compare, named
+from syncpipe.verification.compare import Comparison, compare, named
 from syncpipe.verification.plain import Layer, PlainRun
 from syncpipe.verification.runs import Runs
-from syncpipe.verification.state import Change, State
 
 __all__ = ["Observation", "Prints", "observe"]
 

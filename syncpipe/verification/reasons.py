@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncpipe.state import Change
 from syncpipe.verification.compare import Comparison
 from syncpipe.verification.observe import Observation
-from syncpipe.verification.state import Change
 
 __all__ = ["far", "reason_of_error", "reason_of_layer", "reason_of_loss"]
 

@@ -23,6 +23,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.schedule import Schedule
+from syncpipe.state import State
 from syncpipe.training.leaves import leaves_of
 from syncpipe.training.loss.known import Loss
 from syncpipe.training.loss.objective import Objective
@@ -31,7 +32,6 @@ from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
 from syncpipe.verification.compare import named
 from syncpipe.verification.plain import Layer, PlainRun, layers_of, placed
-from syncpipe.verification.state import State
 
 __all__ = ["Result", "Runs", "orders_of"]
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
-from tests.accelerators.gpu.test_gpu import Add, Remember, Residual
 from tests.support import accelerator as acc
+from tests.support.running import Residual
+from tests.support.skips import Receive, Send
 
 WIDTH, ROWS, CHUNKS = 8, 12, 4
 MODES = ["always", "except_last", "never"]
@@ -44,8 +45,8 @@ LAYOUTS: dict[str, Callable[[], list[Any]]] = {
 def model() -> nn.Sequential:
     """Seven layers; a skip from the first stage to the last."""
     return nn.Sequential(
-        Remember(), nn.Linear(WIDTH, WIDTH), Residual(WIDTH), nn.Tanh(),
-        nn.Linear(WIDTH, WIDTH), Add(), nn.Linear(WIDTH, WIDTH),
+        Send(), nn.Linear(WIDTH, WIDTH), Residual(WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), Receive(), nn.Linear(WIDTH, WIDTH),
     ).double()  # fmt: skip
 
 

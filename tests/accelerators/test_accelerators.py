@@ -26,8 +26,8 @@ from tests.accelerators.four import (
     trained,
     weighted,
 )
-from tests.accelerators.gpu.test_gpu import Residual
 from tests.support import accelerator as acc
+from tests.support.running import Residual
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 

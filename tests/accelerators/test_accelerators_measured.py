@@ -6,7 +6,6 @@ Layers sleep on the device, so that what is measured is known; bounds are loose,
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from syncpipe import Pipe, plan
 from syncpipe.balance import balance_by_size, balance_by_time, profile
 from syncpipe.timeline.timeline import Span
 from tests.support import accelerator as acc
+from tests.support.running import on_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -24,26 +24,15 @@ SLEEP = 8.0  # milliseconds
 ALMOST = SLEEP / 2e3  # seconds by which the clocks of two devices may differ
 
 
-class Sleep(torch.autograd.Function):
+class Sleeps(nn.Linear):
     """Takes some time on the device, forward and backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        acc.sleep(SLEEP)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        acc.sleep(SLEEP)
-        return grad * 1
-
-
-class Sleeps(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(super().forward(x))
+        acc.sleep(SLEEP)
+        return on_gradient(super().forward(x), lambda grad: acc.sleep(SLEEP))
 
 
 def traced(devices: list[torch.device], how: str, checkpoint: str) -> tuple[list[Span], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.accelerators.four import (
     weighted,
 )
 from tests.support import accelerator as acc
+from tests.support.running import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -185,19 +186,12 @@ def test_two_pipes_on_the_same_devices_at_a_time():
     plain = model()
     x, target = data()
     right = expected(plain, x, target, weighted)
-    found: list[list[Tensor]] = []
     pipes = [pipe_of(plain, "four"), pipe_of(plain, "backwards")]
 
-    def work(pipe: Pipe) -> None:
-        for _ in range(3):
-            found.append([t.cpu() for t in trained(pipe, x, target, weighted)])
+    def work(pipe: Pipe) -> list[list[Tensor]]:
+        return [[t.cpu() for t in trained(pipe, x, target, weighted)] for _ in range(3)]
 
-    threads = [threading.Thread(target=work, args=(pipe,)) for pipe in pipes]
     with acc.late():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 6
-    for result in found:
+        found = in_threads(work, *pipes)
+    for result in chain.from_iterable(found):
         assert_close(result, right)

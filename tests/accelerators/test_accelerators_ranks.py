@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from syncpipe.distributed.attached import Attached
 from tests.accelerators.four import LAYOUTS, data, model, pipe_of
 from tests.support import accelerator as acc
+from tests.support.running import on_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -37,23 +38,17 @@ class Twins:
         pass
 
 
-class LateGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if grad.device.type != "cpu":
-            acc.sleep()
-        return grad.clone()
+def _late(grad: Tensor) -> Tensor:
+    if grad.device.type != "cpu":
+        acc.sleep()
+    return grad.clone()
 
 
 class Late(nn.Linear):
     """Gradients are known late."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return LateGradient.apply(super().forward(x))
+        return on_gradient(super().forward(x), _late)
 
 
 def trained(pipe: Any, how: str, x: Tensor, target: Tensor) -> list[Tensor]:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
 from tests.support import accelerator as acc
-from tests.verification.models import WIDTH, Counter, Receive, Send, batch, linear, pipe_of
+from tests.support.skips import Receive
+from tests.verification.models import WIDTH, Counter, Send, batch, linear, pipe_of
 from tests.verification.test_clean import tied
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]

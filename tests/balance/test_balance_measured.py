@@ -11,17 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import syncpipe.balance.profiling.profiler as profiler
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
-from tests.balance.test_profile_measure import Clock, Takes
+from tests.balance.test_profile_measure import Clock, Takes, clock
 from tests.support.models import Receive, Send
 
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(profiler, "stopwatch", clock)
-    return clock
+__all__ = ["clock"]  # a fixture
 
 
 def best(costs: list[float], partitions: int) -> float:

@@ -18,7 +18,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def thread_time(self) -> float:
         return self.now
 
 
@@ -68,6 +68,12 @@ def test_counting_operators_does_not_count(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_profile_knows_it_for_each_layer() -> None:
     model = nn.Sequential(Python(clock), nn.Linear(2, 2))
     assert [layer.interpreter for layer in profile(model, torch.ones(4, 2)).layers] == [3, 0]
+
+
+def test_however_little_time_there_is() -> None:
+    model = nn.Sequential(*(Python(clock) for _ in range(3)))
+    layers = profile(model, torch.ones(4, 2), timeout=0).layers
+    assert [layer.interpreter for layer in layers] == [3, 3, 3]
 
 
 def test_a_compiled_layer_has_none() -> None:

@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time
 from syncpipe.balance.measure import profile
 from syncpipe.balance.profile import Profile
 from syncpipe.runtime.rematerialization.guards import version_of
-from tests.support.interrupts import interrupted
+from tests.support.interrupts import interrupt_next, interrupted, modes_on
 from tests.support.models import Counter, Noise, Receive, Send
+from tests.support.running import on_gradient, raising
 
 SHAPE = (4, 4, 3)
 TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
@@ -54,18 +57,7 @@ class Fails(nn.Module):
         y = torch.nn.functional.dropout(self.norm(x))
         if self.when == "forward":
             raise self.error
-        return Raises.apply(y, self.error)
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ctx.error
+        return on_gradient(y, raising(lambda: self.error))
 
 
 def layers() -> list[nn.Module]:
@@ -113,6 +105,7 @@ def snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "saving": TOP_HOOKS(True),
+        "modes": modes_on(),
     }
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -191,10 +184,31 @@ def test_ctrl_c_at_any_place() -> None:
         )
         return found
 
+    at_place(0)  # imports what is imported late
     calls, _ = at_place(0)
     places = range(1, calls, max(1, calls // 150))
     stopped = [at_place(at)[1] for at in places]
     assert sum(stopped) > 0.9 * len(places)
+
+
+class Interrupted(nn.Module):
+    """Ctrl-C comes before modes are taken off again, or on again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        TorchDispatchMode().__enter__()
+        TorchFunctionMode().__enter__()
+        with _pop_mode_temporarily():
+            interrupt_next()
+
+
+def test_modes_that_ctrl_c_left_on_are_taken_off() -> None:
+    modules = layers()
+    modules.insert(1, Interrupted())
+    assert_untouched(
+        lambda model, x: profile(model, x, threads=2, **WITHOUT_TIME),
+        trained(*modules),
+        KeyboardInterrupt,
+    )
 
 
 def test_the_error_says_which_layer() -> None:

@@ -22,6 +22,7 @@ def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(names)) == len(names)
     assert {name.split(".")[0] for name in names} == set(GROUPS) == {
         "overhead", "memory", "schedules", "planning", "papers", "peers", "data_parallel",
+        "streams",
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from benchmarks.schedules.parts import GROUP as SCHEDULES
 from benchmarks.schedules.sleeping.emulated import SUBJECTS, Run
 from benchmarks.schedules.sleeping.emulated import napping as napping_problem
 from benchmarks.schedules.sleeping.naps import Naps, splitting_naps
+from benchmarks.streams.parts import GROUP as STREAMS
 from syncpipe.training.weight_gradients_rules import BINDERS
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
@@ -35,6 +36,8 @@ RATIOS = {
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
+    "accuracy": ["ms per step", "over 1F1B", "at the end"],
+    "bubble": ["over simulated", "over no bubble"],
     "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
 QUICK = [
@@ -43,6 +46,7 @@ QUICK = [
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
     (OVERHEAD, "overhead"),
+    *((STREAMS, name) for name in STREAMS.parts),
     pytest.param(DATA_PARALLEL, "small_layers", marks=needs_gloo),
 ]
 

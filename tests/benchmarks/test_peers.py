@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed, nn
+from torch import nn
 
 import syncpipe.skip
 from benchmarks.common import Part
@@ -26,7 +26,6 @@ from benchmarks.peers.measure import Meter, fitting
 from benchmarks.peers.parts import GROUP
 from benchmarks.peers.skips import translated
 
-GLOO = distributed.is_available() and distributed.is_gloo_available()
 IMAGES = partial(torch.rand, 4, 3, 64, 64)
 WITH_SKIPS = {
     "resnext": (

@@ -10,14 +10,23 @@ from benchmarks.common import Part
 from benchmarks.planning.predicted import both_busy, spearman, tell
 from benchmarks.planning.ways import ALONE, AT_ONCE, asleep, loop_of, other_ways
 from syncpipe import Pipe, plan
+from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.schedules import gpipe
 from syncpipe.schedules.simulation import Costs, simulate
 
+SIZE = {1: 16.0}
+PROFILE = Profile(
+    tuple(
+        LayerProfile(str(k), {1: took}, {1: 2 * took}, SIZE, SIZE)
+        for k, took in enumerate((1e-3, 2e-3, 1e-3, 4e-3))
+    )
+)
+
 
 def test_each_way_to_run_is_another_and_can_be_built():
-    problem, profile = asleep(quick=True)
-    best = plan(profile, devices=Machine.even(4), batch_size=4, chunks=4)
+    problem = asleep(quick=True)
+    best = plan(PROFILE, devices=Machine.even(4), batch_size=4, chunks=4)
     ways = other_ways(best, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], (4,))
     assert ways["the plan"].balance == best.balance
     assert len(ways) > 3
@@ -36,10 +45,9 @@ def test_busy_at_once():
 
 
 def test_predictions_are_slowed_where_both_compute_and_by_the_error_of_the_profile():
-    _, profile = asleep(quick=True)
-    best = plan(profile, devices=Machine.even(2), batch_size=4, chunks=4)
+    best = plan(PROFILE, devices=Machine.even(2), batch_size=4, chunks=4)
     taken, busy = best.step_time, both_busy(best.simulation)
-    whole = 4 * sum(layer.forward[1] + layer.backward[1] for layer in profile.layers)
+    whole = 4 * sum(layer.forward[1] + layer.backward[1] for layer in PROFILE.layers)
     samples = {
         "the plan": [taken] * 2,
         loop_of(4): [2 * whole] * 2,
@@ -47,11 +55,12 @@ def test_predictions_are_slowed_where_both_compute_and_by_the_error_of_the_profi
         AT_ONCE: [1.5] * 2,
     }
     part = Part("Title", "Setting.")
-    tell(part, "model", {"the plan": best}, samples, contended=True)
+    tell(part, "model", {"the plan": best}, samples, {"the plan": [1.0, 1.5, 1.5]})
     loop, row = part.rows
     assert loop["measured / predicted"].median == pytest.approx(2)
     assert loop["machine"].median == 1.5
     assert row["measured / predicted"].median == pytest.approx(1)
+    assert row["processors"].median == 1.5  # in the rounds that count
     limit = taken / (taken + busy / 2)
     assert 0.5 < limit < 0.9
     assert row["over the machine's limit"].median == pytest.approx(limit)

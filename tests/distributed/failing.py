@@ -16,18 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from syncpipe import Pipe
 from syncpipe.distributed import data_parallel
 from tests.distributed.equal import batches, differences, pipe_of, whole
+from tests.support.running import on_gradient, raising
 
 GUILTY = 1
-
-
-class RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("no way back")
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -44,13 +35,13 @@ def _interrupt(x: Tensor) -> None:
     threading.Event().wait(0.2)
 
 
-def _raise(x: Tensor) -> None:
-    raise ArithmeticError("no way on")
+def no_way_back(x: Tensor) -> Any:
+    return on_gradient(x, raising(lambda: ArithmeticError("no way back")))
 
 
 HOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "forward": _raise,
-    "backward": RaisesInBackward.apply,
+    "forward": raising(lambda: ArithmeticError("no way on")),
+    "backward": no_way_back,
     "interrupt": _interrupt,
 }
 
@@ -77,8 +68,16 @@ def recovers(how: str, stage: int, before: bool) -> tuple[str, bool, float]:
     given: dict[str, Any] = {"input": x, "target": target}
     if rank == GUILTY and how == "iterator":
         given = {"data_iter": zip(x.chunk(2), target.chunk(2), strict=True)}
-    elif how == "iterator":
+    elif how in ("iterator", "loss"):
         given = {"data_iter": zip(x.chunk(4), target.chunk(4), strict=True)}
+    losses: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(0)  # at the second one all know what the mini-batch is assumed to weigh
+        if rank == GUILTY and how == "loss" and len(losses) == 2:
+            raise ArithmeticError("no loss")
+        return F.cross_entropy(output, target)
+
     if rank == GUILTY and how == "target":
         given["target"] = target[1:]
     if rank == GUILTY and how in HOOKS:
@@ -89,7 +88,7 @@ def recovers(how: str, stage: int, before: bool) -> tuple[str, bool, float]:
             return HOOKS[how](output) if len(calls) == 3 or how == "backward" else None
 
         handle = pipe.partitions[stage].register_forward_hook(hook)
-    told_us = told(lambda: pipe.train_batch(**given, loss_fn=F.cross_entropy))
+    told_us = told(lambda: pipe.train_batch(**given, loss_fn=loss_fn, verify=False))
     if rank == GUILTY and how in HOOKS:
         handle.remove()
     same = all(
@@ -109,7 +108,7 @@ def backward_recovers() -> tuple[str, float]:
     x, target = pairs[rank]
     handle = None
     if rank == GUILTY:
-        handle = pipe[1].register_forward_hook(lambda *given: RaisesInBackward.apply(given[2]))
+        handle = pipe[1].register_forward_hook(lambda *given: no_way_back(given[2]))
     told_us = told(lambda: F.cross_entropy(pipe(x), target).backward())
     if handle is not None:
         handle.remove()

@@ -18,6 +18,7 @@ from syncpipe import Pipe
 from syncpipe.distributed import broadcast_buffers, data_parallel
 from tests.distributed.equal import batches, counted, differences, pipe_of, weigh, whole
 from tests.distributed.failing import told
+from tests.support.running import on_gradient
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -122,18 +123,11 @@ def overlap(driver: str) -> list[int]:
 
     left = [3]
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
+    def wait(grad: Tensor) -> None:
+        left[0] -= 1
+        assert left[0] or on_its_way.wait(20), "no bucket before the last stage is through"
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            left[0] -= 1
-            assert left[0] or on_its_way.wait(20), "no bucket before the last stage is through"
-            return grad
-
-    pipe.partitions[0].register_forward_hook(lambda *given: Waits.apply(given[2]))
+    pipe.partitions[0].register_forward_hook(lambda *given: on_gradient(given[2], wait))
     pipe.checkpoint = "never"
     x, target = batches([6] * 3, 2, masked=False)[distributed.get_rank()]
     distributed.all_reduce = watched

@@ -11,6 +11,7 @@ REASONS = {
     "backward": "ArithmeticError: no way back",
     "interrupt": "KeyboardInterrupt",
     "iterator": "ValueError: data_iter ended when asked for micro-batch 2",
+    "loss": "ArithmeticError: no loss",
     "target": "ValueError: ",
 }
 LOST = "RuntimeError: the processes of this data-parallel pipe have lost each other"
@@ -25,6 +26,7 @@ LOST = "RuntimeError: the processes of this data-parallel pipe have lost each ot
         ("backward", 2),
         ("interrupt", 1),
         ("iterator", 0),
+        ("loss", 2),
         ("target", 0),
     ],
 )

@@ -11,18 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import CHANNELS, LENGTH, on_x
-
-
-class Do(nn.Module):
-    """Calls a function that may use leaves of its own, which no module knows."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return on_x(self.function, value)
+from tests.support.models import CHANNELS, LENGTH, Inner, on_x
 
 
 def near(leaf: Tensor, x: Tensor) -> Tensor:
@@ -48,7 +37,7 @@ class Hidden(nn.Module):
 def closure() -> nn.Module:
     """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
     leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
-    layer = Do(lambda x: x + near(leaf, x).view(1, CHANNELS, LENGTH))
+    layer = Inner(lambda x: x + near(leaf, x).view(1, CHANNELS, LENGTH))
     layer.leaf = lambda: leaf
     return layer
 

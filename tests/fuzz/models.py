@@ -21,7 +21,6 @@ from syncpipe.skip import Namespace
 from tests.fuzz.layers import (
     Checkpointed,
     Dawdle,
-    Do,
     Embed,
     ForkRng,
     Hidden,
@@ -45,6 +44,7 @@ from tests.support.models import (
     Tied,
     on_x,
 )
+from tests.support.running import Do
 
 __all__ = ["KINDS", "Model", "drawn_model"]
 
@@ -122,20 +122,20 @@ KINDS: dict[str, Kind] = {
     "parameter_views": Kind(ParameterViews),
     "embedding": Kind(Embed, once=False),
     "embedding_max_norm": Kind(lambda: Embed(0.5), once=False),
-    "expand": Kind(lambda: Do(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
-    "transposed": Kind(lambda: Do(lambda x: (x * 2).mT.contiguous().mT)),
+    "expand": Kind(lambda: Inner(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
+    "transposed": Kind(lambda: Inner(lambda x: (x * 2).mT.contiguous().mT)),
     "dawdle": Kind(Dawdle, stores=True),
     # handed on
     "identity": Kind(nn.Identity, passes=True),
     "flatten": Kind(lambda: Inner(nn.Flatten(2)), passes=True),
     "dropout_0": Kind(lambda: Inner(nn.Dropout(0.0)), passes=True),
-    "view": Kind(lambda: Do(lambda x: x.view_as(x)), passes=True),
-    "slice": Kind(lambda: Do(lambda x: x[:, :CHANNELS]), passes=True),
+    "view": Kind(lambda: Inner(lambda x: x.view_as(x)), passes=True),
+    "slice": Kind(lambda: Inner(lambda x: x[:, :CHANNELS]), passes=True),
     # in place
     "relu_": Kind(lambda: Inner(nn.ReLU(inplace=True)), inplace=True, passes=True, stores=True),
     "hardtanh_": Kind(lambda: Inner(nn.Hardtanh(inplace=True)), inplace=True, passes=True),
-    "mul_": Kind(lambda: Do(lambda x: x.mul_(1.5)), inplace=True, passes=True),
-    "add_": Kind(lambda: Do(_add_to_first), inplace=True, passes=True),
+    "mul_": Kind(lambda: Inner(lambda x: x.mul_(1.5)), inplace=True, passes=True),
+    "add_": Kind(lambda: Inner(_add_to_first), inplace=True, passes=True),
     # part of themselves again
     "checkpoint": Kind(lambda: Checkpointed(reentrant=False, dropout=False), stores=True),
     "reentrant": Kind(lambda: Checkpointed(reentrant=True, dropout=False), stores=True),
@@ -250,7 +250,7 @@ class Model:
         layers: list[Any] = []
         for kind in self.layers:
             if kind in _FUNCTIONS:
-                made: Any = partial(on_x, cast("Do", KINDS[kind].make()).function)
+                made: Any = partial(on_x, cast("Inner", KINDS[kind].make()).inner)
             elif kind.startswith("send"):
                 waiting.append(Namespace())
                 made = LayerSpec(_isolated, kind, waiting[-1])

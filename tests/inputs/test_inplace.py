@@ -13,20 +13,10 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from syncpipe.tree import clones, overlap
 from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import Do
 from tests.support.training import weigh
 
 DEVICES = [["cpu:0"] * 4, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]]
-
-
-class Do(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 def both_drivers(pipe: Pipe, x: Any, target: Tensor | None = None) -> list[list[Tensor]]:

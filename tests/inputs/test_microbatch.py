@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe import NoChunk, Pipe
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, cut, linear_model
+from tests.support.running import Do
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -28,17 +29,6 @@ class Record:
 
 
 pytree.register_dataclass(Record)
-
-
-class Apply(nn.Module):
-    """Any function as a layer."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
 
 
 class Scale(nn.Module):
@@ -127,7 +117,7 @@ def test_a_no_chunk_tensor_goes_whole_to_every_micro_batch(checkpoint: str) -> N
     def product(tree: Any) -> Tensor:
         return tree["x"] @ tree["w"].t() + tree["bias"]
 
-    first = Apply(product)
+    first = Do(product)
     pipe = Pipe(nn.Sequential(first, nn.Tanh()), [1, 1], chunks=3, checkpoint=checkpoint)
     seen = recorded(first)
     x, bias = torch.randn(6, 2), torch.tensor(0.5)
@@ -160,8 +150,8 @@ def test_an_input_without_tensors_goes_through_where_nothing_has_to_be_cut(value
 
 
 def test_none_may_pass_between_layers() -> None:
-    layers = [Apply(lambda x: None), Apply(lambda none: (none, torch.ones(2)))]
-    assert Pipe(nn.Sequential(*layers), [1, 1], chunks=2)(X)[0] is None
+    layers = [lambda x: None, lambda none: (none, torch.ones(2))]
+    assert Pipe(layers, [1, 1], chunks=2)(X)[0] is None
 
 
 @given(size=st.integers(1, 12), chunks=st.integers(1, 15), trailing=st.integers(0, 2))
@@ -239,7 +229,7 @@ def test_input_on_another_device_is_refused_with_both_devices(wrap: Any) -> None
 
 
 def ending_in(function: Any, chunks: int = 3) -> Pipe:
-    return Pipe(nn.Sequential(nn.Identity(), Apply(function)), [1, 1], chunks=chunks)
+    return Pipe([nn.Identity(), function], [1, 1], chunks=chunks)
 
 
 def test_a_loss_from_inside_the_pipe_is_refused_with_what_to_do() -> None:

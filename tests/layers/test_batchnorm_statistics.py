@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import weakref
 
@@ -20,7 +19,8 @@ from syncpipe.layers.batchnorm import (
     collect,
 )
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
-from tests.support.batchnorm import assert_same_buffers, assert_unchanged, in_threads, run, snapshot
+from tests.support.batchnorm import assert_same_buffers, assert_unchanged, run, snapshot
+from tests.support.running import in_threads
 
 KINDS: dict[int, type[nn.Module]] = {
     0: nn.BatchNorm1d,
@@ -293,7 +293,7 @@ def test_concurrent_mini_batches_do_not_mix() -> None:
             run(bn, *x.split(3))
 
     # 8 = 3 + 3 + 2, so a mini-batch that lost or gained a part would show.
-    in_threads(*(functools.partial(work, xs) for xs in inputs))
+    in_threads(work, *inputs)
     batches = [x for xs in inputs for x in xs]
     assert bn.num_batches_tracked == len(batches)
     mean = torch.stack([x.mean(0) for x in batches]).mean(0)
@@ -315,12 +315,12 @@ def test_commits_do_not_interleave() -> None:
 
     bn = Watched(2)
 
-    def work() -> None:
+    def work(_: int) -> None:
         stats = MiniBatchStatistics()
         stats.add(bn, torch.ones(4, 2))
         stats.commit()
 
-    in_threads(*[work] * 4)
+    in_threads(work, *range(4))
     assert overlaps == [0, 0, 0, 0]
 
 
@@ -332,7 +332,7 @@ def test_micro_batches_may_come_from_several_threads() -> None:
         with collect(stats):
             bn(part)
 
-    in_threads(*(functools.partial(work, part) for part in x.split(4)))
+    in_threads(work, *x.split(4))
     stats.commit()
     plain(x)
     assert_same_buffers(plain, bn)

@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.running import MODES, assert_same, pipe_of, plain, trained
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return torch.relu(self.norm(self.linear(x)) + x)
+from tests.support.running import MODES, NormBlock, assert_same, pipe_of, plain, trained
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +21,7 @@ def nothing_compiled_before():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_layers_give_the_plain_loops_bits(mode, backend):
-    layers = nn.Sequential(Block(), nn.Tanh(), Block(), nn.Linear(6, 3))
+    layers = nn.Sequential(NormBlock(), nn.Tanh(), NormBlock(), nn.Linear(6, 3))
     reference = copy.deepcopy(layers)
     for k in (0, 2):
         layers[k].compile(backend=backend)
@@ -73,11 +64,11 @@ def test_a_compiled_step_around_a_pipe_runs_the_pipe():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_is_compiled_once_for_forward_and_recomputation(mode):
-    class Other(Block):
+    class Other(NormBlock):
         def forward(self, x):
             return super().forward(x)
 
-    layers = nn.Sequential(Block(), Other(), nn.Linear(6, 3))
+    layers = nn.Sequential(NormBlock(), Other(), nn.Linear(6, 3))
     for k in (0, 1):
         layers[k].compile(backend="eager")
     pipe = pipe_of(layers, [1, 2], checkpoint=mode)

@@ -7,7 +7,6 @@ import functools
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,18 +23,8 @@ from tests.support.models import (
     in_turn,
     step,
 )
+from tests.support.running import Do
 from tests.support.training import RUNS, WHOLE
-
-
-class Call(nn.Module):
-    """What a callable is in the plain model."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Any) -> Any:
-        return self.function(input)
 
 
 def double(x: Tensor) -> Tensor:
@@ -69,7 +58,7 @@ def mixed() -> list[Any]:
 
 
 def plain(layers: list[Any]) -> nn.Sequential:
-    return nn.Sequential(*[x if isinstance(x, nn.Module) else Call(x) for x in layers])
+    return nn.Sequential(*[x if isinstance(x, nn.Module) else Do(x) for x in layers])
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -256,7 +245,7 @@ def test_a_method_of_a_module_without_parameters_is_fine() -> None:
 def test_skips_pass_callables() -> None:
     from tests.support.models import Receive, Send
 
-    model = nn.Sequential(Send(), Call(torch.tanh), Receive())
+    model = nn.Sequential(Send(), Do(torch.tanh), Receive())
     x = torch.randn(4, 4, 3, requires_grad=True)
     found = Pipe([Send(), torch.tanh, Receive()], [1, 1, 1], chunks=2)
     expected = assert_equals_plain(model, x, [1, 2], chunks=2)

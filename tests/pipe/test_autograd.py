@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 from syncpipe import inline
-from tests.support.running import MODES, Do, assert_same, beside, pipe_of, plain, trained, weigh
+from tests.support.running import (
+    MODES,
+    Do,
+    assert_same,
+    beside,
+    in_threads,
+    pipe_of,
+    plain,
+    trained,
+    weigh,
+)
 
 pytestmark = pytest.mark.parametrize("mode", MODES)
 
@@ -141,21 +150,10 @@ def test_one_pipe_called_from_several_threads(mode, x):
         return torch.autograd.grad(weigh(run(x)), list(module.parameters()))
 
     expected = [run(reference, copied, x) for x in inputs]
-    results = [[] for _ in inputs]
-
-    def work(k):
-        for _ in range(30):
-            results[k].append(run(pipe, pipe, inputs[k]))
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in range(len(inputs)):
-        assert len(results[k]) == 30
-        for result in results[k]:
-            assert_same(result, expected[k])
+    results = in_threads(lambda x: [run(pipe, pipe, x) for _ in range(30)], *inputs)
+    for found, right in zip(results, expected, strict=True):
+        for result in found:
+            assert_same(result, right)
 
 
 def test_create_graph_gives_second_derivatives(mode, x):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import threading
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES, assert_close, assert_same, in_turn, step
+from tests.support.running import in_threads
 from tests.support.ties import WIDTH, Block, language_model, modes, words
 from tests.training.train_batch.test_ties import loss_of, specs
 
@@ -153,25 +153,16 @@ def test_copies_and_pickles_stay_tied():
 
 
 def test_several_threads_may_call_one_pipe():
-    pipe, errors = tied_pipe(), []
-    x = words(6)
+    pipe, x = tied_pipe(), words(6)
     expected = step(in_turn(language_model(), 2), language_model(), x)
 
-    def call() -> None:
-        try:
-            for _ in range(10):
+    def call(_: int) -> None:
+        for _ in range(10):
+            assert torch.equal(pipe(x), expected.output)
+            with inline(), torch.no_grad():
                 assert torch.equal(pipe(x), expected.output)
-                with inline(), torch.no_grad():
-                    assert torch.equal(pipe(x), expected.output)
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(call, *range(4))
 
 
 def test_gradients_come_by_functional_call_too():

@@ -12,6 +12,12 @@ from syncpipe.planner import Plan
 BATCH = 64
 
 
+@pytest.fixture(autouse=True)
+def with_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on free-threaded CPython."""
+    monkeypatch.setattr(candidate, "has_lock", lambda: True)
+
+
 def profile_with(python: float) -> Profile:
     """Four layers of 3 ms for 8 samples, which hold the interpreter for so long, of any size."""
     layers = [

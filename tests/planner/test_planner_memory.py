@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import syncpipe
 from benchmarks.papers.fake_memory import actual_peaks
 from syncpipe.balance import LayerProfile, Profile, profile
 from syncpipe.planner.costs.chain import Chain
@@ -67,6 +68,38 @@ def test_the_planned_peak_is_near_the_counted_one(
     counted[0] += size(x)
     counted[1] += size(target)
     assert max(planned) == pytest.approx(max(counted), rel=0.1)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint: str) -> None:
+    layers, x = mlp()
+    target = torch.zeros_like(layers(x).detach())
+    plain, there = (
+        actual_peaks(
+            layers, [len(layers)], lambda *_: (x.clone(), target.clone()), F.mse_loss,
+            samples=SAMPLES, m=CHUNKS, schedule="1f1b", checkpoint=checkpoint, fake=False,
+            gradients=gradients,
+        )[0][0]
+        for gradients in (False, True)
+    )  # fmt: skip
+    plan = syncpipe.plan(
+        profile(layers, x[:SAMPLES], timeout=0), devices="1 x 1GB, 1GB/s", batch_size=SAMPLES
+    )
+    (stage,) = plan.stages
+    assert stage.gradients == sum(map(size, layers.parameters()))
+    # Without them, they are made; with them, copies are, which stay.
+    assert there == pytest.approx(plain, rel=0.02)
+
+
+def test_the_page_says_where_that_is_too_much() -> None:
+    layer = LayerProfile("a", {1: 1}, {1: 2}, {1: 8}, {1: 8}, parameter_bytes=100, frozen_bytes=40)
+    small, large = (
+        syncpipe.plan(Profile((layer,)), devices=f"1 x {room}B, 1GB/s", batch_size=1, param_scale=2)
+        for room in (200, 1000)
+    )
+    assert small.stages[0].gradients == large.stages[0].gradients == 60
+    assert "too much for device 0" in str(small)
+    assert "too much" not in str(large)
 
 
 def numbers(**layers: Any) -> Profile:

@@ -15,20 +15,22 @@ import pytest
 import torch
 from torch import nn
 
-from syncpipe import is_recomputing
-from syncpipe.skip import pop, skippable, stash
-from tests.support.running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
-from tests.support.watched import gone
+from syncpipe.skip import skippable, stash
+from tests.support.running import (
+    MODES,
+    Do,
+    assert_same,
+    on_gradient,
+    pipe_of,
+    plain,
+    trained,
+    weigh,
+)
+from tests.support.skips import Receive
+from tests.support.watched import Fails, Odd, gone, numbered
+from tests.training.failures.failing import notes_of
 
 STAGES, CHUNKS = 3, 3
-
-
-class Odd(BaseException):
-    """Not even an Exception, and not to be built again from its arguments."""
-
-    def __init__(self, a, b):
-        super().__init__("odd")
-        self.pair = (a, b)
 
 
 ERRORS = {
@@ -41,72 +43,18 @@ ERRORS = {
 }
 
 
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer, i):
-        ctx.layer, ctx.i = layer, i
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.layer.act("backward", ctx.i)
-        return grad, None, None
-
-
-class Fails(nn.Module):
-    """Raises ``error`` in the given phase of the given micro-batch (its input's first value)."""
-
-    def __init__(self):
-        super().__init__()
-        self.error, self.phase, self.i = None, "", -1
-        self.ran = []
-
-    def act(self, phase, i):
-        self.ran.append((phase, i))
-        if self.error is not None and (phase, i) == (self.phase, self.i):
-            raise self.error  # the line of the layer
-
-    def forward(self, x):
-        i = int(x[0, 0])
-        self.act("recompute" if is_recomputing() else "forward", i)
-        return _Backward.apply(x, self, i)
-
-
 def failing_pipe(checkpoint="always"):
-    layers = nn.Sequential(
-        *(nn.Sequential(Fails(), Scale()) for _ in range(STAGES))  # a layer for each stage
-    )
+    layers = nn.Sequential(*(Fails() for _ in range(STAGES)))
     return pipe_of(layers, checkpoint=checkpoint, chunks=CHUNKS)
-
-
-class Scale(nn.Module):
-    """Multiplies all but the first column, which says which micro-batch this is."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x):
-        return torch.cat([x[:, :1], x[:, 1:] * self.weight.tanh()], 1)
-
-
-def numbered():
-    x = torch.randn(2 * CHUNKS, 5)
-    x[:, 0] = torch.arange(CHUNKS).repeat_interleave(2)
-    return x
 
 
 def assert_works(pipe):
     for layer in pipe:
-        layer[0].error = None
-    x = numbered()
+        layer.error = None
+    x = numbered(CHUNKS)
     reference = nn.Sequential(*pipe)
     ours = trained(pipe, pipe, x)
     assert_same(ours, trained(lambda x: plain(reference, x, CHUNKS), reference, x))
-
-
-def notes_of(error):
-    return "\n".join(getattr(error, "__notes__", []))
 
 
 @pytest.mark.parametrize("i", range(CHUNKS))
@@ -114,11 +62,11 @@ def notes_of(error):
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 def test_an_exception_anywhere_reaches_the_caller_and_the_next_call_works(phase, j, i):
     pipe = failing_pipe()
-    layer = pipe[j][0]
+    layer = pipe[j]
     for kind in (ValueError("bad"), Odd(1, 2)):
         layer.error, layer.phase, layer.i = kind, phase, i
         with pytest.raises(type(kind)) as caught:
-            weigh(pipe(numbered().requires_grad_())).backward()
+            weigh(pipe(numbered(CHUNKS).requires_grad_())).backward()
         assert caught.value is kind
         lines = "".join(traceback.format_exception(caught.value))
         assert "the line of the layer" in lines
@@ -135,10 +83,10 @@ def test_an_exception_anywhere_reaches_the_caller_and_the_next_call_works(phase,
 def test_an_exception_of_any_type_arrives_as_itself(kind, phase, place):
     error = ERRORS[kind]()
     pipe = failing_pipe()
-    layer = pipe[place[0]][0]
+    layer = pipe[place[0]]
     layer.error, layer.phase, layer.i = error, phase, place[1]
     with pytest.raises(type(error)) as caught:
-        weigh(pipe(numbered().requires_grad_())).backward()
+        weigh(pipe(numbered(CHUNKS).requires_grad_())).backward()
     assert caught.value is error
     assert error.__cause__ is None
     assert_works(pipe)
@@ -176,7 +124,7 @@ def test_of_several_failures_that_of_the_earliest_clock_cycle_is_raised():
     pipe = pipe_of(layers, chunks=CHUNKS)
     for _ in range(20):
         with pytest.raises(ValueError, match="early"):
-            pipe(numbered())
+            pipe(numbered(CHUNKS))
 
 
 def test_other_workers_stop_at_their_next_action():
@@ -242,19 +190,13 @@ def test_ctrl_c_while_the_caller_waits(how):
 def test_ctrl_c_during_backward(mode):
     once = []
 
-    class Interrupt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def interrupt(grad):
+        if not once:
+            once.append(1)
+            signal.raise_signal(signal.SIGINT)
 
-        @staticmethod
-        def backward(ctx, grad):
-            if not once:
-                once.append(1)
-                signal.raise_signal(signal.SIGINT)
-            return grad
-
-    layers = nn.Sequential(nn.Linear(2, 2), Do(Interrupt.apply), nn.Linear(2, 2))
+    layer = Do(lambda x: on_gradient(x, interrupt))
+    layers = nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2))
     pipe = pipe_of(layers, checkpoint=mode)
     x = torch.randn(4, 2)
     with pytest.raises(KeyboardInterrupt):
@@ -278,16 +220,10 @@ class Stash(nn.Module):
         return x
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x):
-        return x + (yield pop("skip"))
-
-
 @pytest.mark.parametrize("where", ["stash", "between", "pop"])
 def test_skips_are_freed_when_a_layer_fails(where):
     fail = Do(lambda x: 1 / 0)
-    layers = [Stash(), nn.Identity(), Pop()]
+    layers = [Stash(), nn.Identity(), Receive()]
     layers.insert({"stash": 1, "between": 2, "pop": 2}[where], fail)
     balance = {"stash": [2, 1, 1], "between": [1, 2, 1], "pop": [1, 1, 2]}[where]
     pipe = pipe_of(nn.Sequential(*layers), balance)
@@ -308,12 +244,12 @@ def assert_freed(references):
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 def test_an_exception_keeps_nothing_alive_once_it_is_dropped(phase):
     pipe = failing_pipe()
-    layer = pipe[1][0]
+    layer = pipe[1]
     alive = []
 
     def run():
         layer.error, layer.phase, layer.i = Odd(1, 2), phase, 1
-        x = numbered().requires_grad_()
+        x = numbered(CHUNKS).requires_grad_()
         alive.extend([weakref.ref(x), weakref.ref(layer.error)])
         try:
             weigh(pipe(x)).backward()
@@ -326,5 +262,5 @@ def test_an_exception_keeps_nothing_alive_once_it_is_dropped(phase):
     if phase == "forward":  # not even a cycle is left for the garbage collector
         assert gone(alive)
     # PyTorch itself keeps the roots of a backward that failed until the next one.
-    weigh(pipe(numbered().requires_grad_())).backward()
+    weigh(pipe(numbered(CHUNKS).requires_grad_())).backward()
     assert_freed(alive)

@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,7 +16,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe import inline
-from tests.support.running import MODES, Dawdle, Do, Noise, assert_same, pipe_of, trained
+from tests.support.running import (
+    MODES,
+    Dawdle,
+    Do,
+    Noise,
+    another_thread,
+    assert_same,
+    on_gradient,
+    pipe_of,
+    trained,
+)
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb_h1")
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -48,21 +58,13 @@ class Forked(nn.Module):
             return x + torch.rand(6)
 
 
-class NoisyGradient(torch.autograd.Function):
-    """Draws in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        Dawdle(5)(grad)
-        return grad + torch.rand(grad.shape)
-
-
 def noisy_hook(grad):
     return grad + torch.rand(grad.shape)
+
+
+def noisy_gradient(x):
+    """Draws in backward."""
+    return on_gradient(x, lambda grad: noisy_hook(Dawdle(5)(grad)))
 
 
 def forking_hook(grad):
@@ -99,7 +101,7 @@ KINDS = {
     "tensor hook with fork_rng": lambda: Do(hook(forking_hook)),
     "parameter hook": HookedWeight,
     "module hook": hooked_module,
-    "function": lambda: Do(NoisyGradient.apply),
+    "function": lambda: Do(noisy_gradient),
 }
 
 
@@ -154,7 +156,7 @@ def test_what_uses_the_state_or_draws_in_backward_runs_as_inline(kind, mode):
 
 def test_a_loss_that_draws_in_backward_trains_as_inline():
     def loss_fn(output, target):
-        return F.mse_loss(NoisyGradient.apply(output), target)
+        return F.mse_loss(noisy_gradient(output), target)
 
     assert_as_inline(with_dropout("fork_rng"), lambda p, step: stepped(p, step, loss_fn))
 
@@ -194,17 +196,13 @@ class Slope(nn.Module):
 @pytest.mark.parametrize("mode", ["except_last", "always"])
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a thread"])
 def test_a_backward_inside_of_a_layer_recomputes_what_it_drew(mode, others):
-    release, results = threading.Event(), []
-    if others:  # which may draw, so layers do so from generators of their own
-        threading.Thread(target=release.wait).start()
-    try:
+    results = []
+    with another_thread() if others else nullcontext():
         for checkpoint in ("never", mode):
             torch.manual_seed(1)
             layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), Slope(), nn.Linear(6, 6))
             pipe = pipe_of(layers, [2, 2], checkpoint=checkpoint)
             results.append([trained(pipe, pipe, torch.ones(8, 6)) for _ in range(3)])
-    finally:
-        release.set()
     for never, again in zip(*results, strict=True):
         assert_same(again, never)
 
@@ -345,17 +343,32 @@ def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on
 def test_a_generator_of_ones_own_draws_what_that_of_the_process_does(draw):
     first = lambda y: y[0] if isinstance(y, tuple) else y  # noqa: E731
     pipe = pipe_of(nn.Sequential(Do(lambda x: first(draw(x))), nn.Identity()), [1, 1], chunks=2)
-    release = threading.Event()
     results = []
-    for beside in (False, False, True, True):
-        thread = threading.Thread(target=release.wait)
-        if beside:
-            thread.start()
-        torch.manual_seed(5)
-        results.append(pipe(X[:4]))
-        release.set()
-        if beside:
-            thread.join()
-        release.clear()
+    for others in (False, False, True, True):
+        with another_thread() if others else nullcontext():
+            torch.manual_seed(5)
+            results.append(pipe(X[:4]))
     for result in results[1:]:
         assert torch.equal(result, results[0])
+
+
+class Meets(nn.Module):
+    """In one of its micro-batches it waits for another layer."""
+
+    def __init__(self, barrier: threading.Barrier, micro_batch: int) -> None:
+        super().__init__()
+        self.barrier, self.micro_batch, self.calls = barrier, micro_batch, 0
+
+    def forward(self, x):
+        heads = x.view(len(x), 1, 1, -1)
+        y = F.scaled_dot_product_attention(heads, heads, heads).view_as(x)  # may draw, but does not
+        self.calls += 1
+        if self.calls == self.micro_batch + 1:
+            self.barrier.wait(timeout=60)
+        return y
+
+
+def test_layers_that_draw_nothing_run_at_once_beside_other_threads():
+    barrier = threading.Barrier(2)
+    with another_thread():
+        pipe_of(nn.Sequential(Meets(barrier, 1), Meets(barrier, 0)), [1, 1], chunks=2)(X[:4])

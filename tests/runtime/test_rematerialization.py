@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import inline, is_checkpointing, is_recomputing
-from tests.support.running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
+from tests.support.running import (
+    MODES,
+    Do,
+    assert_same,
+    on_gradient,
+    pipe_of,
+    plain,
+    trained,
+    weigh,
+)
 from tests.support.watched import Memory, alive, gone
 
 RECOMPUTED = {
@@ -35,22 +44,11 @@ class Record(nn.Module):
         assert not (is_recomputing() and is_checkpointing())
         i = int(x.detach()[0, 0])
         self.events.append((what + self.name, i, is_checkpointing()))
-        return Go.apply(x * self.weight, self, i)
+        note = "backward" + self.name, i, None
+        return on_gradient(x * self.weight, lambda grad: self.events.append(note))
 
     def __deepcopy__(self, memo):
         return self
-
-
-class Go(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer, i):
-        ctx.layer, ctx.i = layer, i
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.layer.events.append(("backward" + ctx.layer.name, ctx.i, None))
-        return grad, None, None
 
 
 def numbered(m=4):

@@ -6,6 +6,7 @@ import contextvars
 import re
 import threading
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -234,16 +235,26 @@ class BadBackward(nn.Module):
         return torch.sqrt(x - 100)  # the line to find
 
 
+DRIVERS = {
+    "forward": lambda pipe, x: weigh(pipe(x)).backward(),
+    "train_batch": lambda pipe, x: pipe.train_batch(x, loss_fn=weigh),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("mode", ["never", "except_last"])
-def test_anomaly_mode_shows_the_line_of_the_layer_that_gave_nan(mode):
+@pytest.mark.parametrize(
+    ("driver", "mode"),
+    [*product(["forward"], ["never", "except_last"]), *product(["train_batch"], MODES)],
+)
+def test_anomaly_mode_shows_the_line_of_the_layer_that_gave_nan(driver, mode):
     pipe = pipe_of(nn.Sequential(nn.Linear(2, 2), BadBackward()), checkpoint=mode)
+    x = torch.randn(8, 2)
     with (
         pytest.warns(UserWarning, match="the line to find"),
         pytest.raises(RuntimeError, match="returned nan"),
         torch.autograd.detect_anomaly(),
     ):
-        weigh(pipe(torch.randn(8, 2))).backward()
+        DRIVERS[driver](pipe, x)
 
 
 @pytest.mark.parametrize("all_threads", [False, True])
@@ -261,6 +272,18 @@ def test_profiler_ranges_name_stage_and_micro_batch(all_threads):
             assert names[f"syncpipe forward stage {j} micro-batch {i}"] == 1
         assert names[f"syncpipe recompute stage {j} micro-batch 0"] == 1
     assert names["aten::gelu"] >= 2  # what the layers do is there as well
+
+
+def test_profiler_ranges_of_a_training_step():
+    pipe = pipe_of(model(), [2, 3], chunks=2, checkpoint="always")
+    x, target = torch.randn(8, 6), torch.randn(8, 3)
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        pipe.train_batch(x, target, loss_fn=nn.functional.mse_loss)
+    names = Counter(event.name for event in prof.events())
+    for kind in ("forward", "recompute", "backward"):
+        for j in range(2):
+            for i in range(2):
+                assert names[f"syncpipe {kind} stage {j} micro-batch {i}"] == 1
 
 
 @pytest.fixture

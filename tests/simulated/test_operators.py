@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests import simulated
+from tests.support.running import Do
 
 DEVICE = torch.device("sim:1")
 DOUBLE = torch.float64
@@ -49,17 +50,6 @@ def check(module, inputs):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     return {reason for reason in waits if not reason.startswith("copy")}
-
-
-class Computing(nn.Module):
-    """A function of its inputs as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 SEQUENCE = lambda: [numbers(2, 5, 8)]  # noqa: E731
@@ -150,7 +140,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_function(function):
-    assert not check(Computing(FUNCTIONS[function]), ROWS())
+    assert not check(Do(FUNCTIONS[function]), ROWS())
 
 
 NEED_DATA = {
@@ -164,7 +154,7 @@ NEED_DATA = {
 
 @pytest.mark.parametrize("function", NEED_DATA)
 def test_what_needs_data_waits_for_it(function):
-    assert check(Computing(NEED_DATA[function]), ROWS())
+    assert check(Do(NEED_DATA[function]), ROWS())
 
 
 def test_double_backward():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from syncpipe.skip import Namespace, pop, skippable
 from syncpipe.skip.store import use_store
+from tests.support.running import in_threads
 from tests.support.skips import (
     Receive,
     Send,
@@ -57,11 +57,10 @@ def test_values_outside_do_not_reach_into_a_store():
 
 def test_threads_use_their_own_stores():
     send, receive = Send(), Receive()
-    barrier = threading.Barrier(4)
     results: dict[int, int] = {}
 
-    def work(number: int, store: Any) -> None:
-        barrier.wait(10)
+    def work(number: int) -> None:
+        store: Any = {} if number % 2 else None
         for _ in range(50):
             if store is None:
                 send(number)
@@ -71,14 +70,7 @@ def test_threads_use_their_own_stores():
                     send(number)
                     results[number] = receive(0)
 
-    threads = [
-        threading.Thread(target=work, args=(i, {} if i % 2 else None), daemon=True)
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(work, *range(4))
     assert results == {0: 0, 1: 1, 2: 2, 3: 3}
 
 

@@ -21,6 +21,7 @@ from syncpipe.stages.transfer import Send
 from syncpipe.tree import tensors_in
 from tests.streams.happens_before import FakeStreams, Stream, parameters_of
 from tests.streams.happens_before_autograd import AutogradWorld
+from tests.support.running import Residual
 
 
 @skippable(stash=["a"])
@@ -45,17 +46,6 @@ class PopB(nn.Module):
         return x * (yield pop("b"))
 
 
-class Residual(nn.Module):
-    """Uses its input twice, so that gradients meet where the input came from."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
 class Returns(nn.Module):
     """Reads a second input late: a tuple travels between the stages."""
 
@@ -71,9 +61,9 @@ class Takes(nn.Module):
 def layers() -> nn.Sequential:
     return nn.Sequential(
         StashA(), nn.Linear(4, 4), nn.Tanh(), Returns(),
-        Takes(), Residual(),
-        PopAStashB(), Residual(), nn.Linear(4, 4),
-        PopB(), Residual(), nn.Linear(4, 4),
+        Takes(), Residual(4),
+        PopAStashB(), Residual(4), nn.Linear(4, 4),
+        PopB(), Residual(4), nn.Linear(4, 4),
     )  # fmt: skip
 
 
@@ -343,8 +333,7 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("how", ["threads", "inline"])
+@pytest.mark.parametrize(("how", "checkpoint"), [("threads", "never"), ("inline", "always")])
 @pytest.mark.parametrize(("site", "layout"), [(s, layout) for s in SITES for layout in SITES[s]])
 def test_race_without(world, site, layout, how, checkpoint):
     if (site, how) == ("keep record_on_stream start", "threads"):

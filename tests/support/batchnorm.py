@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -40,18 +37,3 @@ def assert_unchanged(module: nn.Module, before: dict[str, Tensor]) -> None:
     after = module.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
-
-
-def in_threads(*tasks: Callable[[], object]) -> None:
-    """Runs all tasks at the same time, and waits for them."""
-    start = threading.Barrier(len(tasks))
-
-    def work(task: Callable[[], object]) -> None:
-        start.wait()
-        task()
-
-    threads = [threading.Thread(target=work, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

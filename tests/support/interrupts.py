@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class _Interrupt:
     """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
@@ -31,3 +33,13 @@ def interrupted(at: int, call: Callable[[], Any]) -> tuple[int, bool]:
     finally:
         sys.settrace(before)
     return interrupt.calls, False
+
+
+def interrupt_next() -> None:
+    """Ctrl-C comes when the next function begins."""
+    sys.settrace(_Interrupt(1))
+
+
+def modes_on() -> tuple[int, int]:
+    """How many of PyTorch's modes are on: function modes, and dispatch modes."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()

@@ -28,9 +28,9 @@ def on_x(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class Inner(nn.Module):
-    """A layer of PyTorch on a tensor or on "x"."""
+    """A layer of PyTorch, or any function, on a tensor or on "x"."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.inner = inner
 
@@ -213,10 +213,15 @@ def named_model() -> nn.Sequential:
 
 
 def cut(tree: Any, chunks: int) -> list[Any]:
-    """The micro-batches of a tree of tensors, each cut by ``torch.chunk``."""
+    """The micro-batches of a tree, by ``torch.chunk``; what is no tensor goes whole to each."""
     leaves, spec = pytree.tree_flatten(tree)
-    pieces = [leaf.chunk(chunks) for leaf in leaves]
-    return [pytree.tree_unflatten(list(row), spec) for row in zip(*pieces, strict=True)]
+    pieces = [leaf.chunk(chunks) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    m = max((len(cut) for cut in pieces if cut is not None), default=1)
+    rows = [
+        [leaf if cut is None else cut[i] for leaf, cut in zip(leaves, pieces, strict=True)]
+        for i in range(m)
+    ]
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
 
 def concatenate(outputs: list[Any]) -> Any:

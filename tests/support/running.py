@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,15 +65,88 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 class Do(nn.Module):
-    """Calls a function with its input; passes on what that returns, or the input for None."""
+    """Calls a function with its inputs; passes on what that returns, or the input for None."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, x: Any) -> Any:
-        y = self.function(x)
-        return x if y is None else y
+    def forward(self, *inputs: Any) -> Any:
+        y = self.function(*inputs)
+        return inputs[0] if y is None else y
+
+
+class Residual(nn.Module):
+    """Uses its input twice, so that gradients meet where the input came from."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class NormBlock(nn.Module):
+    """Has statistics, which change in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(x)) + x)
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        other = ctx.act(grad)
+        return grad if other is None else other, None
+
+
+def on_gradient(x: Tensor, act: Callable[[Tensor], Tensor | None]) -> Any:
+    """A copy of a tensor, whose backward calls a function; what that returns is the gradient."""
+    return _Gradient.apply(x, act)
+
+
+def in_threads(function: Callable[[Any], Any], *arguments: Any) -> list[Any]:
+    """Calls a function with each of these at the same time, on threads of their own."""
+    start = threading.Barrier(len(arguments))
+
+    def work(argument: Any) -> Any:
+        start.wait()
+        return function(argument)
+
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        return list(threads.map(work, arguments))
+
+
+@contextmanager
+def another_thread() -> Iterator[None]:
+    """A thread of the user's, which does nothing: it might draw, so layers draw in another way."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def raising(make: Callable[[], BaseException]) -> Callable[..., Any]:
+    """A function that raises what this makes."""
+
+    def fail(*_: Any) -> Any:
+        raise make()
+
+    return fail
 
 
 class Noise(nn.Module):

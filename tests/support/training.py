@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from syncpipe import Pipe
 from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
-from tests.support.models import Result, assert_same_tree
+from tests.support.models import Result, assert_same_tree, concatenate, cut
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -129,25 +129,6 @@ class Trained(Result):
     loss: Tensor
 
 
-def cut_tree(tree: Any, chunks: int) -> list[Any]:
-    """The micro-batches of a tree; what is no tensor goes whole to each."""
-    leaves, spec = pytree.tree_flatten(tree)
-    pieces = [leaf.chunk(chunks) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    m = max((len(cut) for cut in pieces if cut is not None), default=1)
-    rows = [
-        [leaf if cut is None else cut[i] for leaf, cut in zip(leaves, pieces, strict=True)]
-        for i in range(m)
-    ]
-    return [pytree.tree_unflatten(row, spec) for row in rows]
-
-
-def join_trees(outputs: list[Any]) -> Any:
-    """The inverse: detached."""
-    return pytree.tree_map(
-        lambda *row: torch.cat(row).detach() if isinstance(row[0], Tensor) else row[0], *outputs
-    )
-
-
 def size_of(tree: Any) -> int:
     """The length of the first tensor."""
     return next(len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
@@ -194,8 +175,8 @@ def plain_step(
         replicas: for each stage of how many replicas gradients are added up one by one.
     """
     x = fresh(x)
-    inputs = [_own(piece) for piece in cut_tree(x, chunks)]
-    targets = cut_tree(target, chunks) if target is not None else [None] * len(inputs)
+    inputs = [_own(piece) for piece in cut(x, chunks)]
+    targets = cut(target, chunks) if target is not None else [None] * len(inputs)
     named = dict(model.named_parameters())
     wanted = [p for p in named.values() if p.requires_grad]
     outputs, losses, grads = [], [], []
@@ -226,7 +207,7 @@ def plain_step(
             if is_wanted(leaf):
                 leaf.grad = grads[i][id(leaf)]
     return Trained(
-        join_trees(outputs),
+        pytree.tree_map_only(Tensor, Tensor.detach, concatenate(outputs)),
         [_input_grad(row) for row in zip(*map(pytree.tree_leaves, inputs), strict=True)],
         {n: None if p.grad is None else p.grad.clone() for n, p in named.items()},
         {name: buffer.clone() for name, buffer in model.named_buffers()},

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe import is_recomputing
 from syncpipe.runtime.free_threading import FREE_THREADED
+from tests.support.running import on_gradient
 
 
 class Watched(nn.Module):
@@ -104,6 +105,14 @@ def gone(references: Sequence[Callable[[], object]]) -> bool:
     return not alive(references)
 
 
+class Odd(BaseException):
+    """Not even an Exception, and not to be built again from its arguments."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__("odd")
+        self.pair = (a, b)
+
+
 class Fails(nn.Module):
     """Scales; raises ``error`` in a phase of a micro-batch (which its input's first value names).
 
@@ -128,31 +137,24 @@ class Fails(nn.Module):
         """Something happens to a micro-batch."""
         self.threads.add(threading.current_thread())
         if self.error is not None and (phase, i) == (self.phase, self.i):
-            error, self.error = self.error, None  # once; and nothing of it stays here
-            raise error  # the line of the layer
+            try:
+                raise self.error  # the line of the layer
+            finally:
+                self.error = None  # once; and nothing of it stays here
 
     def forward(self, x: Tensor) -> Tensor:
         i = int(x.detach()[0, 0])
         self.act("recompute" if is_recomputing() else "forward", i)
         scaled = torch.cat([x[:, :1], x[:, 1:] * self.weight.tanh()], 1)
-        result: Tensor = _Back.apply(scaled, self, i)
+        result: Tensor = on_gradient(scaled, lambda grad: self._back(i))
         return result
+
+    def _back(self, i: int) -> None:
+        self._going_back = i
+        self.act("backward", i)
 
     def _hook(self, grad: Tensor) -> None:
         self.act("hook", self._going_back)
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Fails, i: int) -> Tensor:
-        ctx.layer, ctx.i = layer, i
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.layer._going_back = ctx.i
-        ctx.layer.act("backward", ctx.i)
-        return grad, None, None
 
 
 def numbered(chunks: int, rows: int = 2) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -18,6 +17,7 @@ from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.timeline.timeline import KINDS, Span, Timeline, compare, save_comparison
 from tests.schedules.layouts import rounds
 from tests.schedules.test_simulation import simulations
+from tests.support.running import in_threads
 from tests.timeline.test_timeline import TWO_STEPS, simulated, two_steps
 
 
@@ -158,16 +158,8 @@ def test_nothing_global() -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    made: list[str | None] = []
     timeline = simulated()
-    workers = [
-        threading.Thread(target=lambda: made.append(timeline._repr_svg_())) for _ in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(made) == 4
+    made = in_threads(lambda _: timeline._repr_svg_(), *range(4))
     assert all(svg and svg.count("<path") == str(made[0]).count("<path") for svg in made)
     assert dict(matplotlib.rcParams) == before
 

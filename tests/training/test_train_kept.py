@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from tests.support.running import Do, on_gradient
 from tests.support.training import LAST_FIRST, RUNS
 from tests.support.watched import Memory, alive
 
@@ -39,8 +40,9 @@ class Storages:
 
 
 @every_run
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
-@pytest.mark.parametrize("part", ["loss", "weight"])
+@pytest.mark.parametrize(
+    ("loss", "part"), [(F.mse_loss, "loss"), (F.mse_loss, "weight"), (F.smooth_l1_loss, "loss")]
+)
 def test_the_storage_of_an_unreduced_loss_goes_with_its_micro_batch(run, loss, part):
     storages = Storages()
     pipe = pipe_of(nn.Linear(4, 4), run=run)
@@ -79,21 +81,12 @@ def test_outputs_that_are_parts_of_larger_tensors_do_not_keep_them():
 def test_gradients_of_inputs_that_are_parts_of_larger_tensors_do_not_keep_them():
     storages = Storages()
 
-    class Wide(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return storages.add(torch.cat([grad, torch.zeros(len(grad), 50)], 1))[:, :4]
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            return Wide.apply(x)
+    def wide(grad):
+        return storages.add(torch.cat([grad, torch.zeros(len(grad), 50)], 1))[:, :4]
 
     x = torch.randn(CHUNKS, 4, requires_grad=True)
-    pipe_of(Layer(), nn.Linear(4, 4)).train_batch(x, loss_fn=torch.sum, loss_reduction="sum")
+    pipe = pipe_of(Do(lambda x: on_gradient(x, wide)), nn.Linear(4, 4))
+    pipe.train_batch(x, loss_fn=torch.sum, loss_reduction="sum")
     assert storages.most <= 2
     assert x.grad is not None
 

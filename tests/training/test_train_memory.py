@@ -17,7 +17,7 @@ from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.skip import pop, skippable, stash
 from tests.conftest import our_threads
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, pipe_of
+from tests.support.running import Do, on_gradient, pipe_of
 from tests.support.training import FOUR, KINDS, RUNS, WHOLE, any_schedule, schedule_of
 from tests.support.watched import Memory, Watched, alive, gone
 
@@ -166,20 +166,12 @@ def test_a_skip_is_alive_from_its_stash_until_its_pop_went_back(run, checkpoint)
     seen: list[list[bool]] = []
     send = Send()
 
-    class Between(torch.autograd.Function):
+    def between(x):
         """Goes back after the stage of the pop, and before that of the stash."""
+        i = int(x[0, 0])
+        return on_gradient(x, lambda grad: seen.append([send.made[i]() is not None]))
 
-        @staticmethod
-        def forward(ctx, x):
-            ctx.i = int(x[0, 0])
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append([send.made[ctx.i]() is not None])
-            return grad
-
-    layers = nn.Sequential(send, Do(lambda x: Between.apply(x)), Receive(), nn.Linear(3, 3))
+    layers = nn.Sequential(send, Do(between), Receive(), nn.Linear(3, 3))
     pipe = Pipe(layers, [1, 1, 1, 1], devices=RUNS[run][1], chunks=6, checkpoint=checkpoint)
     numbered = torch.arange(6.0).repeat_interleave(2)[:, None].repeat(1, 3)
     pipe.train_batch(numbered.requires_grad_(), loss_fn=torch.sum, **RUNS[run][0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.skip import pop, skippable, stash
+from syncpipe.skip import skippable, stash
 
 WIDTH = 6
 
@@ -110,14 +110,6 @@ class Send(nn.Module):
         x = x * 2
         yield stash("skip", x)
         return x
-
-
-@skippable(pop=["skip"])
-class Receive(nn.Module):
-    """Adds what was stashed."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("skip"))
 
 
 def linear() -> nn.Module:

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from syncpipe import NoChunk, Pipe, sequential, verify
 from syncpipe.schedules import SCHEDULES
 from syncpipe.verification.report import COLUMNS, Report
+from tests.support.skips import Receive
 from tests.support.training import FOUR, ROUND, V, any_schedule, fitting
-from tests.verification.models import WIDTH, Receive, Scale, Send, TwoBiases, batch, linear, pipe_of
+from tests.verification.models import WIDTH, Scale, Send, TwoBiases, batch, linear, pipe_of
 
 MODELS: dict[str, Any] = {
     "plain": lambda: [linear(), nn.Tanh(), linear(), nn.GELU(), linear()],

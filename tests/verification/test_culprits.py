@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from syncpipe import is_recomputing, verify
 from syncpipe.verification.report import Report
+from tests.support.skips import Receive
 from tests.verification.models import (
     WIDTH,
     Center,
@@ -18,7 +19,6 @@ from tests.verification.models import (
     Elsewhere,
     Memory,
     OwnGenerator,
-    Receive,
     Scale,
     Send,
     batch,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
+from benchmarks.common import Outcome, Part, number
 from benchmarks.group import Options
 from benchmarks.schedules.model import PipeStep, Problem
-from benchmarks.schedules.sleeping.bare import Bare
+from benchmarks.schedules.sleeping.bare import COLUMNS, Bare, beside_bare
 from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe
 from syncpipe.options.replicas import consecutive
 from syncpipe.schedules import build
-from syncpipe.schedules.simulation import Costs, simulate
+from syncpipe.schedules.simulation import Costs
 
 #: At most so much more than the simulated makespan.
 TARGET = 1.05
@@ -48,7 +48,7 @@ class Run:
     """One shape on its pipe, and on threads that do nothing but sleep."""
 
     def __init__(self, shape: Shape, chunks: int, seconds: float) -> None:
-        self.shape = shape
+        self.label = shape.label
         self.naps = [Naps(r * seconds, r * seconds, r * seconds) for r in shape.replicas]
         self.schedule = build("1f1b", chunks, consecutive(shape.replicas))
         times = tuple(r * seconds for r in shape.replicas)
@@ -69,7 +69,7 @@ class Run:
         """The gradients are those of the plain loop."""
         m = self.schedule.m
         expected: Outcome = napping([Naps(0, 0, 0) for _ in self.naps], m).expected(m)
-        self.step.checked(self.shape.label, expected)
+        self.step.checked(self.label, expected)
 
 
 def run(options: Options) -> Part:
@@ -83,51 +83,22 @@ def run(options: Options) -> Part:
         f"1F1B-RR; a stage on r devices is one layer that sleeps r times {ms} ms forward and "
         f"{number(2e3 * seconds)} ms backward; a CPU worker for each device; {repeats} rounds.",
         {
-            "simulated ms": "makespan by syncpipe.schedules with exactly these times; transfers "
-            "and sums of gradients take none.",
-            "ms": "one training step by train_batch.",
-            "over simulated": "time over the simulated makespan.",
-            "bare threads over simulated": "the same for threads that walk the schedule's lists, "
-            "sleep as long, wait for each other, and do nothing else: what the system's timer and "
-            "Python's threads take.",
+            **COLUMNS,
             "busy": "of the devices, simulated.",
         },
     )
     runs = [Run(shape, 8 if options.quick else shape.chunks, seconds) for shape in SHAPES]
-    jobs: dict[str, Callable[[], float]] = {}
     for each in runs:
         each.check()
-        jobs[each.shape.label] = timed(each.step)
-        jobs[f"bare {each.shape.label}"] = timed(each.bare)
-    samples = rounds(jobs, repeats, "replicas")
-    for each in runs:
-        _report(part, each, samples)
-    return part
-
-
-def _report(part: Part, run: Run, samples: dict[str, list[float]]) -> None:
-    """A row and a target."""
-    label, simulation = run.shape.label, simulate(run.schedule, run.costs)
-    times, bare = samples[label], samples[f"bare {label}"]
-    simulated = [simulation.makespan] * len(times)
-    ratio, floor = Spread.ratio(times, simulated), Spread.ratio(bare, simulated)
-    part.rows.append(
-        {
-            "replicas": label,
-            "devices": len(run.schedule.actions),
-            "m": run.schedule.m,
-            "simulated ms": 1e3 * simulation.makespan,
+    for each, simulation, row in beside_bare(part, runs, repeats, "replicas", TARGET):
+        about = {
+            "replicas": each.label,
+            "devices": len(each.schedule.actions),
+            "m": each.schedule.m,
             "busy": f"{100 * (1 - simulation.bubble):.0f} %",
-            "ms": Spread.of([1e3 * took for took in times]),
-            "over simulated": ratio,
-            "bare threads over simulated": floor,
         }
-    )
-    part.aim(
-        f"{label}: at most {TARGET} times the simulated makespan",
-        ratio.median <= TARGET,
-        f"{number(ratio.median)} times; bare threads {number(floor.median)} times",
-    )
+        part.rows.append({**about, **row})
+    return part
 
 
 def napping(naps: Sequence[Naps], batch: int) -> Problem:

@@ -1,7 +1,8 @@
 """How long a layer holds the interpreter: all its Python, but not the operators that it calls.
 
 An operator lets go of CPython's lock while it works or launches kernels. What is left between
-operators is Python, of which one process does no two at a time, however many devices there are::
+operators is Python, of which one process does no two at a time, however many devices there are. It
+is CPU time of the thread: one that sleeps, waits or is kept waiting holds no interpreter::
 
     python(.) linear[ kernel ] python(.) relu[ kernel ] python(.)
               -- lock is free --         -- lock is free --
@@ -18,7 +19,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _push_mode
+
+from syncpipe.runtime.thread_state import settled
 
 __all__ = ["python_time"]
 
@@ -34,11 +37,11 @@ class _Operators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.seconds += time.perf_counter() - start
+            self.seconds += time.thread_time() - start
             self.calls += 1
 
 
@@ -53,11 +56,16 @@ def python_time(call: Callable[[], Any]) -> float:
 
 
 def _outside(call: Callable[[], Any]) -> tuple[float, int]:
-    with _Operators() as operators:
-        start = time.perf_counter()
+    operators = _Operators()
+
+    def timed() -> float:
+        _push_mode(operators)  # type: ignore[no-untyped-call]
+        start = time.thread_time()
         call()
-        end = time.perf_counter()
-    return end - start - operators.seconds, operators.calls
+        return time.thread_time() - start
+
+    seconds = settled(timed)
+    return seconds - operators.seconds, operators.calls
 
 
 @lru_cache(maxsize=1)
@@ -70,9 +78,9 @@ def _of_counting() -> float:
             torch.relu(tensor)
 
     def bare() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(many):
             pass
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     return max(0.0, min(_outside(loop)[0] - bare() for _ in range(20))) / many

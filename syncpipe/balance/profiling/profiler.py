@@ -5,6 +5,9 @@ So layers are measured as they are trained: forward one after another, and then 
 
     forward  0 1 2 3 4 5 . . back . . 5 4 3 2 1 0      a round; each layer has its own times
 
+Of several sizes of the micro-batch each has two rounds in turn, of which the second counts: in
+training, micro-batches of one size follow each other.
+
 All layers need not be in memory for that. Once the others take more memory than caches have,
 nothing is left of a layer when its turn comes again. So they are measured in windows of that size,
 one window after another: a model may be larger than the device that measures it.
@@ -38,6 +41,8 @@ __all__ = ["Profiler", "Timing"]
 LEAST, MOST = 3, 200
 #: Once all has taken so many times the timeout, one round is enough.
 PATIENCE = 5
+#: A run that takes so many seconds at most takes no time.
+QUICK = 1e-3
 #: Bytes of layers that are measured together: several times the caches of processors and GPUs.
 WINDOW = 256_000_000
 
@@ -171,19 +176,16 @@ class Profiler:
         measured: list[dict[str, Any]],
         window: list[list[Visit]],
     ) -> None:
-        """Measures a window for its share of the time that is left, its Python first."""
+        """Measures a window for its share of the time that is left, its Python and halves first."""
         begin, behind = clock.monotonic(), len(self._layers) - first
         left = timing.deadline - begin
         for k, visits in enumerate(window):
             until = begin + left * (k + 1) / behind / 2
-            held: list[float] = []
-            while len(held) < LEAST and clock.monotonic() < until and not compiled(visits[0].layer):
-                held.append(visits[0].python())
-            measured[first + k]["interpreter"] = min(held, default=0.0)
 
             def more(done: int, until: float = until) -> bool:
                 return done < LEAST and clock.monotonic() < until
 
+            measured[first + k]["interpreter"] = _python(visits[0], until)
             largest = visits[-1]
             share = weight_share(largest, *stopwatch(largest.device), more)
             measured[first + k]["weight_share"] = share
@@ -195,6 +197,9 @@ class Profiler:
             if now > until and done >= (1 if late else LEAST):
                 break
             for lane in range(len(self._lanes)):
+                # Micro-batches of one size follow each other: one of another leaves other caches.
+                if len(self._lanes) > 1 and not late:
+                    self._round(first, window, lane, watches, counts=False)
                 self._round(first, window, lane, watches)
 
     def _round(
@@ -203,8 +208,9 @@ class Profiler:
         window: list[list[Visit]],
         lane: int,
         watches: list[tuple[Mark, Between]],
+        counts: bool = True,
     ) -> None:
-        """Runs the layers of a window forward, and then back."""
+        """Runs the layers of a window forward, and then back; and notes how long that took."""
         k = 0
         try:
             for k, visits in enumerate(window):
@@ -214,7 +220,7 @@ class Profiler:
         except BaseException as error:
             self._explain(error, first + k, lane)
             raise
-        for visits, (_, between) in zip(window, watches, strict=True):
+        for visits, (_, between) in zip(window, watches, strict=True) if counts else ():
             visits[lane].read(between)
 
     def _own_bytes(self, layer: nn.Module, made: nn.Module) -> dict[str, int]:
@@ -255,6 +261,21 @@ class Profiler:
         size = sizes[max(0, lane)]
         few = f"; sizes={sizes} were to be measured" if len(sizes) > 1 else ""
         annotate(error, f"in {where}, profiled with a micro-batch of {size} samples{few}")
+
+
+def _python(visit: Visit, until: float) -> float:
+    """Seconds of Python in a layer, by the best of some runs.
+
+    It is measured once in any case, as nobody would be told that it was not; and as often as it
+    should be if that takes no time, for the first run of something is far from the best.
+    """
+    found: list[float] = []
+    while len(found) < LEAST and not compiled(visit.layer):
+        begin = clock.monotonic()
+        found.append(visit.python())
+        if clock.monotonic() > max(until, begin + QUICK):
+            break
+    return min(found, default=0.0)
 
 
 def _needs_values(error: Exception) -> bool:

@@ -1,22 +1,17 @@
-"""Where layers are profiled: on copies of them, with all else put back as it was.
+"""Where layers are profiled: on copies of them.
 
 Ctrl-C may come between any two lines. So nothing of the user's is ever changed and changed back,
-except what has no copy: the states of random generators and a few settings of the thread. These
-are put back by one call.
+except what has no copy: the states of random generators and a few settings of the thread, which
+``syncpipe.state.sandboxed`` puts back by one call.
 """
 
 from __future__ import annotations
 
-import _random
-import contextvars
 import copy
-import random
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +24,6 @@ from syncpipe.layers.callables import Function
 from syncpipe.layers.materialize import Materializer, waiting
 from syncpipe.layers.spec import LayerSpec
 from syncpipe.microbatch import NoChunk
-from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.tree import flatten, tensors_in
 
 __all__ = [
@@ -40,10 +33,7 @@ __all__ = [
     "described_layer",
     "layer_to_run",
     "place_of",
-    "sandboxed",
 ]
-
-_T = TypeVar("_T")
 
 
 class Place(NamedTuple):
@@ -105,54 +95,6 @@ def _words(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
-
-
-def sandboxed(
-    run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
-) -> _T:
-    """Calls a function in training's settings; puts random states and settings back after it.
-
-    Args:
-        run: the function. It is called with gradients enabled and out of inference mode. Autocast
-            is the caller's, but without its cache, which would outlive the copies of the layers.
-        devices: where it works; the generators of these and of the CPU are put back.
-        threads: how many intra-op threads it has; None leaves that alone.
-    """
-
-    def run_alone() -> _T:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        torch.set_autocast_cache_enabled(False)
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            torch._C._set_grad_enabled(True)
-            return contextvars.copy_context().run(run)  # the store of skips is not left behind
-
-    return undone(run_alone, map(_call, _undo(devices, threads)), LOCKS.states)
-
-
-_call: Callable[[Any], Any] = partial.__call__
-
-
-def _undo(devices: Iterable[torch.device], threads: int | None) -> list[partial[Any]]:
-    """What puts everything back, as calls of C functions, which Ctrl-C does not interrupt."""
-    python: Any = random._inst
-    _, numbers, gauss = python.getstate()
-    undo: list[partial[Any]] = [
-        partial(torch._C._set_grad_enabled, torch.is_grad_enabled()),
-        partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
-        partial(_random.Random.setstate, python, numbers),
-        partial(setattr, python, "gauss_next", gauss),
-    ]
-    if threads is not None:
-        undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
-    generators: dict[tuple[str, int], torch.Generator] = {}
-    for device in [torch.device("cpu"), *devices]:
-        found = Generators(device)
-        generators.update(found.pick(found.all))
-    with LOCKS.states, NoDispatch(), NoFunctions():
-        for generator in generators.values():
-            undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
-    return undo
 
 
 def described_layer(name: str, layer: nn.Module) -> str:

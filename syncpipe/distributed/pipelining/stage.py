@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from syncpipe.balance.by_name import balance_named
-from syncpipe.balance.profiling.sandbox import copy_of_layer, sandboxed
+from syncpipe.balance.profiling.sandbox import copy_of_layer
 from syncpipe.distributed.pipelining.carried import Boundary
 from syncpipe.distributed.pipelining.module import StageModule, passing_skips
 from syncpipe.distributed.pipelining.stages import Stages
@@ -31,6 +31,7 @@ from syncpipe.layers.unpack import unpacks
 from syncpipe.microbatch import unwrapped
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.state import sandboxed
 from syncpipe.tree import tensors_in
 
 __all__ = ["Stages", "stage"]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from syncpipe.layers.conversion.layer import ConvertedLayer
 from syncpipe.layers.conversion.recording.nodes import Node
-from syncpipe.layers.conversion.recording.recorder import Recorder
 
 __all__ = ["distribute", "in_order", "index_keys"]
 
@@ -58,9 +57,7 @@ def in_order(
         seen.add(named[name])
 
 
-def distribute(
-    model: nn.Module, recording: Recorder, layers: list[ConvertedLayer], nodes: list[list[Node]]
-) -> None:
+def distribute(model: nn.Module, layers: list[ConvertedLayer], nodes: list[list[Node]]) -> None:
     """Gives each layer the modules, parameters and buffers that its nodes use.
 
     What no layer uses goes to the one that has what stands before it in the model, so that nothing

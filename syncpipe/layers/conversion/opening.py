@@ -19,16 +19,18 @@ from torch import Tensor, nn
 
 from syncpipe.layers.conversion.recording.compare import Fault, differences, live
 from syncpipe.layers.conversion.recording.recorder import Recorder
-from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.state import attributes, changed
+from syncpipe.layers.conversion.signature import Signature, equal
 from syncpipe.tree import described
 
-__all__ = ["Opening"]
+__all__ = ["HOOKS", "Opening"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-          "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-          "_load_state_dict_post_hooks")  # fmt: skip
+#: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
 
 
@@ -68,17 +70,17 @@ class Opening:
     def _opened(self) -> Recorder:
         self._try()  # what is made in the first run only is made now
         for _ in range(len(self.paths) + 1):
-            before = attributes(self.model)
+            before = _attributes(self.model)
             training = self._run(True, self.tensors)
             evaluation = self._run(False, self.tensors)
             faults = [*training.faults, *evaluation.faults]
             faults += differences(training, evaluation, selects=self._holds_most)
             faults += self._checked(training)
-            after = attributes(self.model)
+            after = _attributes(self.model)
             faults += [
                 (path, "", f"its forward sets the attribute {name}")
                 for path in before
-                if (name := changed(before[path], after.get(path, {}))) is not None
+                if (name := _changed(before[path], after.get(path, {}))) is not None
                 and path not in self._inside_whole()
             ]
             if self._close(faults):
@@ -214,7 +216,7 @@ class Opening:
 
     def _refuse_root(self) -> None:
         model = self.model
-        hooks = [name for name in _HOOKS[:4] if getattr(model, name)]
+        hooks = [name for name in HOOKS[:4] if getattr(model, name)]
         if hooks:
             raise ValueError(
                 f"{type(model).__name__} has hooks ({', '.join(hooks)}), which its layers would "
@@ -229,6 +231,32 @@ class Opening:
                         "which train() of its layers would not: write that into the train() of "
                         "the module itself"
                     )
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What each module of a model has, by its path."""
+    return {
+        path: {
+            name: dict(value) if name in ("_buffers", "_parameters", "_modules") else value
+            for name, value in vars(module).items()
+            if name != "training"
+        }
+        for path, module in model.named_modules()
+    }
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The name of an attribute that is another object now; None: all are as they were."""
+    for name in {**before, **after}:
+        old, new = before.get(name, before), after.get(name, before)
+        if old is new:
+            continue
+        if type(old) is dict and type(new) is dict:
+            if old.keys() != new.keys() or any(old[key] is not new[key] for key in old):
+                return name
+        elif isinstance(old, Tensor) or not equal(old, new):
+            return name
+    return None
 
 
 def _with_parameters(model: nn.Module) -> list[str]:
@@ -247,7 +275,7 @@ def _must_stay_whole(module: nn.Module) -> bool:
         or isinstance(module, torch.jit.ScriptModule)
         or getattr(kind, "_syncpipe_skips_are_internal", False)
         or getattr(kind, "_syncpipe_skippable", False)
-        or any(getattr(module, name, None) for name in _HOOKS)
+        or any(getattr(module, name, None) for name in HOOKS)
         or any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS)
         or module._compiled_call_impl is not None
         or "forward" in vars(module)

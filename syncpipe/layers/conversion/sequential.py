@@ -16,10 +16,10 @@ from syncpipe.layers.conversion.names import distribute, in_order, index_keys
 from syncpipe.layers.conversion.opening import Opening
 from syncpipe.layers.conversion.recording.compare import live
 from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.state import left_as_it_was, same_random_numbers
 from syncpipe.layers.conversion.verify import evaluated_alike, first_difference
 from syncpipe.layers.conversion.verify import verify as compared
 from syncpipe.skip import Namespace
+from syncpipe.state import unchanged
 
 __all__ = ["Converted", "batch_input", "call_arguments", "call_input", "sequential"]
 
@@ -102,18 +102,22 @@ def sequential(
     if verify and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     signature = Signature(model.forward, name, sample_args, sample_kwargs)
-    with left_as_it_was(model):
-        opening = Opening(model, signature, signature.take_sample())
-        pieces = cut(opening.recording, model)
-        layers = _layers(model, opening, pieces)
-        if _forget_what_does_not_matter(model, layers, opening):
-            pieces = cut(opening.recording, model)
-            layers = _layers(model, opening, pieces)
-        if verify:
-            _verify(model, layers, opening, pieces)
+    layers = unchanged(model, partial(_converted, model, signature, verify))
     for module in layers.modules():
         if isinstance(module, (Converted, Holder)):  # the others are as they were
             module.training = model.training
+    return layers
+
+
+def _converted(model: nn.Module, signature: Signature, verify: bool) -> Converted:
+    opening = Opening(model, signature, signature.take_sample())
+    pieces = cut(opening.recording, model)
+    layers = _layers(model, opening, pieces)
+    if _forget_what_does_not_matter(model, layers, opening):
+        pieces = cut(opening.recording, model)
+        layers = _layers(model, opening, pieces)
+    if verify:
+        _verify(model, layers, opening, pieces)
     return layers
 
 
@@ -136,7 +140,7 @@ def _layers(model: nn.Module, opening: Opening, pieces: list[Piece]) -> Converte
                 signature=opening.signature if first else None,
             )
         )
-    distribute(model, recording, layers, [piece.nodes for piece in pieces])
+    distribute(model, layers, [piece.nodes for piece in pieces])
     return Converted(*layers)
 
 
@@ -170,16 +174,11 @@ def _verify(model: nn.Module, layers: Converted, opening: Opening, pieces: list[
     if found is None:
         return
     if found in ("training", "evaluation"):
-        with same_random_numbers(model):
-            again = opening.again(found == "training")
+        again = unchanged(model, lambda: opening.again(found == "training"))
         values = {node.key: node.value for node in live(again)}
-        with same_random_numbers(model):
-            k = first_difference(
-                list(layers),  # type: ignore[arg-type]
-                [piece.given for piece in pieces],
-                values.get,
-                opening.signature.packed(*call()),
-            )
+        given = [piece.given for piece in pieces]
+        input = opening.signature.packed(*call())
+        k = unchanged(layers, lambda: first_difference(layers, given, values.get, input))
         what = f"the output in {found}"
     else:
         holders = [k for k, layer in enumerate(layers) if found in layer.state_dict()]

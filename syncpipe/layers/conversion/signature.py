@@ -19,7 +19,7 @@ from syncpipe.layers.conversion.recording.nodes import leaves_of, rebuilt
 from syncpipe.microbatch import NoChunk
 from syncpipe.tree import described
 
-__all__ = ["Signature"]
+__all__ = ["Signature", "equal"]
 
 
 class Signature:
@@ -206,7 +206,7 @@ class Signature:
             )
         constants = [pair for pair in leaves if not isinstance(pair[1], (Tensor, NoChunk))]
         for (where, here), there in zip(constants, self.constants, strict=False):
-            if not _equal(here, there):
+            if not equal(here, there):
                 raise ValueError(
                     f"{self.name} was converted with {where}={there!r}, not {here!r}: its layers "
                     "do what the model does for that; convert it with a sample like this call"
@@ -262,7 +262,8 @@ def _kind(tensor: Tensor) -> str:
     return "float" if tensor.is_floating_point() else "int"
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, as far as they tell."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:

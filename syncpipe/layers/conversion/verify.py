@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from syncpipe.layers.conversion.layer import ConvertedLayer
 from syncpipe.layers.conversion.recording.nodes import Node, leaves_of
-from syncpipe.layers.conversion.state import same_random_numbers
+from syncpipe.layers.conversion.signature import equal
 from syncpipe.skip.store import use_store
+from syncpipe.state import unchanged
 
 #: Makes the arguments of a call, each time anew.
 Call = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -23,7 +24,7 @@ def verify(model: nn.Module, layers: nn.Module, call: Call) -> str | None:
     """What differs between a model and its layers; None: nothing.
 
     Outputs, buffers and gradients in training, and outputs in evaluation, with the same random
-    numbers. Buffers stay as they were.
+    numbers.
 
     Returns:
         ``"training"`` or ``"evaluation"`` where outputs or buffers differ in this mode; or the name
@@ -57,16 +58,15 @@ def evaluated_alike(model: nn.Module, layers: nn.Module, call: Call) -> bool:
 def _run(module: nn.Module, call: Call, training: bool) -> tuple[list[Any], dict[str, Any]]:
     """The outputs, with the buffers after them; and gradients by name."""
     args, kwargs = call()
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with same_random_numbers(module), torch.set_grad_enabled(training):
-        outputs = leaves_of(module(*args, **kwargs))
+
+    def run() -> tuple[list[Any], dict[str, Any]]:
+        with torch.set_grad_enabled(training):
+            outputs = leaves_of(module(*args, **kwargs))
         after = [buffer.detach().clone() for buffer in _saved_buffers(module)]
         gradients = _gradients(module, outputs, (args, kwargs)) if training else {}
-    with torch.no_grad():
-        for buffer, value in before:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-    return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *after], gradients
+        return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *after], gradients
+
+    return unchanged(module, run)
 
 
 def _saved_buffers(module: nn.Module) -> list[Tensor]:
@@ -100,7 +100,7 @@ def _cotangent(root: Tensor) -> Tensor:
 def close(a: Any, b: Any) -> bool:
     """Whether two values are the same, to rounding."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return a is b or (type(a) is type(b) and bool(a == b))
+        return equal(a, b)
     try:
         torch.testing.assert_close(a, b, equal_nan=True)
     except AssertionError:
@@ -109,7 +109,7 @@ def close(a: Any, b: Any) -> bool:
 
 
 def first_difference(
-    layers: Sequence[ConvertedLayer],
+    layers: nn.Sequential,
     gives: Sequence[Sequence[Node]],
     recorded: Callable[[tuple[Any, ...]], Any],
     input: Any,
@@ -124,6 +124,7 @@ def first_difference(
     """
     skips: dict[Any, Any] = {}
     for k, (layer, nodes) in enumerate(zip(layers, gives, strict=True)):
+        assert isinstance(layer, ConvertedLayer)
         with use_store(skips):
             input = layer(input)
         if layer.gives is None:

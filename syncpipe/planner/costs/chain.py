@@ -25,7 +25,7 @@ Where nobody knows the peaks (:attr:`Chain.peaks` is empty) what a layer has for
 count: it is ``fixed + (recomputes ? q * into + stored : q * stored) + q0 * waiting``.
 
 The gradients that a step finds (none after ``zero_grad()`` as it is by default) are copied by
-``train_batch``, to be put back if it fails: a byte more for each byte of ``param_scale``.
+``train_batch``, to be put back if it fails: 1 more in ``param_scale``.
 """
 
 from __future__ import annotations

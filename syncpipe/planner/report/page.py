@@ -42,7 +42,9 @@ def page(
     if "chunks" not in fixed:
         start += _capped(profile, chosen, batch_size, len(machine))
     start.append(_source(profile, samples))
-    table = [*_table(stages_of(profile, machine, chosen)), *_counted(profile, chosen, samples)]
+    stages = stages_of(profile, machine, chosen)
+    table = [*_table(stages), *_counted(profile, chosen, samples)]
+    table += _copied(machine, chosen, stages)
     table += _shared_devices(machine, chosen)
     if any(chosen.recomputes):
         table.append("+ again: this stage stores its inputs only, and computes its forward again")
@@ -110,7 +112,7 @@ def _source(profile: Profile, samples: int) -> str:
 
 def _table(stages: Sequence[StagePlan]) -> list[str]:
     header = ["stage", "device", "layers", "forward", "backward", "send", "in flight", "memory"]
-    rows = [header]
+    rows = [[*header, "+ .grad"]]
     for s, stage in enumerate(stages):
         rows.append(
             [
@@ -122,6 +124,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
                 duration(stage.send) if stage.send else "",
                 str(stage.in_flight),
                 _of(stage.memory, stage.limit),
+                in_bytes(stage.gradients),
             ]
         )
     left = {1, 2, 7}
@@ -152,12 +155,23 @@ def _counted(profile: Profile, chosen: Candidate, samples: int) -> list[str]:
             "the widest layer"
         ]
     moment, early = (max(getattr(one, what) for one in held) for what in ("moment", "arrived"))
-    trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers)
     came = f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
+    words = f"{start}, what is alive for a moment (up to {in_bytes(moment)}){came}"
+    return textwrap.wrap(words, _WIDTH)
+
+
+def _copied(machine: Machine, chosen: Candidate, stages: Sequence[StagePlan]) -> list[str]:
+    """What comes on top where a step finds gradients, and on which devices it is too much."""
+    held = list(on_devices(chosen))
+    for d, stage in zip(placement(chosen.simulation.schedule), stages, strict=True):
+        held[d] += stage.gradients
+    room = zip(held, machine.memory, strict=False)
+    short = [machine.name(d) for d, (needs, limit) in enumerate(room) if needs > limit]
     words = (
-        f"{start}, what is alive for a moment (up to {in_bytes(moment)}){came}; gradients that are "
-        f"there when a step begins would be copied, {in_bytes(trained)} in all: zero_grad() before"
+        "+ .grad: so much more if gradients are there when a step begins (no zero_grad() before), "
+        "for it copies them"
     )
+    words += f"; too much for {', '.join(short)}" * bool(short)
     return textwrap.wrap(words, _WIDTH)
 
 

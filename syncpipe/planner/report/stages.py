@@ -28,6 +28,8 @@ class StagePlan:
         recomputes: whether it re-materializes.
         memory: bytes, at most.
         limit: bytes, that its device has for this and its other stages.
+        gradients: bytes, more than ``memory``, if a step finds gradients (no ``zero_grad()``
+            before): it copies them, to put them back if it fails.
     """
 
     layers: tuple[str, ...]
@@ -39,6 +41,7 @@ class StagePlan:
     recomputes: bool
     memory: float
     limit: float
+    gradients: float
 
 
 def stages_of(profile: Profile, machine: Machine, chosen: Candidate) -> tuple[StagePlan, ...]:
@@ -58,6 +61,7 @@ def stages_of(profile: Profile, machine: Machine, chosen: Candidate) -> tuple[St
             recomputes=chosen.recomputes[s],
             memory=chosen.memory[s],
             limit=machine.memory[device_of[s]],
+            gradients=sum(x.parameter_bytes - x.frozen_bytes for x in profile.layers[i:j]),
         )
         for s, (i, j) in enumerate(pairwise(accumulate(chosen.balance, initial=0)))
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, NoDispatch, NoFunctions
+from syncpipe.runtime.thread_state import settled
 
 __all__ = ["PrivateGenerator", "is_random", "nobody_looks", "others_may_draw"]
 
@@ -53,17 +54,21 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._generator is not None and is_random(func) and not kwargs.get("generator"):
             own = _with_generator(func)
             if own is None:
-                return self._borrowed(lambda: func(*args, **kwargs))
+                return self.borrowed(lambda: func(*args, **kwargs))
             return own(*args, **{**kwargs, "generator": self._generator})
         return func(*args, **kwargs)
 
     def run(self, layer: Callable[[Any], Any], value: Any) -> Any:
         """Runs a layer in this mode."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        try:
-            return layer(value)
-        finally:
-            self.leave()
+
+        def within() -> Any:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return layer(value)
+            finally:
+                self.leave()
+
+        return settled(within)
 
     def leave(self) -> None:
         """Ends the mode, once; for others, such as compiled code, nothing is in force then."""
@@ -89,7 +94,7 @@ class PrivateGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with LOCKS.states, NoDispatch(), NoFunctions():
                 torch.default_generator.set_state(state)
 
-    def _borrowed(self, draw: Callable[[], _T]) -> _T:
+    def borrowed(self, draw: Callable[[], _T]) -> _T:
         """Draws by an operation that takes no generator."""
         generator = self._generator
         assert generator is not None

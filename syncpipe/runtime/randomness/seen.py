@@ -42,7 +42,8 @@ class Seen:
         """The profile function."""
         if event == "c_call":
             name, where = arg.__name__, frame.f_code.co_qualname
-            if isinstance(getattr(arg, "__self__", None), torch.Generator):
+            generator = isinstance(getattr(arg, "__self__", None), torch.Generator)
+            if generator and frame.f_code is not _OURS:
                 self.share()  # comes before the call itself
                 self.touches = True
             elif name in _BEHIND:
@@ -73,6 +74,8 @@ class Seen:
                 sys.setprofile(None)
 
 
+#: What a layer does not do itself: an operation that takes no generator draws from its own.
+_OURS = PrivateGenerator.borrowed.__code__
 #: Where ``torch.compile`` begins to look at frames (``torch.compiler.disable`` does it elsewhere).
 _COMPILED = "_TorchDynamoContext.__call__"
 #: The C functions by which Python code comes to run in backward.

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.seen import Seen
 
-__all__ = ["draw_seed", "in_a_turn", "in_turn", "outside_of_turn", "quiet", "undisturbed_draws"]
+__all__ = ["draw_seed", "in_a_turn", "in_turn", "outside_of_turn", "quiet", "undisturbed"]
 
 _T = TypeVar("_T")
 
@@ -191,16 +191,9 @@ def draw_seed() -> int:
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-@contextmanager
-def undisturbed_draws() -> Iterator[None]:
-    """A context in which the calling thread draws from the CPU's generator as the caller would.
+def undisturbed(run: Callable[[], _T]) -> _T:
+    """Runs something on the calling thread that draws from the CPU's generator as the caller would.
 
     Layers that draw at the same time wait, and do not take back what was drawn in here.
     """
-    with LOCKS[CPU]:
-        turn = _Turn([], [LOCKS[CPU]])
-        try:
-            turn.begin()
-            yield
-        finally:
-            turn.end()
+    return in_turn([], [LOCKS[CPU]], run)

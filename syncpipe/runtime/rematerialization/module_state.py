@@ -63,28 +63,22 @@ class Changes:
 
     Attributes:
         lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
+        any: whether there ever was anything that two runs of the stage at a time would disturb.
         renorming: the embeddings that keep their rows short.
         renormed: for each of their parameters that is alive how often forwards modified it.
-        guarded: whether the lock is taken in any case.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.lock: _Lock = forkable()
         self.renorming: list[nn.Module] = []
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self.guarded = False
-        self._swapped = False  # whether a recomputation ever had to put something back
+        self.any = False
         self._owners: list[nn.Module] = []  # of buffers
         self._modes: list[bool] = []
         self._changing: set[_Place] = set()
         #: For each module the other buffers, as they were in a forward that did not change them.
         self._constant: dict[nn.Module, list[_Noted]] = {}
         self._follow(list(root.modules()))
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything that two runs of the stage at a time would disturb."""
-        return bool(self._owners or self.renorming or self._swapped or self.guarded)
 
     def renorm(self, run: Callable[[], Any]) -> Any:
         """Runs a forward, and counts how often it modified the parameters of embeddings."""
@@ -114,6 +108,7 @@ class Changes:
             and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             and module.max_norm is not None
         ]
+        self.any |= bool(owners or self.renorming)
 
 
 class ModuleState:
@@ -141,14 +136,19 @@ class ModuleState:
         self._parameters = [p for p in found if not is_lazy(p)]
         self.lazy = len(self._parameters) < len(found)
         self._flags = [p.requires_grad for p in self._parameters]
-        self._versions = [version_of(p) for p in self._parameters]
-        self._renormed = {p: n for p, n in changes.renormed.items() if p in found}
+        self.note_versions()
         self._checked: tuple[object, list[_Swap]] | None = None
         changes._follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
         """Whether the modules, their modes and parameters are the same ones."""
         return self._marks == other._marks
+
+    def note_versions(self) -> None:
+        """The parameters are as they should be: cells that do not compute with them as they were
+        before may be in flight."""
+        self._versions = [version_of(p) for p in self._parameters]
+        self._renormed = dict(self.changes.renormed.items())
 
     def _swaps(self, where: object, *, once: bool) -> list[_Swap]:
         """What to put back for a recomputation, nearly always nothing.
@@ -279,7 +279,7 @@ class CellState:
             RuntimeError: it cannot be made what it was.
         """
         swaps = list(self.modules._swaps(self._where, once=once))
-        self._changes._swapped |= bool(swaps)
+        self._changes.any |= bool(swaps)
         for module, noted in self._constant:
             for name, buffer, version in noted:
                 if _version(buffer) != version:

@@ -223,8 +223,7 @@ class CallReplicas:
         for number, tensors_of_it in zip(self._numbers[j], fixed, strict=True):
             stage, context = self._stages[number], self._context
             context.plain[number] = False
-            units = context.divided[stage].units if stage in context.divided else []
-            for run in (stage, *units):
+            for run in context.runs(stage):
                 context.stand_ins[run] = StandIns(run.partition, tensors_of_it)
 
     def _sent(
@@ -293,11 +292,7 @@ def _pairs(
     owner: StageLayers, stage: StageLayers, context: CallContext
 ) -> list[tuple[StageLayers, StageLayers]]:
     """The stage on the first replica and on another one, and the same of each of its units."""
-    pairs = [(owner, stage)]
-    if owner in context.divided:
-        units = context.divided[owner].units, context.divided[stage].units
-        pairs += zip(*units, strict=True)
-    return pairs
+    return list(zip(context.runs(owner), context.runs(stage), strict=True))
 
 
 def _drew(stage: StageLayers, k: int | None) -> str:

@@ -143,8 +143,7 @@ class CallTies:
         for j, stage in enumerate(layers):
             if fixed[j] or self._slots[j]:
                 context.plain[j] = False
-                units = context.divided[stage].units if stage in context.divided else []
-                for run in (stage, *units):
+                for run in context.runs(stage):
                     linked = [tie.tensor for tie in self._slots[j]]
                     context.stand_ins[run] = StandIns(run.partition, fixed[j], linked)
         self._cells = self._link(values, recorder)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.state import left_as_it_was
 from syncpipe.microbatch import gather
+from syncpipe.state import unchanged
 from syncpipe.training.loss.objective import Objective
 from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
 
@@ -82,8 +82,9 @@ class LossCheck:
         outputs, targets = zip(*self._kept.values(), strict=True)
         function = self._objective.function
         module = function if isinstance(function, nn.Module) else nn.Module()
-        with left_as_it_was(module):  # one call more must not count
-            result = self._objective.call((gather(list(outputs)), self._together(list(targets))))
+        given = gather(list(outputs)), self._together(list(targets))
+        call = torch.no_grad()(self._objective.call)
+        result = unchanged(module, lambda: call(given))  # one call more must not count
         return result[0] if isinstance(result, tuple) else result
 
     def _made_by_the_model(self) -> bool:

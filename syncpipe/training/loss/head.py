@@ -88,10 +88,10 @@ class LossHead:
         if self._objective is not None:
             if self._context.state.grad:
                 output, target = self._begun(output, target, pending)
-            root = self._loss(self._objective, j, i, (output, target), size)
+            root, share = self._loss(self._objective, j, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
-                pending.root = root
+                pending.root = ends_of(root)[0], torch.full_like(root, share)
         if self.outputs is not None and self._context.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
@@ -105,7 +105,7 @@ class LossHead:
         if pending.recomputation is None:
             pending.ends.append(ends)
         else:
-            pending.expected.append(len(ends))
+            pending.expected += (len(ends),)
             pending.output, output = cut(output)
         pending.targets = [tensor for tensor in distinct(target) if tensor.requires_grad]
         if pending.targets:
@@ -114,7 +114,7 @@ class LossHead:
 
     def _loss(
         self, objective: Objective, j: int, i: int, given: tuple[Any, Any], size: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, float]:
         try:
             if self._check is not None and j == self._replicas[0]:
                 self._check.keep(i, *given)
@@ -124,7 +124,8 @@ class LossHead:
             if j not in self._known and self._entering is not None:
                 self._known[j] = self._call.to_stage(self._entering, j)
             with self._lock:
-                root = objective.root(i, result, size, *given, self._known.get(j))
+                known = self._known.get(j)
+                root = objective.root_and_gradient(i, result, size, *given, known)
             self._call.release_to_caller(j, objective.noted(i))
             return root
         except BaseException as error:
@@ -138,27 +139,29 @@ class LossHead:
 
     def go_back(self, j: int, pending: PendingBackward) -> None:
         """Backward of the loss of a micro-batch, and of the cell where their graphs are one."""
-        leaves, root = self._leaves, pending.root
-        assert root is not None
+        leaves = self._leaves
+        assert pending.root is not None
+        root, grad = pending.root
         pending.root = None
-        borders = [pending.border if pending.output is None else pending.output, pending.target]
-        new = leaves.new(j, [root.grad_fn], borders)
+        begin = pending.border if pending.output is None else pending.output
+        targets = None if pending.target is None else pending.target.node
+        new = leaves.new(j, [root.node], begin.node, targets)
         others = leaves.of_others(j, new)
         inputs: list[Tensor] = []  # all of them
         if others:
             # The loss depends on parameters of other workers. Two threads that add to one gradient
             # add in any order, so what these get is added when all workers are through.
             ends = [end.node for ends in pending.ends for end in ends]
-            leaves.claim(j, leaves.new(j, ends, [pending.border]))
-            grads = torch.autograd.grad(root, others, retain_graph=True, allow_unused=True)
+            leaves.claim(j, leaves.new(j, ends, pending.border.node))
+            grads = torch.autograd.grad(root, others, grad, retain_graph=True, allow_unused=True)
             self._put_aside(j, others, grads)
             aside = set(map(id, others))
             new = [leaf for leaf in new if id(leaf) not in aside]
-            inputs = [leaf for leaf in leaves_of([root.grad_fn]) if id(leaf) not in aside]
+            inputs = [leaf for leaf in leaves_of([root.node]) if id(leaf) not in aside]
             if not inputs:
                 return
         leaves.claim(j, new)
-        go_back([root], [torch.ones_like(root)], inputs)
+        go_back([root], [grad], inputs)
 
     def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._leaves.register(j, leaves)

@@ -87,9 +87,14 @@ class Objective:
         function = self._loss.function
         return function(output) if target is None else function(output, target)
 
-    def root(
+    def root(self, *args: Any) -> Tensor:
+        """Notes a loss as :meth:`root_and_gradient` does; what goes back from a gradient of one."""
+        loss, share = self.root_and_gradient(*args)
+        return loss if share == 1 else loss * share
+
+    def root_and_gradient(
         self, i: int, result: Any, size: int, output: Any, target: Any, known: Any = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, float]:
         """Notes the loss of a micro-batch.
 
         Args:
@@ -101,7 +106,7 @@ class Objective:
             known: ``known``, where these are; they stay there.
 
         Returns:
-            What the micro-batch goes back from.
+            What the micro-batch goes back from, and the gradient of that.
 
         Raises:
             TypeError, ValueError: the result is no loss, or its weight is no weight.
@@ -118,10 +123,13 @@ class Objective:
             self._assumed_total = self._m * _not_zero(assumed)
         if not (self._by_size or (self._loss.exact and isinstance(weight, Tensor))):
             loss = _with_a_part(loss, weight, output)
+        share = self._share(weight, self._assumed_total)
+        if not isinstance(share, Tensor) and self._accumulate == 1 and self._scaler is None:
+            return loss, share  # the bits are those of going back from `loss * share`
         part: Tensor = self._part(loss, weight, self._assumed_total)
         if self._accumulate != 1:
             part = part / self._accumulate
-        return part if self._scaler is None else self._scaler.scale(part)
+        return part if self._scaler is None else self._scaler.scale(part), 1.0
 
     @property
     def came_with_weights(self) -> bool:
@@ -220,15 +228,20 @@ class Objective:
 
     def _part(self, value: Any, weight: Weight, whole: Weight) -> Any:
         """What a micro-batch contributes."""
-        if self._loss.reduction == "sum":
-            return value
-        if not isinstance(weight, Tensor) and not isinstance(whole, Tensor):
-            share: Any = weight / whole if whole else math.nan
+        share: Any = self._share(weight, whole)
+        if not isinstance(share, Tensor):
             return value if share == 1 else value * share
-        share = weight / whole
         if isinstance(value, Tensor):
             share = share.to(value.dtype) if value.is_floating_point() else share
         return torch.where(share == 0, 0.0, value * share)
+
+    def _share(self, weight: Weight, whole: Weight) -> Weight:
+        """How much a micro-batch counts."""
+        if self._loss.reduction == "sum":
+            return 1.0
+        if not isinstance(weight, Tensor) and not isinstance(whole, Tensor) and not whole:
+            return math.nan
+        return weight / whole
 
     def _sum(self) -> Weight:
         return _sum(self._weights) if self._total is None else self._total

@@ -10,37 +10,14 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
-from syncpipe.skip import pop, skippable, stash
 from tests.support import accelerator as acc
+from tests.support.running import Residual
+from tests.support.skips import Receive, Send
 
 pytestmark = pytest.mark.gpu
 
 MODES = ["always", "except_last", "never"]
 WIDTH = 64
-
-
-@skippable(stash=["skip"])
-class Remember(nn.Module):
-    def forward(self, x):
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Add(nn.Module):
-    def forward(self, x):
-        return x + (yield pop("skip"))
-
-
-class Residual(nn.Module):
-    """Uses its input twice, so that gradients meet where the input came from."""
-
-    def __init__(self, width: int = WIDTH):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
 
 
 DEVICES = {
@@ -62,9 +39,8 @@ def precise():
 
 
 def model() -> nn.Sequential:
-    return nn.Sequential(
-        Remember(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), Residual(), Add(), nn.Linear(WIDTH, WIDTH)
-    )
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(Send(), first, nn.ReLU(), Residual(WIDTH), Receive(), last)
 
 
 def step(run, x):

@@ -16,7 +16,7 @@ from torch import nn
 
 from syncpipe import Pipe, is_recomputing
 from tests.support import accelerator as acc
-from tests.support.running import Do
+from tests.support.running import Do, on_gradient
 
 # Where they wait for each other, the process ends with the stacks of all threads.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -61,18 +61,6 @@ class _Come(torch.autograd.Function):
         ctx.meeting.come()
         (x,) = ctx.saved_tensors  # which recomputes the cell
         return grad * x, None
-
-
-class _Hold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, meeting):
-        ctx.meeting = meeting
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.meeting.hold()
-        return grad, None
 
 
 class Comes(nn.Module):
@@ -120,9 +108,12 @@ def a_backward_that_draws(meeting):
     pipe[0].weight.register_hook(lambda grad: grad + torch.rand_like(grad))
     x = torch.ones(2, WIDTH, device=acc.device())
 
+    def held(y):
+        return on_gradient(y.cpu(), lambda grad: meeting.hold()).square().sum()
+
     def run():
         # The loss goes back on the calling thread first.
-        loss = pipe.train_batch(x, loss_fn=lambda y: _Hold.apply(y.cpu(), meeting).square().sum())
+        loss = pipe.train_batch(x, loss_fn=held)
         return gone_back(pipe, loss)
 
     return run

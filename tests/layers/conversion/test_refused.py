@@ -197,6 +197,19 @@ def test_the_model_is_as_it_was(training):
         assert_same_state(before, model)
 
 
+def test_random_numbers_of_others_are_as_they_were():
+    numpy = pytest.importorskip("numpy")
+
+    class Jitter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0 * (random.random() + numpy.random.rand())
+
+    model = nn.Sequential(nn.Linear(4, 4), Jitter())
+    before = random.getstate(), str(numpy.random.get_state())
+    sequential(model, torch.rand(3, 4))
+    assert (random.getstate(), str(numpy.random.get_state())) == before
+
+
 def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
     class Masks(Pair):
         def forward(self, x: Tensor) -> Tensor:

@@ -32,18 +32,6 @@ WAYS = {
 }
 
 
-class Counts(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operations of one thread while a layer runs."""
-
-    def __init__(self, counts: dict[Any, int]) -> None:
-        super().__init__()
-        self.counts = counts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func] = self.counts.get(func, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -12,8 +12,8 @@ from syncpipe import Pipe
 from tests.pipe.replicas.dealing import dealt
 from tests.support.interrupts import interrupted
 from tests.support.models import linear_model
-from tests.support.watched import Fails, numbered
-from tests.training.failures.failing import Grads, Odd, mean
+from tests.support.watched import Fails, Odd, numbered
+from tests.training.failures.failing import Grads, mean
 
 CHUNKS, REPLICAS = 4, [2, 1, 3]
 

@@ -110,7 +110,7 @@ class Queue {
       if (jobs_.empty()) return;
       Job job = std::move(jobs_.front());
       jobs_.pop_front();
-      busy_ = true;
+      busy_ = job.kind != Kind::kMark;  // who has waited for it finds the stream idle
       const double ms = job.kind == Kind::kKernel ? draw_delay() : 0;
       lock.unlock();
       if (ms > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
@@ -246,7 +246,7 @@ void enqueue(c10::Stream stream, Kind kind, std::function<void()> job) {
 
 Place mark(c10::Stream stream) {
   auto place = std::make_shared<Mark>();
-  enqueue(stream, Kind::kHousekeeping, [place] { place->reach(); });
+  enqueue(stream, Kind::kMark, [place] { place->reach(); });
   return place;
 }
 

@@ -47,7 +47,7 @@ c10::Stream exchange_stream(c10::Stream stream);
 c10::Stream pooled_stream(c10::DeviceIndex device);
 
 // What a job is: faults (delays) strike kernels only.
-enum class Kind { kKernel, kHousekeeping };
+enum class Kind { kKernel, kHousekeeping, kMark };
 
 void enqueue(c10::Stream stream, Kind kind, std::function<void()> job);
 Place mark(c10::Stream stream);

@@ -6,12 +6,13 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 
 from syncpipe import Pipe, inline
+from tests.support.interrupts import interrupted
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
-from tests.support.running import Do, assert_same, pipe_of
+from tests.support.running import Do, assert_same, on_gradient, pipe_of
 from tests.support.training import KINDS, RUNS
 from tests.support.watched import alive
 from tests.training.loss.whole import assert_trains_like, four, grads_of, whole
@@ -111,23 +112,14 @@ def test_exactly_chunks_micro_batches_are_taken():
 def test_micro_batches_are_taken_when_the_schedule_needs_them(run, ahead):
     most, taken, gone = [], [], []
 
-    class Back(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            gone.append(1)
-            return grad
-
     def data():
         while True:
             taken.append(1)
             most.append(len(taken) - len(gone))
             yield torch.randn(2, 3, requires_grad=True), None
 
-    layers = nn.Sequential(Do(Back.apply), *linear_model(3))
+    first = Do(lambda x: on_gradient(x, gone.append))
+    layers = nn.Sequential(first, *linear_model(3))
     pipe = pipe_of(layers, chunks=8, checkpoint="never")
     pipe.train_batch(data_iter=data(), loss_fn=torch.sum, **run)
     assert len(taken) == 8
@@ -205,3 +197,21 @@ def test_targets_of_an_iterator_are_dropped_with_their_micro_batch(run):
     pipe.train_batch(data_iter=data(), loss_fn=F.mse_loss, schedule=run)
     # The one in the making, those that are underway, and the one that the generator still holds.
     assert max(most) <= {"naive": 2, "1f1b": 5}[run]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
+def test_ctrl_c_at_any_place_leaves_the_generators_to_others():
+    """A micro-batch is taken while the calling thread has the CPU's generator to itself."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
+
+    def train():
+        data = iter([(torch.randn(2, 2), torch.randn(2, 2)) for _ in range(2)])
+        return pipe.train_batch(data_iter=data, loss_fn=F.mse_loss)
+
+    train()
+    calls, _ = interrupted(-1, train)
+    for at in range(1, calls, 2):
+        with torch.enable_grad():
+            interrupted(at, train)
+    train()

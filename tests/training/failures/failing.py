@@ -19,14 +19,6 @@ from tests.support.watched import Fails, numbered
 CHUNKS = 3
 
 
-class Odd(BaseException):
-    """Not even an Exception, and not to be built again from its arguments."""
-
-    def __init__(self, a, b):
-        super().__init__("odd")
-        self.pair = (a, b)
-
-
 def failing_pipe(run: str, checkpoint: str = "always") -> Pipe:
     layers = nn.Sequential(*(Fails() for _ in range(4)))
     return Pipe(layers, [1] * 4, devices=RUNS[run][1], chunks=CHUNKS, checkpoint=checkpoint)

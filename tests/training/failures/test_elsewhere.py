@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.running import Do, pipe_of
+from tests.support.running import Do, on_gradient, pipe_of, raising
 from tests.support.training import KINDS, RUNS
-from tests.support.watched import Fails, numbered
+from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import (
     CHUNKS,
     Grads,
-    Odd,
     assert_works,
     failing_pipe,
     mean,
@@ -79,20 +78,12 @@ def test_an_exception_in_the_iterator(run):
 
 
 def test_a_failure_in_what_the_caller_computed_before():
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("bad")
-
     pipe = failing_pipe("1f1b")
     grads = Grads(pipe)
     x = numbered(CHUNKS).requires_grad_()
+    bad = on_gradient(x, raising(lambda: ValueError("bad")))
     with pytest.raises(ValueError, match="bad"):
-        pipe.train_batch(Bad.apply(x), loss_fn=mean)
+        pipe.train_batch(bad, loss_fn=mean)
     assert grads.unchanged()
     assert x.grad is None
 

@@ -14,11 +14,10 @@ from torch import nn
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.training import FOUR, KINDS, RUNS, any_schedule, device_of
-from tests.support.watched import Fails, numbered
+from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import (
     CHUNKS,
     Grads,
-    Odd,
     assert_works,
     failing_pipe,
     mean,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe
 from tests.support.models import assert_same_tree, linear_model
-from tests.support.running import Dawdle, Do, pipe_of
+from tests.support.running import Dawdle, Do, in_threads, pipe_of
 from tests.support.watched import Memory, alive
 from tests.training.loss.whole import four, grads_of, whole
 
@@ -102,17 +101,12 @@ def test_eval_batch_leaves_every_training_flag_as_it_was(call, failing):
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
     layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(3, 3), Dawdle(1)), nn.Dropout())
     pipe, x = pipe_of(layers, chunks=2), torch.ones(4, 3)
-    expected, wrong = pipe.eval_batch(x), []
+    expected = pipe.eval_batch(x)
 
-    def evaluate():
-        wrong.extend(k for k in range(60) if not torch.equal(pipe.eval_batch(x), expected))
+    def evaluate(_):
+        return all(torch.equal(pipe.eval_batch(x), expected) for _ in range(60))
 
-    threads = [threading.Thread(target=evaluate) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert in_threads(evaluate, *range(3)) == [True] * 3
     assert all(modes_of(pipe))
 
 

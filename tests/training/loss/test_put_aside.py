@@ -75,3 +75,26 @@ def test_what_would_be_lost_is_refused(k, checkpoint, devices, schedule):
     with pytest.raises(RuntimeError, match="put aside"):
         step(layers, k, devices, schedule, checkpoint)
     assert all(parameter.grad is None for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_go_back_as_they_were_returned_whatever_loss_fn_does_with_them_later(reduction):
+    layers = model(None)
+    plain = copy.deepcopy(layers)
+    kept = []
+
+    def loss_fn(output, target):
+        for loss in kept:
+            loss.mul_(3)
+        kept.append(F.mse_loss(output, target, reduction=reduction))
+        return kept[-1]
+
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
+    pipe.train_batch(
+        X, Y, loss_fn=loss_fn, loss_reduction=reduction, schedule="gpipe", verify=False
+    )
+    for i in reversed(range(4)):
+        loss = F.mse_loss(plain(X.chunk(4)[i]), Y.chunk(4)[i], reduction=reduction)
+        (loss / 4 if reduction == "mean" else loss).backward()
+    for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

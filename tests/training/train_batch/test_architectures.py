@@ -15,18 +15,9 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import pipe_of
+from tests.support.running import NormBlock, pipe_of
 from tests.support.training import assert_same_step, pipe_step, plain_step, weigh
 from tests.training.train_batch.loop import model_pipe
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return torch.relu(self.norm(self.linear(x)) + x)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -34,7 +25,7 @@ class Block(nn.Module):
 def test_compiled_layers(run, checkpoint):
     torch._dynamo.reset()
     try:
-        layers = nn.Sequential(Block(), nn.Tanh(), Block(), nn.Linear(6, 3))
+        layers = nn.Sequential(NormBlock(), nn.Tanh(), NormBlock(), nn.Linear(6, 3))
         plain = copy.deepcopy(layers)
         for k in (0, 2):
             layers[k].compile(backend="eager")

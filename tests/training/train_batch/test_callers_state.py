@@ -14,35 +14,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from syncpipe import Pipe, inline, is_recomputing
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, assert_same, pipe_of
+from tests.support.running import Do, assert_same, on_gradient, pipe_of
 from tests.support.training import FOUR, KINDS, RUNS, WHOLE, weigh
 from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
-
-
-class Look(torch.autograd.Function):
-    """Notes whether autocast is on in backward."""
-
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.seen.append(torch.is_autocast_enabled("cpu"))
-        return grad, None
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
 @pytest.mark.parametrize("run", ["gpipe", "zb_h1"])
 def test_autocast_is_off_in_backward_and_as_it_was_afterwards(run, by_hand):
     seen = []
-    layers = nn.Sequential(nn.Linear(3, 3), Do(lambda x: Look.apply(x, seen)), nn.Linear(3, 3))
+
+    def looking(x):
+        return on_gradient(x, lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    layers = nn.Sequential(nn.Linear(3, 3), Do(looking), nn.Linear(3, 3))
     pipe = pipe_of(layers)
     with torch.autocast("cpu", dtype=torch.bfloat16), inline() if by_hand else nullcontext():
-        pipe.train_batch(
-            torch.randn(8, 3), loss_fn=lambda y: Look.apply(y, seen).float().sum(), schedule=run
-        )
+        x = torch.randn(8, 3)
+        pipe.train_batch(x, loss_fn=lambda y: looking(y).float().sum(), schedule=run)
         assert torch.is_autocast_enabled("cpu")
     assert seen == [False] * 8
 
@@ -141,23 +130,6 @@ def test_hooks_on_a_partition_run():
         partition.register_forward_hook(lambda *_: calls.append(1))
     pipe.train_batch(torch.randn(10, 6), loss_fn=weigh)
     assert len(calls) == 4 * 5 + 4 * 4  # and once more where it is recomputed
-
-
-class BadBackward(nn.Module):
-    def forward(self, x):
-        return torch.sqrt(x - 100)  # the line to find
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_anomaly_mode_shows_the_line_of_the_layer_that_gave_nan(checkpoint):
-    pipe = pipe_of(nn.Sequential(nn.Linear(2, 2), BadBackward()), checkpoint=checkpoint)
-    with (
-        pytest.warns(UserWarning, match="the line to find"),
-        pytest.raises(RuntimeError, match="returned nan"),
-        torch.autograd.detect_anomaly(),
-    ):
-        pipe.train_batch(torch.randn(8, 2), loss_fn=weigh)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

@@ -14,7 +14,7 @@ from syncpipe import Pipe
 from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.pipe.test_equivalence import batch
 from tests.support.models import CHECKPOINT_MODES, Spec, assert_same_tree
-from tests.support.running import Do, assert_same, pipe_of
+from tests.support.running import Do, assert_same, on_gradient, pipe_of
 from tests.support.training import (
     FOUR,
     ROUND,
@@ -68,20 +68,15 @@ def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
 def test_one_f_one_b_is_what_one_gets():
     alive, most = [0, 0], [0, 0]
 
-    class Back(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, j):
-            ctx.j = j
-            alive[j] += 1
-            most[j] = max(most[j], alive[j])
-            return x.clone()
+    def back(j):
+        alive[j] -= 1
 
-        @staticmethod
-        def backward(ctx, grad):
-            alive[ctx.j] -= 1
-            return grad, None
+    def count(x, j):
+        alive[j] += 1
+        most[j] = max(most[j], alive[j])
+        return on_gradient(x, lambda grad: back(j))
 
-    layers = [nn.Linear(3, 3), Do(lambda x: Back.apply(x, 0)), Do(lambda x: Back.apply(x, 1))]
+    layers = [nn.Linear(3, 3), Do(partial(count, j=0)), Do(partial(count, j=1))]
     pipe = pipe_of(nn.Sequential(*layers), [2, 1], chunks=8, checkpoint="never")
     pipe.train_batch(torch.randn(8, 3), loss_fn=weigh)
     assert most == [3, 1]

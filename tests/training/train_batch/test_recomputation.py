@@ -10,7 +10,7 @@ from torch import nn
 
 from syncpipe import Pipe, is_checkpointing, is_recomputing
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, pipe_of
+from tests.support.running import Do, on_gradient, pipe_of
 from tests.support.training import KINDS, RUNS, weigh
 from tests.training.train_batch.loop import model, model_pipe
 
@@ -83,22 +83,15 @@ def test_a_recomputation_starts_before_the_gradient_arrives(run):
     started = [threading.Event() for _ in range(4)]
     in_time = []
 
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.i = int(x[0, 0])
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            in_time.append(started[ctx.i].wait(timeout=30))
-            return grad
+    def wait(x):
+        begun = started[int(x.detach()[0, 0])]
+        return on_gradient(x, lambda grad: in_time.append(begun.wait(timeout=30)))
 
     def note(x):
         if is_recomputing():
             started[int(x.detach()[0, 0])].set()
 
-    layers = [nn.Sequential(Do(note), Scale()), nn.Sequential(Scale(), Do(Wait.apply))]
+    layers = [nn.Sequential(Do(note), Scale()), nn.Sequential(Scale(), Do(wait))]
     pipe = pipe_of(nn.Sequential(*layers), checkpoint="always")
     x = torch.arange(4.0).repeat_interleave(2)[:, None].repeat(1, 3)
     pipe.train_batch(x, loss_fn=weigh, schedule=run)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.running import assert_same, pipe_of
+from tests.support.running import assert_same, in_threads, pipe_of
 from tests.support.training import RUNS, WHOLE, Trained, assert_same_step, pipe_step, weigh
 from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
 
@@ -28,31 +26,13 @@ def test_a_copy_of_a_pipe_that_was_trained_trains(copied):
     assert_same_state(other, pipe, exact=True)
 
 
-def in_threads(function: Any, count: int) -> None:
-    start, errors = threading.Barrier(count), []
-
-    def work(k):
-        start.wait()
-        try:
-            function(k)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 def test_two_threads_train_one_pipe():
     pipe, plain = model_pipe("1f1b").eval(), model().eval()  # nothing but .grad changes
     x, target = torch.randn(10, 6), torch.randn(10, 3)
     losses = []
     in_threads(
         lambda _: losses.extend(pipe.train_batch(x, target, loss_fn=F.mse_loss) for _ in range(25)),
-        2,
+        *range(2),
     )
     for _ in range(50):
         expected, _ = by_hand(plain, x, target, "1f1b")
@@ -61,19 +41,15 @@ def test_two_threads_train_one_pipe():
 
 
 def test_pipes_train_at_the_same_time():
-    results: list[Any] = [None] * 4
     x = [torch.randn(10, 6, requires_grad=True) for _ in range(4)]
 
     pipes = [[model_pipe(WHOLE[k]) for k in range(4)] for _ in range(2)]  # they draw: one thread
 
     def train(k: int, again: int = 0) -> Trained:
         pipe = pipes[again][k]
-        steps = [pipe_step(pipe, x[k], loss_fn=weigh, **RUNS[WHOLE[k]][0]) for _ in range(20)]
-        results[k] = steps[-1]
-        return steps[-1]
+        return [pipe_step(pipe, x[k], loss_fn=weigh, **RUNS[WHOLE[k]][0]) for _ in range(20)][-1]
 
-    in_threads(train, 4)
-    together = list(results)
+    together = in_threads(train, *range(4))
     for k in range(4):
         assert_same_step(together[k], train(k, 1))
 

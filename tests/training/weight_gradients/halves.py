@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from syncpipe.training.weight_gradients import WeightGradients
-
-Step = tuple[Tensor, Tensor | None, dict[str, Tensor | None]]
 
 
 def left(module, x, y):

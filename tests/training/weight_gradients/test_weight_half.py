@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from syncpipe.training.weight_gradients import WeightGradients
+from tests.support.running import on_gradient, raising
 from tests.training.weight_gradients.halves import (
     assert_same,
     assert_splits,
@@ -219,15 +220,6 @@ def test_a_thread_of_a_layers_own_sees_plain_functions():
 def test_exceptions_leave_nothing_behind():
     layer, weights = nn.Linear(5, 4), WeightGradients()
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gy):
-            raise ZeroDivisionError
-
     def failing_forward():
         layer(torch.ones(5))
         raise ZeroDivisionError
@@ -237,8 +229,9 @@ def test_exceptions_leave_nothing_behind():
     y = layer(torch.ones(5))
     assert y.grad_fn is not None
     assert "Split" not in y.grad_fn.name()
+    x = torch.ones(5, requires_grad=True)
     with weights.recording():
-        y = layer(Fails.apply(torch.ones(5, requires_grad=True)))
+        y = layer(on_gradient(x, raising(ZeroDivisionError)))
     with pytest.raises(ZeroDivisionError), weights.splitting():
         y.sum().backward()
     assert not weights._splitting

@@ -1,15 +1,12 @@
-"""What each of the two processes of ``test_distributed.py`` does; run as ``python -m``.
+"""What the processes of ``test_ddp.py`` do.
 
-It trains a pipe under ``DistributedDataParallel`` and the plain loop with gradients averaged by
-hand, on the same data, and writes down how they differ.
+They train a pipe under ``DistributedDataParallel`` and the plain loop with gradients averaged by
+hand, on the same data.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +37,7 @@ def model(kind: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), middle, nn.Linear(6, 3))
 
 
-def case(kind: str, mode: str, rank: int) -> float:
+def difference(kind: str, mode: str) -> float:
     """The largest difference between the parameters after a few steps."""
     ours = model(kind)
     theirs = copy.deepcopy(ours)
@@ -50,7 +47,7 @@ def case(kind: str, mode: str, rank: int) -> float:
         "static_graph": kind == "static_graph",
     }
     ddp = DistributedDataParallel(pipe, broadcast_buffers=False, **options)
-    torch.manual_seed(10 + rank)
+    torch.manual_seed(10 + dist.get_rank())
     for step in range(4):
         if kind == "changing chunks":
             pipe.chunks = 2 + step % 3
@@ -79,19 +76,3 @@ def case(kind: str, mode: str, rank: int) -> float:
     dist.all_gather_object(others, [p.detach() for p in ours.parameters()])
     agree = all(torch.equal(a, b) for a, b in zip(*others, strict=True))
     return worst if agree else float("inf")
-
-
-def main(rank: int, rendezvous: str, output: str, cases: list[list[str]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    differences = [case(kind, mode, rank) for kind, mode in cases]
-    with open(output, "w") as file:
-        json.dump(differences, file)
-    dist.destroy_process_group()
-    # A thread of gloo may still be letting go of a tensor, which aborts a process that ends in
-    # the usual way meanwhile (seen with torch 2.13, in 1 run of 20): do not end in the usual way.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))

@@ -1,18 +1,22 @@
 """All that a run of layers can change, and how it is put back.
 
-Parameters, buffers, modes, gradients, and whatever hangs on a module in Python: numbers, lists,
-tensors, generators, objects of the user's. Runs of a check start from the same state, and leave it
-behind as it was. What puts things back are calls of C functions, so that Ctrl-C comes before all of
-them or after all of them (see ``runtime.interrupts``).
+sandboxed   random states, and settings of the thread
+unchanged   these, and all of a module but its parameters: modes, buffers, what hangs on it
+State       all of modules: parameters and gradients as well, and objects of the user's
+
+What puts things back are calls of C functions, so that Ctrl-C comes before all of them or after all
+of them (see ``runtime.interrupts``).
 """
 
 from __future__ import annotations
 
 import _random
+import contextvars
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -21,16 +25,79 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.balance.profiling.sandbox import sandboxed
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.randomness.generators import LOCKS
-from syncpipe.verification.compare import SIMPLE, same_bits
+from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
+from syncpipe.runtime.thread_state import settled
 
-__all__ = ["Change", "State"]
+__all__ = ["SIMPLE", "Change", "State", "same_bits", "sandboxed", "unchanged"]
 
 _T = TypeVar("_T")
+#: What is compared by its value.
+SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
 _call: Callable[[Any], Any] = partial.__call__
+
+
+def sandboxed(
+    run: Callable[[], _T], devices: Iterable[torch.device], threads: int | None = None
+) -> _T:
+    """Calls a function in training's settings; puts random states and settings back after it.
+
+    Args:
+        run: the function. It is called with gradients enabled and out of inference mode. Autocast
+            is the caller's, but without its cache, which would outlive the copies of the layers.
+        devices: where it works; the generators of these and of the CPU are put back.
+        threads: how many intra-op threads it has; None for as many as there are.
+    """
+
+    def run_alone() -> _T:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.set_autocast_cache_enabled(False)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            torch._C._set_grad_enabled(True)
+            return contextvars.copy_context().run(run)  # the store of skips is not left behind
+
+    undo = map(_call, _settings(devices, threads))
+    return undone(lambda: settled(run_alone), undo, LOCKS.states)
+
+
+def _settings(devices: Iterable[torch.device], threads: int | None) -> list[partial[Any]]:
+    """What puts everything back, as calls of C functions, which Ctrl-C does not interrupt."""
+    python: Any = random._inst
+    _, numbers, gauss = python.getstate()
+    undo: list[partial[Any]] = [
+        partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+        partial(_random.Random.setstate, python, numbers),
+        partial(setattr, python, "gauss_next", gauss),
+    ]
+    if threads is not None:
+        undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
+    generators: dict[tuple[str, int], torch.Generator] = {}
+    for device in [torch.device("cpu"), *devices]:
+        found = Generators(device)
+        generators.update(found.pick(found.all))
+    with LOCKS.states, NoDispatch(), NoFunctions():
+        for generator in generators.values():
+            undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
+    return undo
+
+
+def unchanged(module: nn.Module, run: Callable[[], _T]) -> _T:
+    """Calls a function that runs a module, and puts back what that changed, but for parameters.
+
+    Of these only the weights of embeddings that shorten their rows as they go (``max_norm``) are
+    put back; objects of the user's that hang on the module are not.
+    """
+    own = [*module.parameters(), *module.buffers()]
+    renormed = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    }
+    leave = [p for p in module.parameters() if id(p) not in renormed]
+    devices = {tensor.device for tensor in own if not tensor.is_meta}
+    return State({"": module}, leave, objects=False).restored(run, devices)
 
 
 class Change(NamedTuple):
@@ -51,6 +118,7 @@ class State:
     Args:
         modules: these, by name, and all that is in them.
         leave: objects that are left alone.
+        objects: whether objects of the user's are looked into.
 
     Attributes:
         leaves: the tensors that get gradients.
@@ -59,7 +127,10 @@ class State:
         ValueError: a parameter has no value yet.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], leave: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], leave: Iterable[Any] = (), *, objects: bool = True
+    ) -> None:
+        self._objects = objects
         self._calls: list[partial[Any]] = []
         self._looks: list[tuple[str, Callable[[], list[str]]]] = []
         self._seen: dict[int, Any] = {id(thing): thing for thing in leave}
@@ -92,7 +163,7 @@ class State:
         Args:
             run: the function.
             devices: where it works; their random states are put back, too.
-            threads: how many intra-op threads it has; None for as many as there are.
+            threads: as of :func:`sandboxed`.
         """
 
         def alone() -> _T:
@@ -140,7 +211,7 @@ class State:
             self._container(kind, name, value)
         elif isinstance(value, tuple):
             self._pending += [(kind, f"{name}[{k}]", item) for k, item in enumerate(value)]
-        elif _is_users(value):
+        elif self._objects and _is_users(value):
             self._dict(kind, vars(value), lambda key: f"{name}.{key}")
 
     def _module(self, name: str, module: nn.Module) -> None:
@@ -244,3 +315,12 @@ def _unchanged(key: Any, before: dict[Any, Any], now: dict[Any, Any]) -> bool:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, SIMPLE) and a == b)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values are the same, to the last bit; of objects only the type is looked at."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,1 @@
+"""Training without a flush: ``pipe.train_stream``."""

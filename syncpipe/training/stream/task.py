@@ -1,0 +1,124 @@
+"""What the driver of a stream does for each action: as in ``train_batch``, with other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncpipe.runtime.engine import Run
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.randomness.turns import undisturbed
+from syncpipe.runtime.thread_state import without_autocast
+from syncpipe.schedules.kinds import Kind
+from syncpipe.stages.call import Call
+from syncpipe.stages.parcel import Parcel
+from syncpipe.training.gradients import Gradients
+from syncpipe.training.leaves import Leaves
+from syncpipe.training.loss.head import LossHead
+from syncpipe.training.stream.source import StreamSource
+from syncpipe.training.stream.weights import StageWeights
+from syncpipe.training.task import TrainingTask
+from syncpipe.tree import described
+
+__all__ = ["StreamLeaves", "StreamTask"]
+
+#: What stands for a micro-batch that there is not, and ends the stream.
+_END: Any = object()
+
+
+class StreamLeaves(Leaves):
+    """What cells may add gradients to: what they compute with, and nothing else."""
+
+    def __init__(self, call: Call, weights: Sequence[StageWeights]) -> None:
+        known: list[list[Tensor]] = []
+        for each in weights:
+            versions = each.leaves if each.several else [each.parameters]
+            known.append([leaf for leaves in versions for leaf in leaves])
+        super().__init__(call, Gradients(), known)
+
+    def claim(self, j: int, new: list[Tensor]) -> None:
+        super().claim(j, [])
+        if new:
+            raise RuntimeError(
+                f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
+                "but is none of the parameters that a layer of that stage computes with: no "
+                "optimizer of train_stream would update it with the stage. Make it a parameter of "
+                "a layer there, that the layer finds by its name (not through a list, a dict or a "
+                "closure), or detach() it"
+            )
+
+    def taken(self, j: int) -> None:
+        """Call after an update: gradients begin anew."""
+        self._fresh[j] = None
+
+
+class StreamTask(TrainingTask):
+    """A stream of mini-batches, as a task for the engine.
+
+    Args:
+        call: the call.
+        source: where they come from.
+        head: takes the outputs.
+        leaves: what gets gradients.
+        weights: for each stage.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        source: StreamSource,
+        head: LossHead,
+        leaves: StreamLeaves,
+        weights: Sequence[StageWeights],
+    ) -> None:
+        super().__init__(call, source, head, leaves=leaves)
+        self._stream, self._weights = source, weights
+
+    def bind(self, kind: Kind, j: int) -> Run:
+        if kind == "update":
+            update = without_autocast(self._call.context.state, partial(self._update, j))
+            return self._call.bound(update, kind, j)
+        run, weights = super().bind(kind, j), self._weights[j]
+
+        def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+            if not self._there(j, i, parcels):
+                ends = len(self._pipeline.outgoing[j]) + (j == 0 and self.targets_travel)
+                return [Parcel(_END, None)] * ends
+            weights.enter(i)
+            return run(i, parcels)
+
+        def with_weights(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+            weights.use(i)
+            return run(i, parcels)
+
+        return forward if kind == "forward" else with_weights
+
+    def _there(self, j: int, i: int, parcels: list[Parcel]) -> bool:
+        """Whether there is a micro-batch ``i``; the first stage finds out, and tells the others."""
+        if j > 0:
+            return parcels[0].value is not _END
+        return undisturbed(partial(self._comes, i))
+
+    def _comes(self, i: int) -> bool:
+        with self._call.as_caller():
+            return self._stream.there(i)
+
+    def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        try:
+            self._call.release_to_caller(j, self._weights[j].gradients(i))
+            self._weights[j].update()
+        except BaseException as error:
+            annotate(error, f"in the update of stage {j}, after micro-batch {i}")
+            raise
+        context = self._call.context
+        for run in context.runs(self._pipeline.stages[j]):
+            if run in context.modules:
+                context.modules[run].note_versions()
+        if context.state.nested:  # casts of the weights as they were
+            torch.clear_autocast_cache()
+        self._leaves.taken(j)
+        return []

@@ -1,0 +1,115 @@
+"""The steps of a stream as data: 1F1B that never drains, and an update after each mini-batch."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncpipe.schedules import Costs, one_f_one_b, simulate
+from syncpipe.schedules.schedule import training_program
+from syncpipe.schedules.steps import Edge, compiled
+from syncpipe.schedules.stream import VERSIONS, Extent, StreamSteps, version_used, versions_kept
+
+
+def edges_of(n: int, skips: list[tuple[int, int]]) -> list[Edge]:
+    ways = [*((j, j + 1, None) for j in range(n - 1)), *((a, b, 0) for a, b in skips if b < n)]
+    return [Edge(number, *way) for number, way in enumerate(ways)]
+
+
+def rows_of(program: StreamSteps, n: int) -> list[list[tuple[str, int]]]:
+    return [[(s.what[0], s.i) for s in program.of[j]] for j in range(n)]
+
+
+@given(
+    n=st.integers(1, 5),
+    m=st.integers(1, 9),
+    chunks=st.integers(1, 3),
+    count=st.integers(0, 9),
+    skips=st.lists(st.sampled_from([(0, 2), (1, 3), (0, 4)]), unique=True),
+)
+def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
+    m, edges = m * chunks, edges_of(n, skips)
+    schedule = one_f_one_b(m, n, slots="textbook")
+    program = training_program(schedule, (count,) * n, chunks)
+    expected = compiled(edges, program, [(j,) for j in range(n)], targets=n > 1)
+    steps = StreamSteps(edges, range(n), (count,) * n, Extent(m), chunks)
+    assert [tuple(row) for row in steps.of] == list(expected.of)
+
+
+@given(n=st.integers(1, 5), m=st.integers(0, 9), chunks=st.integers(1, 3))
+def test_one_thread_can_run_all_of_them_in_the_order_of_each_stage(n, m, chunks):
+    arguments = edges_of(n, [(0, 2)]), range(n), (0,) * n
+    many = StreamSteps(*arguments, Extent(m * chunks), chunks)
+    one = list(StreamSteps(arguments[0], (0,) * n, (0,) * n, Extent(m * chunks), chunks).of[0])
+    there: set[int] = set()
+    for step in one:
+        assert there.issuperset(step.needs)
+        there.update(step.sends)
+    for j, row in enumerate(rows_of(many, n)):
+        assert row == [(s.what[0], s.i) for s in one if s.what[1] == j]
+
+
+@given(n=st.integers(1, 5), ends=st.integers(0, 9))
+def test_when_data_ends_one_empty_cell_goes_forward_on_each_stage(n, ends):
+    """Whoever runs the steps of the first stage finds out in the middle of one."""
+    extent = Extent()
+    steps = StreamSteps(edges_of(n, []), (0,) * n, (0,) * n, extent)
+    done = []
+    for step in steps.of[0]:
+        if step.what == ("forward", 0) and step.i == ends:
+            extent.end(ends)
+        done.append((step.what[0], step.i, step.what[1]))
+    for j in range(n):
+        assert [i for kind, i, k in done if (kind, k) == ("forward", j)] == list(range(ends + 1))
+        assert [i for kind, i, k in done if (kind, k) == ("backward", j)] == list(range(ends))
+
+
+def test_without_an_end_it_goes_on_for_ever():
+    steps = StreamSteps(edges_of(3, []), range(3), (0,) * 3, Extent())
+    row = list(islice(steps.of[0], 30_000))
+    assert row[-1].i >= 9_999
+
+
+@given(n=st.integers(1, 6), steps=st.integers(1, 20), versions=st.sampled_from(VERSIONS))
+def test_no_stage_holds_more_versions_than_the_papers_say(n, steps, versions):
+    """By the order of the steps alone: what is in flight, and what comes next, is held."""
+    chunks = n if versions == "2bw" else 1
+    program = StreamSteps(edges_of(n, []), range(n), (0,) * n, Extent(steps * chunks), chunks)
+    for j, row in enumerate(rows_of(program, n)):
+        updates, back, most = 0, 0, 1
+        for kind, i in row:
+            if kind == "forward":
+                used = version_used(i, j, n, versions, chunks)
+                assert used == updates or versions != "stashing"
+                assert used <= updates
+            back += kind == "backward"
+            updates += kind == "update"
+            if kind == "update":
+                oldest = version_used(back, j, n, versions, chunks)
+                most = max(most, updates - min(oldest, updates) + 1)
+        assert most <= versions_kept(j, n, versions)
+        if steps > 2 * n:
+            assert most == versions_kept(j, n, versions)
+
+
+def test_updates_take_time_in_a_simulation():
+    costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), update=(0.5, 0.25))
+    schedule = one_f_one_b(4, 2, slots="textbook")
+    played = simulate(schedule, costs, update_every=1)
+    updates = [span for span in played.spans if span.action.kind == "update"]
+    assert [span.end - span.start for span in updates if span.device == 0] == [0.5] * 4
+    assert played.makespan > simulate(schedule, costs).makespan
+
+
+@given(n=st.integers(1, 5), m=st.integers(1, 40))
+def test_the_bubble_is_that_of_one_fill_however_many_mini_batches(n, m):
+    played = simulate(one_f_one_b(m, n, slots="textbook"), Costs.even(n), update_every=1)
+    assert played.makespan == 3 * (m + n - 1)
+
+
+def test_updates_every_so_many_micro_batches_are_at_least_one():
+    with pytest.raises(ValueError, match="update_every=0"):
+        simulate(one_f_one_b(2, 2), Costs.even(2), update_every=0)

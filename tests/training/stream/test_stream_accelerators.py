@@ -1,0 +1,78 @@
+"""``train_stream`` on accelerators, real or simulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from syncpipe import Pipe
+from syncpipe.runtime.worker import Worker
+from syncpipe.schedules.stream import VERSIONS
+from tests.support import accelerator as acc
+from tests.training.stream.models import adam, mini_batches, mlp, sgd
+from tests.training.stream.reference import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+
+BALANCE = [2, 2, 1, 2]
+
+
+def placed(kind: type) -> list:
+    return [kind(acc.device(k)) for k in range(4)]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("versions", VERSIONS)
+@pytest.mark.parametrize("kind", [torch.device, Worker])
+def test_as_in_the_papers_whoever_is_late(kind, versions, checkpoint):
+    chunks = 4 if versions == "2bw" else 1
+    data = mini_batches(7, 8)
+    model = mlp().to(acc.device())
+    on_device = [(x.to(acc.device()), target.to(acc.device())) for x, target in data]
+    losses = reference(
+        model, BALANCE, on_device, sgd, F.cross_entropy, versions=versions, chunks=chunks
+    )
+    acc.synchronize()
+    pipe = Pipe(mlp(), BALANCE, devices=placed(kind), chunks=4, checkpoint=checkpoint)
+    memory = [p.data_ptr() for p in pipe.parameters()]
+    for where in (data, on_device):  # from the host, and from a device
+        pipe.load_state_dict(mlp().state_dict())
+        with acc.late(len(where)):
+            found = pipe.train_stream(
+                where, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions
+            )
+        torch.testing.assert_close(found.losses.cpu(), torch.stack(losses).cpu())
+        for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(a.cpu(), b.cpu())
+    assert [p.data_ptr() for p in pipe.parameters()] == memory
+
+
+def test_several_calls_go_on_with_their_optimizers():
+    pipe, plain = (
+        Pipe(mlp(), BALANCE, devices=devices) for devices in (placed(torch.device), ["cpu"] * 4)
+    )
+    ours = theirs = adam
+    for k in range(3):
+        data = mini_batches(4 + k)
+        with acc.late(k):
+            a = pipe.train_stream(data, optimizer=ours, loss_fn=F.cross_entropy)
+        b = plain.train_stream(data, optimizer=theirs, loss_fn=F.cross_entropy)
+        torch.testing.assert_close(a.losses.cpu(), b.losses)
+        ours, theirs = a.optimizers, b.optimizers
+
+
+def test_the_caller_may_read_late_what_optimizers_have_in_mind():
+    def momenta(devices):
+        pipe = Pipe(mlp(), BALANCE, devices=devices)
+        done = pipe.train_stream(mini_batches(5), optimizer=sgd, loss_fn=F.cross_entropy)
+        with acc.late(1):
+            states = [state for each in done.optimizers for state in each.state.values()]
+            found = [state["momentum_buffer"] * 1 for state in states]
+            for state in states:
+                state.clear()
+        return [each.cpu() for each in found]
+
+    ours, theirs = momenta(placed(Worker)), momenta(["cpu"] * 4)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
