@@ -23,7 +23,7 @@ def test_tests_that_name_no_devices_get_cpu_workers(options):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *options, *tests],
-        capture_output=True, text=True, timeout=200, check=False, cwd=TESTS.parent,
+        capture_output=True, text=True, timeout=260, check=False, cwd=TESTS.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{len(tests)} passed" in done.stdout

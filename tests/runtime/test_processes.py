@@ -287,7 +287,7 @@ def test_the_interpreter_exits_with_pipes_alive(how):
         print("ran", flush=True)
     """) + textwrap.dedent(EXITS[how])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )
     assert done.stdout == "ran\n"
     assert done.returncode == {"from an exception": 1, "by sys.exit": 4}.get(how, 0), done.stderr

@@ -318,7 +318,7 @@ finally:
 def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on(first):
     code = FRESH.format(first=first)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=260
     )
     assert done.returncode == 0, done.stderr
 

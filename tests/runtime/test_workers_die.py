@@ -156,6 +156,6 @@ def test_a_pipe_that_is_called_while_the_interpreter_ends():
         last = Last()
     """)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )
     assert done.stdout == "0.0\n", done.stderr

@@ -79,7 +79,7 @@ def test_a_failed_call_in_one_thread_does_not_touch_that_of_another():
 
 GARBAGE = """
     import faulthandler, gc, random, time
-    faulthandler.dump_traceback_later(60, exit=True)  # comes without the interpreter's lock, too
+    faulthandler.dump_traceback_later(240, exit=True)  # comes without the interpreter's lock, too
     import torch
     from torch import nn
     from syncpipe import Pipe
@@ -115,6 +115,6 @@ def test_the_garbage_collector_may_come_at_any_time():
     # waits for that must not hold the interpreter's lock.
     code = textwrap.dedent(GARBAGE)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )
     assert done.stdout == "done\n", done.stderr[-3000:]

@@ -273,7 +273,7 @@ def test_ctrl_c_at_any_place_leaves_the_weights_where_they_were(versions):
 
 SIGNALS = """
     import faulthandler, signal, sys
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(240, exit=True)
     import torch, torch.nn.functional as F
     from syncpipe import Pipe
     from tests.training.stream.models import WORKERS, mini_batches, mlp, sgd
