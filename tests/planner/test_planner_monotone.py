@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.brute import case, everything
+from benchmarks.planning.profiles import random_profile
+from benchmarks.planning.sweeps import held
 from syncpipe import plan
 from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.planner.costs.machine import Machine
@@ -65,6 +67,16 @@ def test_more_is_never_slower(kind: str, seed: int, more: float) -> None:
     assert smaller.time <= found.time * (1 + 1e-6)
     if n > 1 and (fewer := best(profile, machine.head(n - 1), batch)) is not None:
         assert found.time <= fewer.time * (1 + 1e-6)
+
+
+def test_the_slots_of_several_stages_grow_together() -> None:
+    """One stage with more alone gains nothing: this plan was slower with smaller parameters."""
+    profile = random_profile(18, "sweep 7")
+    machine = Machine.even(4, held(profile, 128) / 4, 12e9)
+    larger, smaller = (best(profile, machine, 128, param_scale=scale) for scale in (3.0, 2.0))
+    assert larger is not None
+    assert smaller is not None
+    assert smaller.time <= larger.time
 
 
 def a_profile(count: int = 8, sizes: tuple[int, ...] = (1, 64)) -> Profile:

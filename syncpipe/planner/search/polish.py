@@ -189,7 +189,8 @@ def _fitting(
 def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Other balances: a layer from one stage to another, borders between move along; with the same
     slots, and with as many of them as fit without recomputation. Other slots: a few more or fewer
-    on one stage, and so that none has more than the one before.
+    on one stage, and so that none has more than the one before; one more or fewer on several, from
+    the first on.
     """
     balance, slots, n, m = draft.balance, draft.slots, len(draft.balance), draft.chunks
     pipelined = draft.schedule == "1f1b"
@@ -201,6 +202,11 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[tuple[int, ...], t
                     left = [max(q, other) for other in slots[:s]]
                     right = [min(q, other) for other in slots[s + 1 :]]
                     yield balance, (*left, q, *right)
+        for s in range(1, n):
+            for step in (-1, 1):
+                most = [q + step for q in slots[: s + 1]]
+                if most[-1] >= max((1, *slots[s + 1 : s + 2])) and most[0] <= m:
+                    yield balance, (*most, *slots[s + 1 :])
     for distance in range(1, min(n, 4)):
         for s in range(n - distance):
             for a, b in ((s, s + distance), (s + distance, s)):
