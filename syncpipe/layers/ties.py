@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
-from syncpipe.tree import overlap, storage_of
+from syncpipe.tree import extent, overlap, storage_of
 
 __all__ = [
     "Place",
@@ -29,6 +29,7 @@ __all__ = [
     "check_replicas",
     "find_ties",
     "move_tensors",
+    "overlapping",
 ]
 
 
@@ -201,28 +202,51 @@ def check_modes(ties: Sequence[Tie]) -> None:
                 )
 
 
-def check_memory(partitions: Sequence[nn.Module]) -> None:
-    """Refuses different parameters of partitions on different devices that overlap in memory.
+class _Named(NamedTuple):
+    """A tensor of a stage, by its name there."""
 
-    Raises:
-        ValueError: with their names.
-    """
-    found: dict[int, list[tuple[int, str, Tensor]]] = {}
+    stage: int
+    name: str
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name!r} in stage {self.stage}"
+
+
+def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[_Named, _Named]]:
+    """Pairs of different parameters and buffers of partitions that have memory in common."""
+    found: dict[int, list[_Named]] = {}
     seen: set[int] = set()
     for j, partition in enumerate(partitions):
         for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
             if id(tensor) in seen or is_lazy(tensor) or tensor.layout is not torch.strided:
                 continue
             seen.add(id(tensor))
-            found.setdefault(storage_of(tensor), []).append((j, name, tensor))
+            found.setdefault(storage_of(tensor), []).append(_Named(j, name, tensor))
     for group in found.values():
-        for (j, name, tensor), (k, other_name, other) in combinations(group, 2):
-            if j != k and overlap(tensor, other):
-                raise ValueError(
-                    f"{name!r} in stage {j} and {other_name!r} in stage {k} are two tensors that "
-                    "have memory in common, which they cannot on different devices: make them one "
-                    "parameter (a.weight = b.weight), or copies of their own"
-                )
+        near: list[_Named] = []
+        for a in sorted(group, key=lambda named: extent(named.tensor)):
+            start, _ = extent(a.tensor)
+            near = [b for b in near if extent(b.tensor)[1] > start]
+            for b in near:
+                if overlap(a.tensor, b.tensor):
+                    yield (a, b) if a.stage < b.stage else (b, a)
+            near.append(a)
+
+
+def check_memory(partitions: Sequence[nn.Module]) -> None:
+    """Refuses different parameters of partitions on different devices that overlap in memory.
+
+    Raises:
+        ValueError: with their names.
+    """
+    for a, b in overlapping(partitions):
+        if a.stage != b.stage:
+            raise ValueError(
+                f"{a} and {b} are two tensors that have memory in common, which they cannot on "
+                "different devices: make them one parameter (a.weight = b.weight), or copies of "
+                "their own"
+            )
 
 
 def move_tensors(

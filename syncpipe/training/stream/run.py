@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from syncpipe.layers.ties import overlapping
 from syncpipe.options.checkpoint import StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
@@ -26,7 +27,6 @@ from syncpipe.training.stream.source import Losses, StreamSource
 from syncpipe.training.stream.task import StreamLeaves, StreamTask
 from syncpipe.training.stream.weights import StageWeights, trained
 from syncpipe.training.train import check_can_train
-from syncpipe.tree import described, extent, overlap, storage_of
 
 __all__ = ["OptimizerFactory", "Streamed", "stream"]
 
@@ -88,6 +88,9 @@ def stream(
     with pipeline.training:
         _check(pipeline, checkpoint, versions)
         optimizers = _optimizers(pipeline, optimizer)
+        # The last stage goes back at once with every micro-batch, as others only with the last one.
+        *others, last = checkpoint
+        checkpoint = [*others, "never" if last == "except_last" else last]
         source = StreamSource(iterator, chunks, steps, target, pack, loss)
         losses: Any = Losses(source, loss)
         weights = [
@@ -196,28 +199,18 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
                 f"stage {stage.j} has parameters without values, and its optimizer is made before "
                 "the first mini-batch: run the plain model once before it is made a Pipe"
             )
-        _check_memory(stage.j, trained(stage.partition))
-
-
-def _check_memory(j: int, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuses parameters of a stage that overlap in memory.
-
-    Raises:
-        ValueError: two do.
-    """
-    known = [p for p in parameters if p.layout is torch.strided]
-    for _, group in groupby(sorted(known, key=storage_of), storage_of):
-        near: list[nn.Parameter] = []
-        for a in sorted(group, key=extent):
-            near = [b for b in near if extent(b)[1] > extent(a)[0]]
-            for b in near:
-                if overlap(a, b):
-                    raise ValueError(
-                        f"two parameters of stage {j} ({described(a)} and {described(b)}) have "
-                        "memory in common, which versions of them would not: make them one "
-                        "parameter (a.weight = b.weight), or copies of their own"
-                    )
-            near.append(a)
+    moved = {
+        id(parameter)
+        for stage in pipeline.stages
+        if versions_kept(stage.j, n, versions) > 1
+        for parameter in trained(stage.partition)
+    }
+    for a, b in overlapping([stage.partition for stage in pipeline.stages]):
+        if moved & {id(a.tensor), id(b.tensor)}:
+            raise ValueError(
+                f"{a} and {b} are two tensors that have memory in common, which versions of them "
+                "would not: make them one parameter (a.weight = b.weight), or copies of their own"
+            )
 
 
 def _optimizers(
@@ -232,7 +225,7 @@ def _optimizers(
     if not any(parameters):
         raise ValueError("there is nothing to train: all parameters of the pipe are frozen")
     if isinstance(optimizer, Optimizer) or not (
-        callable(optimizer) or isinstance(optimizer, Sequence)
+        callable(optimizer) or isinstance(optimizer, list | tuple)
     ):
         raise TypeError(
             f"optimizer={type(optimizer).__name__}: each stage updates its weights by itself, so "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,6 +181,17 @@ def overlapping():
     return model
 
 
+def watched(kind):
+    """A weight that a frozen parameter or a buffer of another stage or of the same one looks at."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    memory, where = model[0].weight.detach(), model[kind == "elsewhere"]
+    if kind == "buffer":
+        where.register_buffer("watched", memory)
+    else:
+        where.watched = nn.Parameter(memory, requires_grad=False)
+    return Pipe(model, [1, 1, 1], devices=WORKERS[:3])
+
+
 def renormed():
     return nn.Sequential(nn.Embedding(9, 8, max_norm=0.1), nn.Linear(8, 4))
 
@@ -186,6 +199,8 @@ def renormed():
 PIPES = [
     (lambda: Pipe(tied(), [1, 3], devices=WORKERS[:2]), ValueError, "are one tensor"),
     (lambda: Pipe(overlapping(), [2, 1], devices=WORKERS[:2]), ValueError, "memory in common"),
+    *((partial(watched, kind), ValueError, r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
+      for kind in ("buffer", "frozen", "elsewhere")),
     (lambda: Pipe(mlp(), [3, 4], replicas=[2, 1], devices=WORKERS[:3]), ValueError, "replicas"),
     (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), ValueError,
      "3 stages on 2 devices"),

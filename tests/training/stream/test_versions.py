@@ -11,6 +11,7 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.schedules.stream import VERSIONS
+from tests.support.running import Do
 from tests.support.watched import Memory, alive, gone
 from tests.training.stream.models import WORKERS, mini_batches, mlp, sgd
 from tests.training.stream.reference import by_the_paper
@@ -101,3 +102,21 @@ def test_memory_does_not_grow_with_the_number_of_mini_batches():
     pipe.train_stream(data(400), optimizer=sgd, loss_fn=F.cross_entropy)
     early, late = alive_at
     assert late - early <= 350 + 10  # the losses
+
+
+@pytest.mark.parametrize("versions", ["stashing", "2bw"])
+def test_except_last_recomputes_nothing_on_the_last_stage(versions):
+    """There each micro-batch goes back at once."""
+    forwards = [0, 0]
+
+    def counting(j):
+        def count(x):
+            forwards[j] += 1
+
+        return Do(count)
+
+    model = nn.Sequential(counting(0), nn.Linear(8, 8), counting(1), nn.Linear(8, 4))
+    pipe = Pipe(model, [2, 2], devices=WORKERS[:2], chunks=2, checkpoint="except_last")
+    pipe.train_stream(mini_batches(3), optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    micro_batches = 6 if versions == "2bw" else 3
+    assert forwards == [2 * micro_batches, micro_batches]
