@@ -40,15 +40,19 @@ class SharedCosts:
             self.bytes[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, samples)
 
     def compute(self, i: int | slice, j: int, m: int | Tensor) -> Tensor:
+        """Seconds of the layers' forward and backward, shared by ``m`` machines."""
         return (self._times[j] - self._times[i]) / m
 
     def synchronization(self, i: int | slice, j: int, m: int | Tensor) -> Tensor:
+        """Seconds in which ``m`` machines add up the gradients of the layers."""
         return 4 * (m - 1) * self.weights(i, j) / (m * self._bandwidth) / m
 
     def weights(self, i: int | slice, j: int) -> Tensor:
+        """Bytes of the parameters that are trained."""
         return self._weights[j] - self._weights[i]
 
     def transfer(self, cut: int | slice, m: int | Tensor) -> Tensor:
+        """Seconds to send activations over a cut to ``m`` machines, and gradients back."""
         return 2 * self.bytes[cut] / (self._bandwidth * m)
 
     def stage(self, i: int | slice, j: int, m: int | Tensor) -> Tensor:
