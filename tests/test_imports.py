@@ -52,7 +52,7 @@ FLOORS = [
     ["options", "tree"],
     ["microbatch", "runtime"],
     ["state"],
-    ["layers", "timeline"],
+    ["compare", "layers", "timeline"],
     ["balance", "stages"],
     ["forward", "partitioned", "planner", "training"],
     ["trained"],

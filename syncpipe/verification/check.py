@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from syncpipe.compare import Comparison, compare
 from syncpipe.options.arguments import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
@@ -16,7 +17,6 @@ from syncpipe.schedules.build import AUTO, SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.training.loss.known import Loss, known_loss
 from syncpipe.training.sources import input_and_target
-from syncpipe.verification.compare import Comparison, compare
 from syncpipe.verification.observe import Observation, Prints, observe
 from syncpipe.verification.plain import Layer
 from syncpipe.verification.reasons import far, reason_of_error, reason_of_layer, reason_of_loss

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncpipe.compare import Comparison, compare
 from syncpipe.runtime.rematerialization.checkpoint import is_recomputing
 from syncpipe.skip.store import Store
 from syncpipe.state import SIMPLE, Change, State
 from syncpipe.tree import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
-from syncpipe.verification.compare import Comparison, compare, named
 from syncpipe.verification.plain import Layer, PlainRun
-from syncpipe.verification.runs import Runs
+from syncpipe.verification.runs import Runs, named
 
 __all__ = ["Observation", "Prints", "observe"]
 

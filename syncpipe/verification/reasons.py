@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncpipe.compare import Comparison
 from syncpipe.state import Change
-from syncpipe.verification.compare import Comparison
 from syncpipe.verification.observe import Observation
 
 __all__ = ["far", "reason_of_error", "reason_of_layer", "reason_of_loss"]

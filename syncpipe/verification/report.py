@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Literal
 
-from syncpipe.verification.compare import NOTHING, Comparison
+from syncpipe.compare import Comparison
 
 __all__ = ["COLUMNS", "Finding", "Report", "Run"]
 
@@ -32,11 +32,11 @@ class Run:
     name: str
     kind: Literal["plain", "pipe"]
     beside: str
-    outputs: Comparison = NOTHING
-    loss: Comparison = NOTHING
-    gradients: Comparison = NOTHING
-    input_gradients: Comparison = NOTHING
-    buffers: Comparison = NOTHING
+    outputs: Comparison = field(default_factory=Comparison)
+    loss: Comparison = field(default_factory=Comparison)
+    gradients: Comparison = field(default_factory=Comparison)
+    input_gradients: Comparison = field(default_factory=Comparison)
+    buffers: Comparison = field(default_factory=Comparison)
     error: str = ""
     not_applicable: str = ""
 

@@ -30,10 +30,9 @@ from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import FromMiniBatch, Source
 from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
-from syncpipe.verification.compare import named
 from syncpipe.verification.plain import Layer, PlainRun, layers_of, placed
 
-__all__ = ["Result", "Runs", "orders_of"]
+__all__ = ["Result", "Runs", "named", "orders_of"]
 
 #: Is shown the layers before they run, and may hook itself on.
 Watch = Callable[[list[Layer]], None] | None
@@ -260,6 +259,19 @@ class Runs:
             {name: value for name, b in buffers.items() for value in named("", b).values()},
             drew or set(),
         )
+
+
+def named(root: str, tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name, tensors detached and copied to the CPU's memory."""
+    leaves = flatten(tree)[0]
+    return dict(zip(leaf_names(root, tree), map(_copied, leaves), strict=True))
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    return dense.to("cpu", copy=True)
 
 
 def _watched(runs: Runs, watch: Watch, run: Callable[[], Result]) -> Result:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from syncpipe.verification.compare import compare, named
+from syncpipe.compare import compare
+from syncpipe.verification.runs import named
 
 A = torch.tensor([1.0, -2.0, 0.5])
 
