@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.placement import own_call
@@ -40,6 +41,7 @@ class Trained(Partitioned):
     _measured: Measured
     _trace: Trace | None
     _averaging: Any = None  #: the other processes, if ``syncpipe.distributed`` has found any
+    _warned = False  #: that other processes are not averaged with
     _whole: type[nn.Module]  #: the class whose ``forward`` a pipe has
 
     def train_batch(
@@ -153,6 +155,7 @@ class Trained(Partitioned):
             return self._step(source, chosen, averaging, loss_fn=function, **options)
 
         if self._alone(global_loss):
+            self._warn_of_other_processes()
             return step()
         return self._averaging.train_batch(step, global_loss=global_loss, accumulate=accumulate)
 
@@ -176,6 +179,20 @@ class Trained(Partitioned):
                 "syncpipe.distributed.data_parallel(pipe) makes it one of several"
             )
         return self._averaging is None
+
+    def _warn_of_other_processes(self) -> None:
+        """Warns once where ``DistributedDataParallel``, say, would not see a ``train_batch``."""
+        if self._warned or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (size := distributed.get_world_size()) > 1:
+            self._warned = True
+            warnings.warn(
+                f"this is one of {size} processes, and train_batch of this pipe averages its "
+                "gradients with none of them, also inside of DistributedDataParallel: call "
+                "syncpipe.distributed.data_parallel(pipe) instead. If it is to train alone, ignore "
+                "this warning",
+                stacklevel=3,
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Several calls before gradients are averaged over processes, by the first one after it::

@@ -7,6 +7,7 @@ hand, on the same data.
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from syncpipe.distributed import data_parallel
 from tests.support.running import pipe_of, plain, weigh
 
 
@@ -76,3 +78,18 @@ def difference(kind: str, mode: str) -> float:
     dist.all_gather_object(others, [p.detach() for p in ours.parameters()])
     agree = all(torch.equal(a, b) for a, b in zip(*others, strict=True))
     return worst if agree else float("inf")
+
+
+def warned() -> list[list[str]]:
+    """The warnings of two ``train_batch``, inside of ``DistributedDataParallel`` and as data
+    parallel."""
+    ddp = DistributedDataParallel(pipe_of(model("plain"), [3, 2]))
+    x, target = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    found = []
+    for pipe in (ddp.module, data_parallel(pipe_of(model("plain"), [3, 2]))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe.train_batch(x, target, loss_fn=nn.functional.cross_entropy)
+        found.append([f"{each.filename}: {each.message}" for each in caught])
+    return found
