@@ -30,6 +30,8 @@ setup(
     license="MIT",
     keywords="pytorch, pipeline parallelism, model parallelism, gpipe, 1f1b, checkpointing",
     packages=find_packages(include=["syncpipe", "syncpipe.*"]),
+    # An editable install is then a plain path, which editors and type checkers follow.
+    package_dir={"": "."},
     package_data={"syncpipe": ["py.typed"]},
     python_requires=">=3.11",
     entry_points={"console_scripts": ["syncpipe = syncpipe.commands.main:main"]},
@@ -53,7 +55,6 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: MIT License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
