@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -48,12 +51,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test is not looked at again by the garbage collector.
+@atexit.register
+def filter_nanobind() -> None:
+    """Drops what Triton's bindings say on exit about their own leaks: dozens of lines."""
+    if "triton" not in sys.modules:
+        return
+    patterns = ["^nanobind: ", "^ - leaked ", "^ - ... skipped remainder", "nanobind.readthedocs"]
+    command = ["grep", "--line-buffered", "-v", *(f"-e{pattern}" for pattern in patterns)]
+    try:
+        grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
+    except OSError:  # there is no grep: then they stay
+        return
+    assert grep.stdin is not None
+    os.dup2(grep.stdin.fileno(), 2)
+    grep.returncode = 0  # it ends when this process has ended, which so cannot wait for it
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds the simulated devices if a test needs them; and no test pays for old garbage.
+
+    Here no test's time limit runs. Of several processes one builds and the others wait.
 
     PyTorch's and pytest's own objects are some hundred thousand. To go through them takes half a
     second, which every test would pay that collects garbage, itself or in the check for threads.
     """
+    needed = any(item.get_closest_marker("simulated") for item in session.items)
+    if needed and simulated.unavailable() is None and not simulated.loaded():
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            simulated.build()
     gc.collect()
     gc.freeze()
 

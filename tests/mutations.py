@@ -1,131 +1,347 @@
-"""Takes out each wait of the stream code, and each that keeps memory; what goes red?
+"""Takes statements that wait, hold, record, lock or order out of the package: which test goes red?
 
-    python -m tests.mutations              # all lines, with every detector that can run here
-    python -m tests.mutations keep_until_copied   # lines with one of these words
-    python -m tests.mutations simulated    # one of the detectors only
+    python -m tests.mutations               # all of them, with every detector that can run here
+    python -m tests.mutations keep engine   # those with one of these words in text or path
+    python -m tests.mutations --list        # what there is, without running anything
+    python -m tests.mutations --detectors streams threads   # with some of the detectors
 
-A line that can go without a test that notices is either not needed or not tested. Each is taken
-out of a copy of the package, one at a time, and the tests of a detector run on that copy until
-the first one fails.
+A statement that can go without a test that notices is either not needed or not tested. Statements
+are found by what they call, wherever they are, so that the table follows the package when it is
+redrawn. What is no single call stands in ``FAULTS``, as text that is replaced by other text.
+
+Each mutant is a copy of the package, on which the detectors run one after another until a test
+fails. What is red for a mutant must be green without it, which is tried first.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import collections
+import contextlib
+import multiprocessing
 import os
+import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-FILES = (
-    "runtime/streams.py", "stages/call.py", "stages/parcel.py", "stages/sharing/ties.py",
-    "stages/sharing/copies.py", "stages/sharing/replicas.py", "stages/dealing.py",
-    "stages/transfer.py", "forward.py", "distributed/reduction.py",
-)  # fmt: skip
-CALLS = {
-    "keep", "keep_until_copied", "receive", "record_on_stream", "record_stream", "wait",
-    "wait_event", "wait_for", "wait_for_caller",
-}  # fmt: skip
 
-_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "--timeout=120")
+#: Where nothing runs at the same time as anything else.
+PURE = {"balance", "commands", "layers", "planner", "schedules", "timeline", "verification"}
 
-#: What may notice: for each detector the arguments of Python. Tests that take a line out themselves
-#: are left out: they find it missing, whatever it was good for.
-DETECTORS: dict[str, Sequence[str]] = {
-    "happens-before": (
-        *_PYTEST,
-        "tests/streams/test_streams_lanes.py",
-        "tests/streams/test_streams.py",
-        "tests/streams/test_streams_training.py",
-        "-k=not race_without and not all_sites and not race_if and not mutations",
+#: Calls whose result nobody uses, so that they are there for what they do.
+CALLS = re.compile(
+    r"wait|(^|_)(keep|record|receive|hold|held|synchronize|stamp|adopt|claim|bring|notify|lock"
+    r"|register|release|acquire|fetch|let_go|undo|restore|restored|follow|leave)(_|$)"
+    r"|put_back|follow_modes|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
+)
+#: Calls by such names that hold nothing, or without which nothing works at all.
+NOT = re.compile(r"register_(hook|prehook|buffer|parameter|autograd|fake)|_record$|add_to_record")
+#: Contexts that lock, or that say on whose streams and in whose state something runs.
+CONTEXTS = re.compile(r"lock|active\(|as_caller|\.use\(|applied\(|NoDispatch|NoFunctions|holding\(")
+#: Order that a program could do without, but for its numbers.
+ORDERS = re.compile(r"^(sorted|reversed)$")
+
+
+class Fault(NamedTuple):
+    """Something that the package would do wrong.
+
+    Attributes:
+        breaks: which behaviour, in a sentence.
+        pattern: a regular expression for what is replaced, at the first place where it is found.
+        text: what replaces it.
+    """
+
+    breaks: str
+    pattern: str
+    text: str
+
+
+FAULTS: list[Fault] = []
+
+_PYTEST = ("-m", "gpu or not gpu", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no")
+
+
+class Detector(NamedTuple):
+    """Tests that may notice.
+
+    Attributes:
+        simulated: whether they run on the simulated devices.
+        arguments: of pytest, or, after ``"fuzz"``, of ``tests.simulated.fuzz``.
+        seconds: after which a run counts as hanging.
+    """
+
+    simulated: bool
+    arguments: Sequence[str]
+    seconds: float = 600.0
+
+
+def _files(*names: str) -> list[str]:
+    """Of these files of tests those that are there."""
+    return [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
+
+
+#: In the order of what is likely to notice. Tests that take a statement out themselves are left
+#: out: they find it missing, whatever it was good for.
+DETECTORS: dict[str, Detector] = {
+    "streams": Detector(
+        False,
+        [*_files("streams"), "-k=not race_without and not all_sites and not race_if"],
     ),
-    "simulated": ("-m", "tests.simulated.fuzz", "--models=300", "--seed=1", "--stop"),
+    "threads": Detector(
+        False,
+        _files(
+            "pipe/test_equivalence.py",
+            "training/train_batch/test_equivalence.py",
+            "runtime/test_failures.py",
+            "runtime/test_workers_die.py",
+            "runtime/test_ctrl_c.py",
+            "runtime/test_processes.py",
+            "runtime/test_thread_state.py",
+            "runtime/test_random_state.py",
+            "runtime/test_random_layers.py",
+            "runtime/test_rematerialization_state.py",
+            "training/failures/test_layers.py",
+            "training/failures/test_threads.py",
+            "training/train_batch/test_ties.py",
+            "training/train_batch/test_callers_state.py",
+            "training/stream",
+            "training/test_train_memory.py",
+            "training/test_nested_calls.py",
+            "training/weight_gradients/test_weight_half.py",
+            "pipe/replicas",
+            "inputs/test_inplace.py",
+            "timeline/test_trace.py",
+        ),
+    ),
+    "simulated": Detector(
+        True,
+        _files(
+            "accelerators/test_accelerators_offload.py",
+            "accelerators/test_accelerators_memory.py",
+            "accelerators/test_accelerators_ties.py",
+            "accelerators/test_accelerators_replicas.py",
+            "accelerators/gpu/test_gpu_training.py",
+            "training/stream/test_stream_accelerators.py",
+        ),
+    ),
+    "fuzz": Detector(True, ["fuzz", "--models=300", "--seed=1", "--stop"]),
+    "processes": Detector(
+        False, _files("distributed/test_failures.py", "distributed/test_gradients.py")
+    ),
 }
 
 
-class Mutation(NamedTuple):
-    """A statement that can be taken out.
+class Mutant(NamedTuple):
+    """One change.
 
     Attributes:
         file: below ``syncpipe/``.
-        first: its first line, from 1.
-        last: its last line.
-        text: what it says.
+        line: where, from 1.
+        what: it is.
+        source: the whole file with it.
     """
 
     file: str
-    first: int
-    last: int
-    text: str
-
-    def apply(self, root: Path) -> None:
-        """Takes the statement out of the copy of the project at ``root``."""
-        path = root / "syncpipe" / self.file
-        lines = path.read_text(encoding="utf-8").splitlines()
-        begin = lines[self.first - 1]
-        indent = begin[: len(begin) - len(begin.lstrip())]
-        lines[self.first - 1 : self.last] = [f"{indent}pass"]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    line: int
+    what: str
+    source: str
 
 
-def mutations() -> Iterator[Mutation]:
-    """Every statement of the stream code that is one of ``CALLS``."""
-    for file in FILES:
-        source = (ROOT / "syncpipe" / file).read_text(encoding="utf-8")
+def mutants() -> Iterator[Mutant]:
+    """Every mutant of the package as it is."""
+    found = set()
+    for path in sorted((ROOT / "syncpipe").rglob("*.py")):
+        file = path.relative_to(ROOT / "syncpipe")
+        if file.parts[0] in PURE:
+            continue
+        source = path.read_text(encoding="utf-8")
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
-            call = node.value if isinstance(node, ast.Expr) else None
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-                continue
-            if call.func.attr in CALLS:
-                yield Mutation(file, node.lineno, node.end_lineno or 0, ast.unparse(call))
+            for what, old, new in _changes(node):
+                yield Mutant(str(file), old.lineno, what, _replaced(lines, old, new))
+        for fault in FAULTS:
+            changed, count = re.subn(fault.pattern, fault.text, source, count=1)
+            if count:
+                found.add(fault)
+                line = source[: re.search(fault.pattern, source).start()].count("\n") + 1  # type: ignore[union-attr]
+                yield Mutant(str(file), line, fault.breaks, changed)
+    for fault in FAULTS:
+        if fault not in found:
+            raise SystemExit(f"nowhere in syncpipe/ is {fault.pattern!r} ({fault.breaks})")
 
 
-def red_by(mutation: Mutation | None, arguments: Sequence[str]) -> str:
-    """The first test that fails without the statement; nothing if none does."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for name in ("syncpipe", "tests"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, root / name, ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", root)
-        if mutation is not None:
-            mutation.apply(root)
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    if done.returncode == 0:
+def _changes(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
+    """What it would change, the node, and the text that replaces it."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        name = _name(node.value.func)
+        if CALLS.search(name) and not NOT.search(name):
+            yield ast.unparse(node), node, "pass"
+    elif isinstance(node, ast.With | ast.AsyncWith):
+        for item in node.items:
+            text = ast.unparse(item.context_expr)
+            if CONTEXTS.search(text) and item.optional_vars is None:
+                context = '__import__("contextlib").nullcontext()'
+                yield f"with {text}", item.context_expr, context
+    elif isinstance(node, ast.Call) and ORDERS.search(_name(node.func)):
+        yield ast.unparse(node), node.func, "(lambda found, **_: list(found))"
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "attr", None) or getattr(function, "id", "")
+
+
+def _replaced(lines: Sequence[str], node: Any, text: str) -> str:
+    """The file with other text in place of a node."""
+    first, last = node.lineno - 1, node.end_lineno - 1
+    before = lines[first].encode()[: node.col_offset].decode()
+    after = lines[last].encode()[node.end_col_offset :].decode()
+    return "".join([*lines[:first], before + text + after, *lines[last + 1 :]])
+
+
+def copied(root: Path, mutant: Mutant | None) -> None:
+    """Makes a copy of the project with one change."""
+    for name in ("syncpipe", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, root)
+    if mutant is not None:
+        (root / "syncpipe" / mutant.file).write_text(mutant.source, encoding="utf-8")
+
+
+def _run(root: str, detector: Detector, output: str) -> None:
+    """In a process of its own: runs a detector on the copy at ``root``."""
+    os.setpgid(0, 0)
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.chdir(root)
+    sys.path[:] = [root, *(p for p in sys.path if p not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("syncpipe", "tests")]:
+        del sys.modules[name]
+    os.environ |= {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ.pop("SYNCPIPE_SIMULATED", None)
+    if detector.simulated:
+        os.environ["SYNCPIPE_SIMULATED"] = "1"
+    if detector.arguments[0] == "fuzz":
+        from tests import simulated
+        from tests.fuzz.command import by_hand
+        from tests.simulated import fuzz
+
+        simulated.load()
+        arguments = detector.arguments[1:]
+        code = min(1, by_hand("tests.simulated.fuzz", fuzz.drawn, fuzz.check, arguments))
+    else:
+        import pytest
+
+        code = int(pytest.main([*_PYTEST, *detector.arguments]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def red_by(root: Path, detector: Detector) -> str:
+    """The first test that fails on a copy; nothing if none does."""
+    output = root / "output"
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=_run, args=(str(root), detector, str(output)))
+    process.start()
+    process.join(detector.seconds)
+    hung = process.exitcode is None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it has left behind
+    process.join()
+    if hung:
+        return f"hangs for {detector.seconds:.0f} s"
+    if process.exitcode == 0:
         return ""
-    for line in done.stdout.splitlines():
+    text = output.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" ")[1].removeprefix("tests/")
+            return line.split(" - ")[0].split(" ", 1)[1].removeprefix("tests/")
         if line.startswith("--seed "):
             return line
-    return f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+    return f"ended with {process.exitcode}: {text[-300:]!r}"
 
 
-def main(words: Sequence[str]) -> int:
-    """Prints the table; returns the number of statements that nobody missed."""
-    chosen = {name: DETECTORS[name] for name in DETECTORS if name in words} or DETECTORS
-    words = [word for word in words if word not in DETECTORS]
-    missed = 0
-    for mutation in mutations():
-        place = f"{mutation.file}:{mutation.first}"
-        if words and not any(word in mutation.text for word in words):
-            continue
-        reds = {name: red_by(mutation, arguments) for name, arguments in chosen.items()}
-        missed += not any(reds.values())
-        for name, red in reds.items():
-            print(f"{place:24} {mutation.text[:56]:56}  {name}: {red or '-'}", flush=True)
-    print(f"{missed} statements can go and nobody notices")
-    return missed
+def judged(mutant: Mutant | None, detectors: Sequence[str]) -> dict[str, str]:
+    """What each detector says, up to the first that is red."""
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="mutant") as folder:
+        copied(Path(folder), mutant)
+        for name in detectors:
+            found[name] = red_by(Path(folder), DETECTORS[name])
+            if found[name] and mutant is not None:
+                break
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the number of mutants that nobody noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--detectors", nargs="+", default=list(DETECTORS), choices=DETECTORS)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    chosen = [
+        mutant
+        for mutant in mutants()
+        if not options.words or any(w in f"{mutant.file} {mutant.what}" for w in options.words)
+    ]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.file}:{mutant.line}: {mutant.what}")
+        print(len(chosen), "mutants")
+        return 0
+    detectors = usable(options.detectors)
+    import pytest  # so that processes that are forked have it, and torch  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    reds = {name: red for name, red in judged(None, detectors).items() if red}
+    if reds:
+        raise SystemExit(f"red without any change: {reds}")
+    missed: list[Mutant] = []
+    killed: collections.Counter[str] = collections.Counter()
+    work: Callable[[Mutant], dict[str, str]] = lambda mutant: judged(mutant, detectors)  # noqa: E731
+    with ThreadPoolExecutor(options.processes) as threads:
+        for mutant, found in zip(chosen, threads.map(work, chosen), strict=True):
+            name, red = list(found.items())[-1]
+            if red:
+                killed[name] += 1
+            else:
+                missed.append(mutant)
+            told = f"{name}: {red}" if red else "NOBODY"
+            print(f"{mutant.file}:{mutant.line}: {mutant.what[:90]}\n    {told}", flush=True)
+    seconds = time.monotonic() - begun
+    print(f"\n{len(chosen)} mutants in {seconds:.0f} s, killed by", dict(killed))
+    print(f"{len(missed)} that nobody noticed:")
+    for mutant in missed:
+        print(f"  {mutant.file}:{mutant.line}: {mutant.what[:100]}")
+    return len(missed)
+
+
+def usable(names: Sequence[str]) -> list[str]:
+    """Of these detectors those that can run on this machine."""
+    from tests import simulated
+
+    reason = simulated.unavailable()
+    if reason is None and any(DETECTORS[name].simulated for name in names):
+        simulated.build()
+    elif reason is not None:
+        print(reason)
+    return [name for name in names if reason is None or not DETECTORS[name].simulated]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) > 0)
+    sys.exit(main() > 0)

@@ -25,7 +25,8 @@ TOGETHER = [path for path in FILES if path.stem.endswith(SHORT)]
 PROCESSES = [[path] for path in FILES if path not in TOGETHER] + [TOGETHER]
 
 
-@pytest.mark.timeout(900)  # the first one builds the devices
+@pytest.mark.simulated
+@pytest.mark.timeout(3600)  # tests in there have limits of their own
 @pytest.mark.parametrize(
     "files", PROCESSES, ids=lambda files: files[0].stem if len(files) == 1 else "short ones"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,20 @@ def test_tests_that_name_no_devices_get_cpu_workers(options):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{len(tests)} passed" in done.stdout
+
+
+def test_importing_tests_changes_nothing():
+    """Else what passes depends on which tests are collected together."""
+    for path in TESTS.rglob("*.py"):
+        if path.name not in ("conftest.py", "__main__.py", "pretend.py"):  # made to have effects
+            check_imported(path)
+
+
+def check_imported(path: Path) -> None:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        where = f"{path.relative_to(TESTS)}:{statement.lineno}"
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        for target in targets:
+            assert not isinstance(target, ast.Attribute | ast.Subscript), where
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            assert "register" in ast.unparse(statement.value.func), where  # types of its own

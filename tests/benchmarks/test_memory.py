@@ -25,7 +25,7 @@ def test_each_mode_trains_the_same_model(name):
     assert entry.loss(entry.build()(x), target).requires_grad
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.simulated
 @pytest.mark.skipif(
     not torch.accelerator.is_available() and simulated.unavailable() is not None,
     reason="neither accelerators nor simulated ones",

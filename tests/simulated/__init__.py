@@ -30,6 +30,7 @@ from torch import Tensor
 __all__ = [
     "DEVICES",
     "Slow",
+    "build",
     "capacity",
     "delays",
     "devices",
@@ -75,8 +76,11 @@ def _find_ninja() -> None:
     os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + os.environ.get("PATH", "")
 
 
-def _build() -> Path:
-    """The library, built unless it has been already with this torch and these sources."""
+def build() -> Path:
+    """The library, built unless it has been already with this torch and these sources.
+
+    That takes a minute on two idle cores. Who asks meanwhile waits for the process that builds.
+    """
     from torch._appdirs import user_cache_dir
     from torch.utils._filelock import FileLock
 
@@ -93,6 +97,8 @@ def _build() -> Path:
         if not (directory / "done").exists():
             from torch.utils import cpp_extension  # which may warn that there is no CUDA
 
+            print("building the simulated devices in", directory, file=sys.stderr, flush=True)
+            begun = time.monotonic()
             (directory / "lock").unlink(missing_ok=True)  # of a build that was killed
             cpp_extension.load(
                 name=name,
@@ -102,6 +108,8 @@ def _build() -> Path:
                 with_cuda=False,
                 is_python_module=False,
             )
+            seconds = time.monotonic() - begun
+            print(f"simulated devices built in {seconds:.0f} s", file=sys.stderr, flush=True)
             (directory / "done").touch()
     return library
 
@@ -120,7 +128,7 @@ def load() -> ModuleType:
     if reason is not None:
         raise RuntimeError(reason)
     torch.set_num_threads(1)  # the streams are threads already
-    torch.ops.load_library(str(_build()))
+    torch.ops.load_library(str(build()))
     torch.utils.rename_privateuse1_backend("sim")
     from tests.simulated import device_module
 

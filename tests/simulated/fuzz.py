@@ -15,6 +15,7 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]
 
-offload.SMALL = 1  # so that small models move as well
 WIDE = torch.float64
 #: The reference is the CPU's, so nothing that draws. And moved to a backend that PyTorch does not
 #: know by name, a parameter is another one: its hooks stay behind.
@@ -293,7 +293,10 @@ def check(placed: Placed) -> None:
     for caller in callers:
         caller.expected = wanted
     late = None if placed.late is None else f"sim:{placed.late}"
-    with simulated.delays(placed.ms, 0.3, seed=placed.seed, device=late):
+    with (
+        simulated.delays(placed.ms, 0.3, seed=placed.seed, device=late),
+        mock.patch.object(offload, "SMALL", 1),  # so that small models move as well
+    ):
         if len(callers) == 1:
             callers[0].run()
             return
