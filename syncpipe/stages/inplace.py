@@ -9,27 +9,70 @@ What a cell is given may belong to somebody else, too:
   is written, but would not, and so it is refused. A *tied* weight that comes from another stage is
   never copied either.
 
-All other inputs are the cell's own, and it gets them as they are. So whether a layer writes is
-learned from version counters, and makes no difference to what is computed, also not in the first
-call. ``inference_mode`` counts no versions: there a layer writes into what it was lent, as in the
-plain model, and what is aliased is compared.
+All other inputs are the cell's own, and it gets them as they are. A layer may write in one call of
+a thousand, so nothing is concluded from those before: what is lent is copied in each call, unless
+the layers that see it are of kinds that never write. ``inference_mode`` counts no versions: there a
+layer writes into what it was lent, as in the plain model, and what is aliased is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.tree import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 
-__all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "sent"]
+__all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "may_write", "sent"]
 
 #: Marks of a tensor; 0 for one that belongs to the cell alone.
 ALIASED, LENT, TIED = 1, 2, 4
+
+
+def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
+    """Whether layers may write into what their stage is given.
+
+    PyTorch's own layers do so if they say ``inplace``, and of others nobody knows.
+
+    Args:
+        partition: the layers.
+        pops: whether skips come in, which any of them may see.
+    """
+    if _hooked(partition) or global_hooks._global_forward_pre_hooks:
+        return True
+    for layer in _one_by_one(partition):
+        if not all(map(_never_writes, layer.modules())) or global_hooks._global_forward_hooks:
+            return True
+        if not pops and any(p is not None for p in layer._parameters.values()):
+            return False  # what it returns is new, and those behind it see that
+    return False
+
+
+def _one_by_one(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for layer in layers:
+        if type(layer) is nn.Sequential and not _hooked(layer):
+            yield from _one_by_one(layer)
+        else:
+            yield layer
+
+
+def _never_writes(layer: nn.Module) -> bool:
+    own = vars(layer)
+    return not (
+        not type(layer).__module__.startswith(("torch.nn.modules.", "syncpipe.layers.batchnorm"))
+        or getattr(layer, "inplace", False)
+        or "forward" in own
+        or own.get("_compiled_call_impl")
+        or _hooked(layer)
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def entering(inputs: Any, target: Any) -> list[int]:
@@ -98,7 +141,7 @@ class Given:
     Args:
         inputs: a tree.
         marks: for each of its tensors.
-        copy: whether the cell may write into its inputs.
+        copy: whether the cell may write into its inputs, see :func:`may_write`.
         kept: the same tree without its graph, if the cell may have to be computed again.
 
     Attributes:
@@ -106,13 +149,13 @@ class Given:
         kept: what the cell can be computed again from while it runs.
     """
 
-    __slots__ = ("_before", "_copied", "_copy", "_kept", "_marks", "_tensors", "kept", "tree")
+    __slots__ = ("_before", "_copied", "_kept", "_marks", "_tensors", "kept", "tree")
 
     def __init__(self, inputs: Any, marks: Sequence[int], *, copy: bool, kept: Any = None) -> None:
         if inputs is kept:  # containers, too, are the cell's own
             inputs = map_tensors(lambda tensors: tensors, inputs)
         self.tree, self.kept, self._kept = inputs, kept, kept
-        self._marks, self._copy = marks, copy
+        self._marks = marks
         tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
         # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
         # it from a copy.
@@ -146,10 +189,6 @@ class Given:
     def aliased(self, written: list[bool], mark: int = ALIASED) -> bool:
         """Whether somebody else should have seen what was written."""
         return any(flag and own & mark for flag, own in zip(written, self._marks, strict=True))
-
-    def lost(self, written: list[bool]) -> bool:
-        """Whether something was written over from which the cell would be computed again."""
-        return True in written and self._kept is not None and not self._copy
 
     def settle(self, written: list[bool]) -> Any:
         """The inputs of the recomputation; copies only of what the cell wrote into."""

@@ -77,6 +77,7 @@ class CallContext:
         divided: for each stage that re-materializes some of its layers how it runs them.
         selective: for each stage that saves some operations which.
         backward_draws: for each stage that went back the generators that its backward draws from.
+        writes: for each stage that was given what others need whether it may write into that.
     """
 
     m: int
@@ -93,6 +94,7 @@ class CallContext:
     divided: dict[StageLayers, Any] = field(default_factory=dict)
     selective: dict[StageLayers, Selective] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
+    writes: dict[StageLayers, bool] = field(default_factory=dict)
 
     def runs(self, stage: StageLayers) -> list[StageLayers]:
         """All that runs layers of a stage: itself, and if it is divided its units."""

@@ -18,7 +18,7 @@ from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
-from syncpipe.stages.inplace import TIED, Given, entering, handed_on
+from syncpipe.stages.inplace import TIED, Given, entering, handed_on, may_write
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.stages.selective import SelectiveRun
 from syncpipe.tree import map_tensors, storage_of, tensors_in
@@ -40,7 +40,6 @@ class Stage(StageLayers):
         super().__init__(*args)
         self.has_python_nodes: bool | None = None
         self.commits = self.defers  #: moves running statistics; where there are replicas, none does
-        self._mutating: dict[tuple[bool, bool], bool] = {}  # by modes; empty: not known yet
         # TorchScript compiles itself in its second run, and stores other tensors in that one.
         self._compiled = not any(
             isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
@@ -239,7 +238,7 @@ class Stage(StageLayers):
             marks = self._marked(cell, inputs, marks, target)
             outputs, frame = self._rematerialized(cell, inputs, marks)
         else:
-            if self.j == 0 and (marks or self._mutates_inputs(cell.context) is not False):
+            if self.j == 0:
                 marks = self._marked(cell, inputs, marks, target)
             if any(marks):
                 outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
@@ -273,13 +272,16 @@ class Stage(StageLayers):
         """The marks of the inputs; stage 0, which gets the caller's tensors, finds theirs here."""
         if self.j > 0:
             return marks
-        if self._mutates_inputs(cell.context) is False:
+        if not self._may_write(cell.context):
             return [*[0] * (len(tensors_in(inputs)) - len(marks)), *marks]
         return [*entering(inputs[0], target), *marks]
 
-    def _mutates_inputs(self, context: CallContext) -> bool | None:
-        """Whether the layers write into inputs as they are now; None: that is not known."""
-        return self._mutating.get((self.partition.training, context.state.grad))
+    def _may_write(self, context: CallContext) -> bool:
+        """Whether the layers may write into inputs as they are in this call."""
+        found = context.writes.get(self)
+        if found is None:
+            found = context.writes[self] = may_write(self.partition, pops=bool(self.pops))
+        return found
 
     def _rematerialized(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int]
@@ -338,7 +340,7 @@ class Stage(StageLayers):
     def _given(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], kept: Inputs | None = None
     ) -> Given:
-        return Given(inputs, marks, copy=self._mutates_inputs(cell.context) is not False, kept=kept)
+        return Given(inputs, marks, copy=self._may_write(cell.context), kept=kept)
 
     def _written(
         self, cell: StageRun, given: Given, run: Callable[[Inputs], Inputs]
@@ -347,9 +349,6 @@ class Stage(StageLayers):
         outputs = run(given.tree)
         written = given.written()
         mutated = True in written
-        if not torch.is_inference_mode_enabled():
-            modes = self.partition.training, cell.context.state.grad
-            self._mutating[modes] = mutated or self._mutating.get(modes, False)
         if mutated and given.aliased(written, TIED):
             raise RuntimeError(
                 f"{cell} modified in place a parameter that it shares with another stage (as an "
@@ -363,11 +362,6 @@ class Stage(StageLayers):
                 "input or the target that is a view of it; or it went over the partition border "
                 "more than once, stashed as a skip, say): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
-            )
-        if mutated and given.lost(written):
-            raise RuntimeError(
-                f"{cell} modified its input in place, which it did not do for earlier "
-                "micro-batches, so that its input is lost. It is known from the next call on."
             )
         return outputs, written
 

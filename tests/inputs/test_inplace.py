@@ -318,6 +318,84 @@ def test_what_the_caller_gave_stays_as_it_was_without_grad(driver, before):
             assert torch.equal(x, given)
 
 
+class Repair(nn.Module):
+    """Writes into its input only where that is needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp_(-1, 1) if x.abs().max() > 1 else x
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("driver", ["pipe", "train_batch", "eval_batch", "no_grad"])
+def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
+    layers = nn.Sequential(*(nn.Identity() for _ in range(before)), Repair(), nn.Linear(3, 3))
+    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=2)
+    pipe.checkpoint = checkpoint
+    x = torch.linspace(-3, 3, 12).reshape(4, 3)
+
+    def run(given: Tensor) -> Tensor:
+        if driver == "eval_batch":
+            return pipe.eval_batch(given)
+        if driver == "train_batch":
+            return pipe.train_batch(given, loss_fn=torch.mean, return_outputs=True)[1]
+        with torch.set_grad_enabled(driver == "pipe"):
+            return pipe(given)
+
+    for scale in (0.1, 1.0, 1.0, 0.1, 1.0):
+        given = x * scale
+        expected = layers[before + 1](given.clamp(-1, 1))
+        torch.testing.assert_close(run(given), expected)
+        assert torch.equal(given, x * scale)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
+def test_what_is_recomputed_in_a_later_call_only_from_what_was_written_into(driver, checkpoint):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Repair(), nn.Linear(3, 3))
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [1, 1, 1], devices=DEVICES[1][:3], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3)
+
+    def loss_fn(y: Tensor) -> Tensor:
+        return y.pow(2).sum()
+
+    for scale in (0.1, 9.0, 0.1, 9.0):
+        plain.zero_grad()
+        pipe.zero_grad()
+        sum(loss_fn(plain(c)) for c in (x * scale).chunk(2)).backward()
+        if driver == "pipe":
+            loss_fn(pipe(x * scale)).backward()
+        else:
+            pipe.train_batch(x * scale, loss_fn=loss_fn, loss_reduction="sum", schedule="gpipe")
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize("on", ["layer", "partition", "all modules"])
+def test_a_hook_that_writes_into_the_input(on, hook):
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), [1, 1], devices=DEVICES[1][:2])
+    first = pipe.partitions[0]
+    pipe(torch.randn(4, 3))
+    target = {"layer": first[0], "partition": first, "all modules": nn.modules.module}[on]
+    hook = hook if on != "all modules" else hook.replace("_forward", "_module_forward")
+
+    def write(module: nn.Module, args: Any, *_: Any) -> None:
+        if module is first or module is first[0]:
+            args[0].mul_(2)
+
+    handle = getattr(target, hook)(write)
+    x = torch.randn(4, 3)
+    given = x.clone()
+    try:
+        pipe(given)
+    finally:
+        handle.remove()
+    assert torch.equal(given, x)
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_layer_that_writes_in_some_modes_only(checkpoint):
     class Sometimes(nn.Linear):
