@@ -18,7 +18,8 @@ from syncpipe.schedules.builtin import (
 )
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.merge import dealt
-from syncpipe.schedules.schedule import Action, Schedule, validate
+from syncpipe.schedules.player import validate
+from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.search.auto import auto
 from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.schedules.simulation import Costs, Simulation, simulate

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import syncpipe.schedules.builtin as builtin
 from syncpipe.schedules.merge import dealt
-from syncpipe.schedules.schedule import Devices, Schedule, validate
+from syncpipe.schedules.player import validate
+from syncpipe.schedules.schedule import Devices, Schedule
 from syncpipe.schedules.text import from_csv
 
 __all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]

@@ -21,6 +21,7 @@ from syncpipe.schedules import (
     naive,
     one_f_one_b,
     to_csv,
+    validate,
     zb_h1,
     zb_h2,
 )
@@ -30,7 +31,6 @@ from syncpipe.schedules.schedule import (
     Schedule,
     clock_cycles,
     forward_program,
-    validate,
 )
 from tests.schedules.layouts import LOOPED, V_SHAPED, in_a_v, rounds
 

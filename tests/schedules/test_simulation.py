@@ -178,6 +178,7 @@ def test_spans_follow_the_schedule(simulation: Simulation) -> None:
     spans = {span.action: span for span in simulation.spans}
     arrivals = {(t.action, t.target, t.skip): t.end for t in simulation.transfers}
     assert len(spans) == len(simulation.spans) == sum(map(len, schedule.actions))
+    assert simulation.makespan == max(span.end for span in simulation.spans)  # as played
     for d, row in enumerate(schedule.actions):
         free = 0.0
         for action in row:
