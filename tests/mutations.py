@@ -147,12 +147,14 @@ class Mutant(NamedTuple):
         file: below ``syncpipe/``.
         line: where, from 1.
         what: it is.
+        before: the whole file without it.
         source: the whole file with it.
     """
 
     file: str
     line: int
     what: str
+    before: str
     source: str
 
 
@@ -167,13 +169,13 @@ def mutants() -> Iterator[Mutant]:
         lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
             for what, old, new in _changes(node):
-                yield Mutant(str(file), old.lineno, what, _replaced(lines, old, new))
+                yield Mutant(str(file), old.lineno, what, source, _replaced(lines, old, new))
         for fault in FAULTS:
             changed, count = re.subn(fault.pattern, fault.text, source, count=1)
             if count:
                 found.add(fault)
                 line = source[: re.search(fault.pattern, source).start()].count("\n") + 1  # type: ignore[union-attr]
-                yield Mutant(str(file), line, fault.breaks, changed)
+                yield Mutant(str(file), line, fault.breaks, source, changed)
     for fault in FAULTS:
         if fault not in found:
             raise SystemExit(f"nowhere in syncpipe/ is {fault.pattern!r} ({fault.breaks})")
@@ -220,6 +222,7 @@ def copied(root: Path, mutant: Mutant | None) -> None:
 def _run(root: str, detector: Detector, output: str) -> None:
     """In a process of its own: runs a detector on the copy at ``root``."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)

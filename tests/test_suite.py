@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations import mutants
+
 TESTS = Path(__file__).parent
 # Each makes pipes without naming devices.
 WITHOUT_DEVICES = [
@@ -45,3 +47,13 @@ def check_imported(path: Path) -> None:
             assert not isinstance(target, ast.Attribute | ast.Subscript), where
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             assert "register" in ast.unparse(statement.value.func), where  # types of its own
+
+
+def test_mutants_are_found_wherever_the_package_waits_locks_and_orders():
+    found = list(mutants())
+    what = " ".join(mutant.what for mutant in found)
+    for word in ("wait", "receive", "record", "keep", "lock", "sorted", "reversed"):
+        assert word in what
+    for mutant in found:
+        assert mutant.source != mutant.before
+        compile(mutant.source, mutant.file, "exec")

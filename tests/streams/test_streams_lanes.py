@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe.runtime.streams import AcceleratorStreams, Lane
-from tests.mutations import CALLS, DETECTORS, FILES, ROOT, mutations, red_by
 from tests.streams import test_streams
 from tests.streams.happens_before import FakeStreams
 from tests.streams.test_streams import Scenario
@@ -78,34 +76,3 @@ def test_a_gradient_is_held_while_it_is_copied(world, monkeypatch):
         # But for the last one of each lane, nothing is kept that has arrived.
         assert sum(not gradient.expired() for gradient in sent) <= len(scenario.pipe.devices)
     del loss, other
-
-
-ALL = list(mutations())
-
-
-def test_mutations_are_found():
-    """Nobody has moved the stream code to where the script does not look."""
-    calls = "".join(mutation.text for mutation in ALL)
-    assert all(f".{call}(" in calls for call in CALLS)
-    elsewhere = CALLS - {"keep", "wait"}  # which others have as well
-    for path in (ROOT / "syncpipe").rglob("*.py"):
-        name = path.relative_to(ROOT / "syncpipe").as_posix()
-        found = re.search(
-            rf"(?<!def )(?<![\w\"])[\w.)\]]+\.({'|'.join(elsewhere)})\(", path.read_text()
-        )
-        assert name in FILES or not found, (name, found)
-
-
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        m
-        for m in ALL
-        if (".record_on_stream(" in m.text or ".keep_until_copied(" in m.text)
-        and not m.file.startswith("distributed/")  # tests/accelerators/test_accelerators_ranks.py
-    ],
-    ids=lambda mutation: mutation.text,
-)
-def test_mutations_are_noticed(mutation):
-    """The others by hand: ``python -m tests.mutations``."""
-    assert red_by(mutation, DETECTORS["happens-before"])
