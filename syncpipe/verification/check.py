@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.options.arguments import checked_schedule
@@ -15,19 +16,18 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.schedules.build import AUTO, SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.training.loss.known import Loss, known_loss
+from syncpipe.training.loss.known import known_loss
 from syncpipe.training.sources import input_and_target
-from syncpipe.verification.observe import Observation, Prints, observe
-from syncpipe.verification.plain import Layer
-from syncpipe.verification.reasons import far, reason_of_error, reason_of_layer, reason_of_loss
+from syncpipe.verification.layers import Observation, observe
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
-from syncpipe.verification.runs import Result, Runs, orders_of
+from syncpipe.verification.runs import Result, Runs
 
 __all__ = ["verify"]
 
 _PLAIN = "the plain model, micro-batches beside the mini-batch"
 _LOSS = "the plain model, a loss for each micro-batch beside one for all"
 _PIPE = "the pipe beside the plain model on micro-batches"
+_BACK = ("backward", "backward_input")
 _ON_ACCELERATORS = 5e-3  # TF32, and sums in any order
 
 
@@ -103,7 +103,7 @@ def verify(
     with pipeline.training:  # nobody trains it meanwhile
         checked = dict(pipeline.checked)
         try:
-            return _Check(Runs(pipe, input, target, loss, options), loss, asked).report()
+            return _Check(Runs(pipe, input, target, loss, options), asked).report()
         finally:  # with these arguments it was checked, not with others
             pipeline.checked = checked
 
@@ -126,184 +126,148 @@ def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
 class _Check:
     """One call of :func:`verify`."""
 
-    def __init__(self, runs: Runs, loss: Loss, schedules: list[ScheduleLike]) -> None:
-        self._runs, self._loss, self._schedules = runs, loss, schedules
-        self._apart: dict[tuple[int, ...], Result] = {}
-        self._seen: list[Observation] | None = None
+    def __init__(self, runs: Runs, schedules: list[ScheduleLike]) -> None:
+        self._runs, self._schedules = runs, schedules
+        self._plain: dict[tuple[int, ...], Result] = {}
+        self._seen: list[Observation] = []
         self._findings: dict[tuple[str, ...], Finding] = {}
         self._rounding = _rounding(runs)
         pipe = runs.pipe
-        devices = ", ".join(map(str, pipe.devices))
         self._report = Report(
-            f"syncpipe.verify: {len(pipe)} layers on {devices}; balance={pipe.balance}, "
-            f"{pipe._shown_replicas()}"
-            f"{runs.m} micro-batches, checkpoint={pipe.checkpoint!r}"
+            f"syncpipe.verify: {len(pipe)} layers on {', '.join(map(str, pipe.devices))}; "
+            f"balance={pipe.balance}, {pipe._shown_replicas()}{runs.m} micro-batches, "
+            f"checkpoint={pipe.checkpoint!r}"
         )
 
     def report(self) -> Report:
-        runs, report = self._runs, self._report
-        try:
-            whole = runs.together(1)
-        except BaseException as error:
-            annotate(error, "in verify: the plain model, on the whole mini-batch")
-            raise
-        run = self._run("micro-batches", "plain", _PLAIN)
-        together = self._tried(run, partial(runs.together, runs.pipe.chunks))
-        if together is not None:
-            self._beside_whole(run, together, whole)
-            self._losses(together)
-            run = self._run("pipe(x)", "pipe", _PIPE)
-            if (found := self._tried(run, runs.forward)) is not None:
-                self._compared(run, found, together)
-                self._explained(run, runs.forward, [runs.m - 1])
-        del whole, together
+        runs, notes = self._runs, self._report.notes
+        self._micro_batches()
+        last_first = tuple(reversed(range(runs.m)))
+        run = self._run("pipe(x)", "pipe", _PIPE)
+        expected = self._tried(run, partial(self._expected, last_first))
+        if expected is not None and expected.apart:
+            run.not_applicable = f"its outputs cannot be put together: {expected.apart}"
+            notes.append("outputs are not compared, but losses, gradients and buffers are")
+        elif expected is not None and len(runs.layers) in expected.drew:
+            run.not_applicable = "loss_fn draws random numbers, which it does outside of the pipe"
+        elif expected is not None:
+            self._compared(run, runs.forward, last_first)
         for schedule in self._schedules:
-            self._under(schedule)
+            run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
+            try:
+                plan = build(schedule, runs.m, runs.pipeline.placement)
+            except ValueError as error:
+                run.not_applicable = str(error)
+                continue
+            order = [
+                a.i for row in plan.actions for a in row if a.j == plan.n - 1 and a.kind in _BACK
+            ]
+            if (expected := self._tried(run, partial(self._expected, tuple(order)))) is not None:
+                train = partial(runs.train, schedule, not expected.apart)
+                self._compared(run, train, tuple(order))
         if not runs.pipe.training:
-            report.notes.append(
+            notes.append(
                 "the pipe is in eval() mode, and was checked in that: call train() first to check "
                 "what training does"
             )
-        return report
+        return self._report
 
-    # --- runs ------------------------------------------------------------------------------------
+    # --- the plain model -------------------------------------------------------------------------
 
-    def _run(self, name: str, kind: Literal["plain", "pipe"], beside: str) -> Run:
-        self._report.runs.append(Run(name, kind, beside))
-        return self._report.runs[-1]
-
-    def _beside_whole(self, run: Run, together: Result, whole: Result) -> None:
-        if not together.drew or self._runs.m == 1:
-            self._compared(run, together, whole)
-        else:
-            run.outputs = _worst([o for o in self._observed() if not o.draws])
-            who = [o.layer for o in self._observed() if o.draws]
-            self._report.notes.append(
+    def _micro_batches(self) -> None:
+        """Whether micro-batches give what the mini-batch gives, and their losses its loss."""
+        run = self._run("micro-batches", "plain", _PLAIN)
+        try:
+            whole, failed = self._runs.alone(self._observed)
+        except BaseException as error:
+            annotate(error, "in verify: the plain model, on the whole mini-batch")
+            raise
+        if failed is not None:
+            self._fail(run, failed)
+        seen, notes = self._seen, self._report.notes
+        run.outputs = _worst([o.comparison for o in seen if not o.draws])
+        if drawing := [str(o.layer) for o in seen if o.draws]:
+            notes.append(
                 "the mini-batch as a whole cannot be compared with its micro-batches, for random "
-                f"numbers are drawn by {', '.join(map(str, who))}: instead each other layer was, "
-                "by itself, on the same inputs"
+                f"numbers are drawn by {', '.join(drawing)}: instead each other layer was, by "
+                "itself, on the same inputs"
             )
-        if not run.different:
-            return
-        off = [o for o in self._observed() if not o.draws and o.comparison.status == "different"]
-        culprit = next(iter(off), None)
-        column = run.different[0]
-        what = f"{column} differ from the mini-batch's, {far(getattr(run, column))}"
-        if culprit is None:
-            reason = "not found: each layer by itself gives the same for both"
-            self._find(run, what, self._last(run), reason)
-        else:
-            self._find(run, what, str(culprit.layer), reason_of_layer(culprit, by="cut"))
-
-    def _losses(self, together: Result) -> None:
-        """Whether the losses of micro-batches make that of the mini-batch."""
+        off = next((o for o in seen if not o.draws and not o.comparison.same), None)
+        if off is not None:
+            what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
+            self._find(run, what, str(off.layer), off.reason(cut=True))
         run = self._run("loss of each micro-batch", "plain", _LOSS)
-        order = tuple(range(self._runs.m))
-        apart = self._tried(run, lambda: self._in_order(order))
+        apart = self._tried(run, partial(self._expected, tuple(range(self._runs.m))))
         if apart is None:
             return
-        self._compared(run, apart, together)
         if len(self._runs.layers) in apart.drew:
-            run.loss = run.gradients = run.input_gradients = Comparison("none")
-            self._report.notes.append(
+            notes.append(
                 "the loss of the mini-batch cannot be compared with those of its micro-batches, "
                 "for loss_fn draws random numbers"
             )
-        if run.outputs.status == "different":
-            what = "outputs differ from those of another plain run"
-            self._find(run, what, "", "a layer does not give the same twice, see above")
-        elif run.different:
-            parts, all_at_once = (float(r.loss["loss"]) for r in (apart, together))
+            return
+        if not apart.apart:
+            whole = self._runs.alone(partial(self._runs.loss_of, apart.output))
+        run.loss = compare(apart["loss"], {"loss": whole}, self._rounding)
+        if not run.loss.same:
+            parts, all_at_once = float(apart["loss"]["loss"]), float(whole)
             self._find(
                 run,
                 f"put together they make {parts:.6g}, all outputs at once {all_at_once:.6g}; "
                 "gradients are off likewise",
                 "",
-                reason_of_loss(
-                    parts, all_at_once, self._runs.m, self._loss.reduction, self._loss.exact
-                ),
+                _reason_of_loss(self._runs, parts, all_at_once),
             )
 
-    def _under(self, schedule: ScheduleLike) -> None:
-        run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
-        pipeline = self._runs.pipeline
-        try:
-            plan = build(schedule, self._runs.m, pipeline.placement)
-        except ValueError as error:
-            run.not_applicable = str(error)
-            return
-        orders = orders_of(plan)
-        expected = self._tried(run, partial(self._expected, orders))
-        if expected is None:
-            return
-        train = partial(self._runs.train, schedule)
-        if (found := self._tried(run, train)) is not None:
-            self._compared(run, found, expected)
-            self._explained(run, train, orders[-1])
+    def _observed(self) -> tuple[Tensor, Exception | None]:
+        output, failed = observe(self._runs, self._seen)
+        return self._runs.loss_of(output), failed
 
-    def _in_order(self, order: tuple[int, ...]) -> Result:
-        if order not in self._apart:
-            self._apart[order] = self._runs.apart(order)
-        return self._apart[order]
+    def _expected(self, order: tuple[int, ...]) -> Result:
+        if order not in self._plain:
+            self._plain[order] = self._runs.plain(order)
+        return self._plain[order]
 
-    def _expected(self, orders: list[tuple[int, ...]]) -> Result:
-        """The plain model, whose gradients add up on each stage in the order of that stage."""
-        results = [self._in_order(order) for order in orders]
-        stage_of = {layer.name: layer.stage.j for layer in self._runs.layers}
-        last = results[-1]
-        gradients = {
-            name: results[stage_of.get(name.split(".")[0], -1)].gradients[name]
-            for name in last.gradients
-        }
-        return Result(last.outputs, last.loss, gradients, results[0].input_gradients, last.buffers)
+    # --- runs beside it --------------------------------------------------------------------------
+
+    def _run(self, name: str, kind: str, beside: str) -> Run:
+        self._report.runs.append(Run(name, beside, kind))
+        return self._report.runs[-1]
 
     def _tried(self, run: Run, make: Callable[[], Result]) -> Result | None:
         """The result; None if it failed."""
         try:
             return make()
         except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", ()))
-            words = f"{type(error).__name__}: {error}"
-            run.error = words + (f" ({notes})" if notes else "")
-        reason = reason_of_error(run.error, self._observed())
+            self._fail(run, error)
+            return None
+
+    def _fail(self, run: Run, error: Exception) -> None:
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        words = f"{type(error).__name__}: {error}"
+        run.error = words + (f" ({notes})" if notes else "")
+        reason = _reason_of_error(run.error, self._seen)
         self._find(run, f"raised {run.error}", "", reason, words)
-        return None
 
-    # --- what differs ----------------------------------------------------------------------------
-
-    def _compared(self, run: Run, found: Result, expected: Result) -> None:
+    def _compared(self, run: Run, make: Callable[..., Result], order: tuple[int, ...]) -> None:
+        """Runs the pipe beside the plain model; says what differs, where first, and why."""
+        if (found := self._tried(run, make)) is None:
+            return
+        expected = self._expected(order)
         for column in COLUMNS:
-            comparison = compare(getattr(found, column), getattr(expected, column), self._rounding)
-            setattr(run, column, comparison)
-
-    def _explained(self, run: Run, make: Callable[[Any], Result], order: Sequence[int]) -> None:
-        """Says what differs in a run of the pipe, and why."""
+            setattr(run, column, compare(found[column], expected[column], self._rounding))
         if not run.different:
             return
-        where, culprit, again = self._last(run), None, False
-        if (other := self._first_other(make, order)) is not None:
-            layer, again = other
-            where = f"{layer}" + (", when it is recomputed" if again else "")
-            culprit = next((o for o in self._observed() if o.layer == layer), None)
-        if culprit is None:
-            reason = "not found: each layer gives the same in the pipe as plainly"
-        else:
-            reason = reason_of_layer(culprit, by="recomputation" if again else "pipe")
+        where, culprit = "", next((o for o in self._seen if o.suspicious), None)
+        names = {name.split(".")[0] for name in run.gradients.names}
+        if culprit is not None:
+            where = f"{culprit.layer}"
+        elif off := [layer for layer in self._runs.layers if layer.name in names]:
+            where = f"{off[-1]}, by its gradients"  # the last one goes back first
+        reason = "not found: each layer gives the same in the pipe as plainly"
         column = run.different[0]
-        what = f"{column} differ from the plain model's, {far(getattr(run, column))}"
-        self._find(run, what, where, reason)
-
-    def _first_other(
-        self, make: Callable[[Any], Result], order: Sequence[int]
-    ) -> tuple[Layer, bool] | None:
-        """The first layer that gives something else in the pipe; once more, and watched."""
-        plain, ours = Prints(), Prints()
-        try:
-            self._runs.apart(order, plain.watch)
-            make(ours.watch)
-        except Exception:  # in the loss of a micro-batch, say, of which another run tells
-            return None
-        return ours.first_other(plain, self._runs.layers)
+        what = f"{column} differ from the plain model's, {_far(getattr(run, column))}"
+        self._find(run, what, where, reason if culprit is None else culprit.reason(cut=False))
 
     def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
         """One finding for all runs of the pipe in which it is the same."""
@@ -314,39 +278,70 @@ class _Check:
         if finding is new:
             self._report.findings.append(new)
 
-    def _last(self, run: Run) -> str:
-        """The last layer whose gradients differ: it is the first one that goes back."""
-        layers = {layer.name: layer for layer in self._runs.layers}
-        names = {name.split(".")[0] for name in run.gradients.names}
-        off = [layer for name, layer in layers.items() if name in names]
-        return f"{off[-1]}, by its gradients" if off else ""
 
-    def _observed(self) -> list[Observation]:
-        if self._seen is None:
-            try:
-                self._seen = observe(self._runs)
-            except Exception:  # micro-batches that the layers do not take
-                self._seen = []
-        return self._seen
-
-
-def _worst(seen: list[Observation]) -> Comparison:
-    order = ["none", "equal", "rounding", "different"]
-    return max(
-        (o.comparison for o in seen),
-        key=lambda c: (order.index(c.status), c.distance),
-        default=Comparison("none"),
+def _reason_of_loss(runs: Runs, parts: float, whole: float) -> str:
+    """Why the losses of micro-batches, put together, are not the loss of the mini-batch."""
+    close, m, reduction = 1e-3 * abs(whole), runs.m, runs.loss.reduction
+    if reduction == "mean" and abs(parts * m - whole) <= close:
+        return "the loss is a sum over samples, and was taken for a mean: loss_reduction='sum'"
+    if reduction == "sum" and abs(parts - whole * m) <= close * m:
+        return "the loss is a mean over samples, and was taken for a sum: loss_reduction='mean'"
+    if runs.loss.exact:
+        return "the outputs of micro-batches are not parts of those of the mini-batch"
+    return (
+        "the loss is no mean over samples. A mean over what is not masked needs weight=, such as "
+        "weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn; PyTorch's "
+        "own cross entropy needs nothing, if it is given itself and not in a lambda; a loss that "
+        "compares samples with each other needs them all: loss_fn(pipe(input), target)"
     )
+
+
+def _reason_of_error(error: str, seen: Sequence[Observation]) -> str:
+    """Why a run failed, as far as the layers tell by what they do in plain runs."""
+    if "more than 1 value per channel" in error:
+        return (
+            "BatchNorm needs two samples at least in each micro-batch, and the last one is smaller "
+            "than the others: drop_last=True for the loader, or a batch size that chunks divides"
+        )
+    writers = ", ".join(str(o.layer) for o in seen if o.writes)
+    if "place" in error and writers:
+        return f"a layer works in place: {writers}; let it work on a copy (inplace=False)"
+    changed = {
+        kind: ", ".join(
+            f"{o.layer}: {', '.join(o.changed[kind])}" for o in seen if kind in o.changed
+        )
+        for kind in ("buffer", "attribute", "generator")
+    }
+    if "inplace operation" in error and changed["buffer"]:
+        return (
+            "a layer modifies in place what the backward of an earlier micro-batch needs "
+            f"({changed['buffer']}): let it use a copy (self.buffer.clone()) for what it computes"
+        )
+    state = changed["attribute"] or changed["generator"]
+    return "the message says it" + (
+        f"; there are layers that keep state ({state})" if state else ""
+    )
+
+
+def _far(comparison: Comparison) -> str:
+    """How different, and what."""
+    if comparison.words:
+        return f"{comparison.at}: {comparison.words}"
+    more = f" and {len(comparison.names) - 1} more" if len(comparison.names) > 1 else ""
+    return f"{comparison.at}{more} by up to {comparison.distance:.1e} of its largest value"
+
+
+def _worst(found: Sequence[Comparison]) -> Comparison:
+    order = ["none", "equal", "rounding", "different"]
+    worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=Comparison())
+    return worst
 
 
 def _rounding(runs: Runs) -> float:
     """What passes for rounding, because of where and in what it is computed."""
     devices = {layer.device.type for layer in runs.layers}
-    found = 0.0
-    if devices - {"cpu"}:
-        found = _ON_ACCELERATORS
     tensors = [p for layer in runs.layers for p in layer.module.parameters()]
     coarse = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in tensors)
     if coarse or any(torch.is_autocast_enabled(kind) for kind in devices):
-        found = 5e-2
-    return found
+        return 5e-2
+    return _ON_ACCELERATORS if devices - {"cpu"} else 0.0

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from textwrap import fill
-from typing import Literal
 
 from syncpipe.compare import Comparison
 
 __all__ = ["COLUMNS", "Finding", "Report", "Run"]
 
-#: What is compared.
-COLUMNS = ("outputs", "loss", "gradients", "input_gradients", "buffers")
-_WIDTH = 100
+#: What is compared, and how the page calls it.
+COLUMNS = {
+    "outputs": "outputs",
+    "loss": "loss",
+    "gradients": "gradients",
+    "input_gradients": "of input",
+    "buffers": "buffers",
+}
 
 
 @dataclass
@@ -22,16 +26,16 @@ class Run:
     Attributes:
         name: ``"pipe(x)"``; for ``train_batch`` the schedule; for the plain model
             ``"micro-batches"`` and ``"loss of each micro-batch"``.
-        kind: of the ``"plain"`` model, or of the ``"pipe"``.
         beside: what it is compared with.
+        kind: of the ``"plain"`` model, or of the ``"pipe"``.
         outputs, loss, gradients, input_gradients, buffers: how they compare.
         error: what the run raised; empty if it ran.
         not_applicable: why there is nothing to run or to compare; empty if there is.
     """
 
     name: str
-    kind: Literal["plain", "pipe"]
     beside: str
+    kind: str
     outputs: Comparison = field(default_factory=Comparison)
     loss: Comparison = field(default_factory=Comparison)
     gradients: Comparison = field(default_factory=Comparison)
@@ -48,7 +52,7 @@ class Run:
     @property
     def different(self) -> list[str]:
         """What is different."""
-        return [column for column, c in self.comparisons.items() if c.status == "different"]
+        return [column for column, found in self.comparisons.items() if not found.same]
 
     @property
     def exact(self) -> bool:
@@ -78,14 +82,10 @@ class Finding:
     reason: str
 
     def __str__(self) -> str:
-        where = f"first layer that differs: {self.where}" if self.where else ""
-        lines = [where, f"likely reason: {self.reason}"]
-        return "\n".join(
-            [
-                _filled(f"{', '.join(self.runs)}: {self.what}", "- "),
-                *(_filled(line, "  ") for line in lines if line),
-            ]
-        )
+        lines = [_filled(f"{', '.join(self.runs)}: {self.what}", "- ")]
+        if self.where:
+            lines.append(_filled(f"first layer that differs: {self.where}", "  "))
+        return "\n".join([*lines, _filled(f"likely reason: {self.reason}", "  ")])
 
 
 @dataclass
@@ -112,8 +112,7 @@ class Report:
     @property
     def pipe_ok(self) -> bool:
         """Whether the pipe computes what the plain model computes on the same micro-batches."""
-        pipe = [run for run in self.runs if run.kind == "pipe" and not run.not_applicable]
-        return bool(pipe) and all(run.ok for run in pipe)
+        return bool(self._of_pipe()) and all(run.ok for run in self._of_pipe())
 
     def __getitem__(self, name: str) -> Run:
         """The run of that name.
@@ -121,45 +120,40 @@ class Report:
         Raises:
             KeyError: there is none.
         """
-        for run in self.runs:
-            if run.name == name:
-                return run
-        raise KeyError(f"{name!r}; the runs are {', '.join(repr(run.name) for run in self.runs)}")
+        named = {run.name: run for run in self.runs}
+        if name not in named:
+            raise KeyError(f"{name!r}; the runs are {', '.join(map(repr, named))}")
+        return named[name]
 
     def __str__(self) -> str:
-        names = max(len(run.name) for run in self.runs) + 4
-        head = ["outputs", "loss", "gradients", "of input", "buffers"]
-        lines = [_filled(self.header), "", " " * names + "".join(f"{h:<11}" for h in head).rstrip()]
-        beside = ""
+        width = max(len(run.name) for run in self.runs) + 4
+        head = " " * width + "".join(f"{shown:<11}" for shown in COLUMNS.values())
+        lines, beside = [_filled(self.header), "", head.rstrip()], ""
         for run in self.runs:
             if run.not_applicable:
                 continue
             if run.beside != beside:
-                lines.append(run.beside)
-                beside = run.beside
-            cells = [f"{c!s:<11}" for c in run.comparisons.values()]
-            shown = "FAILED" if run.error else "".join(cells).rstrip()
-            lines.append(f"  {run.name:<{names - 2}}{shown}")
-        lines += ["", *(str(finding) for finding in self.findings)]
-        lines += [_filled(note, "- ") for note in [*self.notes, *self._refused()]]
-        return "\n".join([*lines, "", _filled(self._verdict())])
-
-    def _refused(self) -> list[str]:
-        """The runs that there were not, by reason."""
-        names: dict[str, list[str]] = {}
+                lines.append(beside := run.beside)
+            cells = "".join(f"{c!s:<11}" for c in run.comparisons.values())
+            lines.append(f"  {run.name:<{width - 2}}{'FAILED' if run.error else cells}".rstrip())
+        refused: dict[str, list[str]] = {}
         for run in self.runs:
             if run.not_applicable:
                 reason = run.not_applicable.replace(run.name, "", 1).strip()
-                names.setdefault(reason, []).append(run.name)
-        return [f"not run: {', '.join(who)} ({reason})" for reason, who in names.items()]
+                refused.setdefault(reason, []).append(run.name)
+        notes = [*self.notes, *(f"not run: {', '.join(n)} ({why})" for why, n in refused.items())]
+        lines += ["", *map(str, self.findings), *(_filled(note, "- ") for note in notes)]
+        return "\n".join([*lines, "", _filled(self._verdict())])
+
+    def _of_pipe(self) -> list[Run]:
+        return [run for run in self.runs if run.kind == "pipe" and not run.not_applicable]
 
     def _verdict(self) -> str:
-        pipe = [run for run in self.runs if run.kind == "pipe"]
-        if not any(not run.not_applicable for run in pipe):
+        if not self._of_pipe():
             return "NOT OK: the pipe was not run, for the plain model fails on micro-batches."
         if not self.pipe_ok:
             return "NOT OK: the pipe does not compute what the plain model computes."
-        far = max(c.distance for run in pipe for c in run.comparisons.values())
+        far = max(c.distance for run in self._of_pipe() for c in run.comparisons.values())
         bits = f"to rounding ({far:.0e} at most)" if far else "to the bit"
         same = f"the pipe computes what the plain model computes on micro-batches, {bits}"
         if not self.ok:
@@ -168,4 +162,4 @@ class Report:
 
 
 def _filled(text: str, first: str = "") -> str:
-    return fill(text, _WIDTH, initial_indent=first, subsequent_indent="  " if first else "")
+    return fill(text, 100, initial_indent=first, subsequent_indent="  " if first else "")

@@ -1,28 +1,40 @@
 """Runs that are compared: of the plain model, and of the pipe under its drivers and schedules.
 
-All of them start from the same weights, buffers and random state, with copies of the same inputs::
-
-    together   micro-batches one after another, outputs joined, one loss, one backward: as pipe(x)
-    apart      a loss and a backward for each micro-batch, in a given order: as train_batch
+All of them start from the same weights, buffers and random state, with copies of the same inputs.
+The plain model is the layers one after another by hand, micro-batch by micro-batch, with a loss and
+a backward for each. It has nothing of the pipe's but three things, which are what a pipe means:
+values move to the device of each layer; a layer that draws random numbers is seeded as in a pipe,
+by (draw of the call, layer, micro-batch); deferred batch normalisations leave their statistics to
+the mini-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.conversion.sequential import batch_input, call_arguments
+from syncpipe.layers.unpack import Unpacked
 from syncpipe.microbatch import NoChunk, gather
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.inline import INLINE
-from syncpipe.runtime.streams import moved
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.runtime.randomness.generators import Generators
+from syncpipe.runtime.randomness.quiet_layers import never_draws
+from syncpipe.runtime.randomness.random import run_seeded
+from syncpipe.runtime.randomness.turns import draw_seed
+from syncpipe.runtime.streams import moved, same_memory
+from syncpipe.skip.store import Store, use_store
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.stage import Stage
 from syncpipe.state import State
 from syncpipe.training.leaves import leaves_of
 from syncpipe.training.loss.known import Loss
@@ -30,29 +42,156 @@ from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import FromMiniBatch, Source
 from syncpipe.training.train import objective_of
 from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
-from syncpipe.verification.plain import Layer, PlainRun, layers_of, placed
 
-__all__ = ["Result", "Runs", "named", "orders_of"]
-
-#: Is shown the layers before they run, and may hook itself on.
-Watch = Callable[[list[Layer]], None] | None
-_BACK = ("backward", "backward_input")
+__all__ = ["Layer", "PlainRun", "Result", "Runs", "named"]
 
 
-@dataclass
-class Result:
-    """What a run computed: values by name, tensors in the CPU's memory.
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a pipe.
 
     Attributes:
-        drew: the layers of the plain model that drew random numbers.
+        index: its place in the whole model.
+        name: its name there.
+        module: itself.
+        stage: where it runs.
+        device: the device of that stage.
     """
 
-    outputs: dict[str, Any]
-    loss: dict[str, Any]
-    gradients: dict[str, Any]
-    input_gradients: dict[str, Any]
-    buffers: dict[str, Any]
-    drew: set[int] = field(default_factory=set)
+    index: int
+    name: str
+    module: nn.Module
+    stage: Stage
+    device: torch.device
+
+    def call(self) -> Callable[[Any], Any]:
+        """How it is called. Tied weights of another device come here, and gradients go back."""
+        call: Callable[..., Any] = self.module
+        if self.stage.partition.unpack:
+            call = Unpacked(self.module)
+        tensors = chain(self.module.named_parameters(), self.module.named_buffers())
+        away = {f"0.{name}": t for name, t in tensors if not same_memory(t.device, self.device)}
+        if not away:
+            return call
+        holder = nn.Sequential(self.module)  # its tensors can be replaced during a call
+        holder.__dict__["forward"] = call
+        here = placed(away, self.device)
+        return lambda value: torch.func.functional_call(holder, here, (value,))
+
+    def __str__(self) -> str:
+        """As in messages of the pipe."""
+        return f"layer {self.index} ({self.name!r}: {type(self.module).__name__})"
+
+
+def layers_of(pipeline: Pipeline) -> list[Layer]:
+    """The layers of a pipeline in order."""
+    found = []
+    for stage in pipeline.stages[: pipeline.n]:
+        device = pipeline.workers[pipeline.worker_of[stage.j]].device
+        for k, module in enumerate(stage.partition._modules.values()):
+            assert module is not None
+            found.append(Layer(stage.first + k, stage.names[k], module, stage, device))
+    return found
+
+
+def placed(tree: Any, device: torch.device) -> Any:
+    """A tree on a device; gradients find back."""
+    return map_tensors(
+        lambda ts: [t if same_memory(t.device, device) else t.to(device) for t in ts], tree
+    )
+
+
+class PlainRun:
+    """One run of the plain model. It begins with a draw from the caller's generator, as a call.
+
+    Args:
+        pipeline: whose layers they are.
+
+    Attributes:
+        output: the outputs of the plain model, put together.
+        drew: the layers that drew random numbers; the loss function comes after the last one.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._layers = layers_of(pipeline)
+        self._stages = pipeline.stages[: pipeline.n]
+        self._seed = draw_seed()
+        self._statistics = {s.j: MiniBatchStatistics() for s in self._stages if s.defers}
+        self.drew: set[int] = set()
+
+    def forward(self, i: int, value: Any) -> Any:
+        """The output for a micro-batch."""
+        store: Store = {}
+        for stage in self._stages:
+            layers = [layer for layer in self._layers if layer.stage is stage]
+            value = self.enter(layers[0], value, store)
+            through = partial(self._through, layers, i, store)
+            if not stage.hooked:
+                value = through(value)
+                continue
+            own = stage.partition.__dict__
+            own["forward"] = through  # so that its hooks run around it
+            try:
+                value = stage.partition(value)
+            finally:
+                own.pop("forward", None)
+        return value
+
+    def enter(self, layer: Layer, value: Any, store: Store) -> Any:
+        """The input of the first layer of a stage, and the skips that it pops, on its device."""
+        for key in layer.stage.pops:
+            store[key] = placed(store[key], layer.device)
+        return placed(value, layer.device)
+
+    def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
+        """A layer's output for a micro-batch."""
+        statistics = self._statistics.get(layer.stage.j)
+        try:
+            with use_store(store), nullcontext() if statistics is None else collect(statistics):
+                if never_draws(layer.module):
+                    return layer.call()(value)
+                return self._seeded(layer.device, layer.index, i, layer.call(), value)
+        except BaseException as error:
+            annotate(error, f"in {layer}, micro-batch {i}, run plainly")
+            raise
+
+    def loss(self, i: int, function: Callable[[Any], Any], given: Any) -> Any:
+        """What a loss function gives for a micro-batch, as one more layer."""
+        last = self._layers[-1]
+        return self._seeded(last.device, last.index + 1, i, function, given)
+
+    def commit(self) -> None:
+        """All micro-batches went forward: running statistics move."""
+        for statistics in self._statistics.values():
+            statistics.commit()
+
+    def _through(self, layers: list[Layer], i: int, store: Store, value: Any) -> Any:
+        for layer in layers:
+            value = self.layer(layer, i, value, store)
+        return value
+
+    def _seeded(
+        self, device: torch.device, index: int, i: int, run: Callable[[Any], Any], value: Any
+    ) -> Any:
+        generators, cell = Generators(device), (self._seed, index, i)
+        result, seen = run_seeded(generators, generators.all, cell, run, value, observe=True)
+        if seen.draws:
+            self.drew.add(index)
+        return result
+
+
+class Result(dict[str, dict[str, Any]]):
+    """What a run computed: for each column of the report values by name.
+
+    Attributes:
+        output: the outputs of the plain model, put together.
+        drew: the layers of the plain model that drew random numbers.
+        apart: why the outputs of micro-batches cannot be put together; empty if they can.
+    """
+
+    output: Any = None
+    drew: frozenset[int] = frozenset()
+    apart = ""
 
 
 class Runs:
@@ -67,6 +206,7 @@ class Runs:
 
     Attributes:
         layers: of the pipe, in order.
+        m: the number of micro-batches.
     """
 
     def __init__(
@@ -74,28 +214,21 @@ class Runs:
     ) -> None:
         self.pipe, self.pipeline = pipe, pipe._ready()
         self._input, self._target = input, target
-        self._loss, self._options = loss, options
+        self.loss, self._options = loss, options
+        self.m = self.source(pipe.chunks).m
         self.layers = layers_of(self.pipeline)
         self._devices = list(dict.fromkeys(layer.device for layer in self.layers))
-        self._modules: dict[str, nn.Module] = {layer.name: layer.module for layer in self.layers}
+        self._model = nn.Module()  # tied tensors have their first name in it
+        self._model._modules.update({layer.name: layer.module for layer in self.layers})
         if isinstance(loss.function, nn.Module):
-            self._modules["loss_fn"] = loss.function
-        stages = {
-            f"stage {stage.j}": stage.partition for stage in self.pipeline.stages[: self.pipeline.n]
-        }
-        self._state = State({**stages, **self._modules}, leave=[pipe])
+            self._model._modules["loss_fn"] = loss.function
+        partitions = {f"stage {each.stage.j}": each.stage.partition for each in self.layers}
+        self._state = State({**partitions, **self._model._modules}, leave=[pipe])  # type: ignore[dict-item]
         self._others: list[Tensor] = []  # leaves that belong to no layer
         # The last bit depends on how many threads compute it: layers of CPU workers share them.
-        self._threads = torch.get_num_threads()
-        concurrent = len(self.pipeline.workers) > 1 and not INLINE.get()
-        self._share = self._threads
-        if concurrent and self.pipeline.on_cpu:
+        self._share = self._threads = torch.get_num_threads()
+        if len(self.pipeline.workers) > 1 and not INLINE.get() and self.pipeline.on_cpu:
             self._share = self.pipeline.engine.share()
-
-    @property
-    def m(self) -> int:
-        """The number of micro-batches."""
-        return self._source(self._input, self._target, self.pipe.chunks).m
 
     def alone(self, run: Callable[[], Any]) -> Any:
         """Calls a function of the plain model, and puts all back."""
@@ -105,107 +238,117 @@ class Runs:
             annotate(error, "in the plain model, which verify runs beside the pipe")
             raise
 
-    def together(self, chunks: int) -> Result:
-        """The plain model on so many micro-batches, with one loss."""
-        return self.alone(partial(self._together, chunks))  # type: ignore[no-any-return]
+    def plain(self, order: Sequence[int]) -> Result:
+        """The plain model, whose micro-batches go back in an order."""
+        return self.alone(partial(self._plain, order))  # type: ignore[no-any-return]
 
-    def apart(self, order: Sequence[int], watch: Watch = None) -> Result:
-        """The plain model with a loss for each micro-batch, which go back in an order."""
-        run = partial(self._apart, order)
-        return self.alone(partial(_watched, self, watch, run))  # type: ignore[no-any-return]
+    def forward(self) -> Result:
+        """``pipe(x)``, and the backward of its micro-batches' losses."""
+        return self._state.restored(self._forward, self._devices, self._threads)
 
-    def forward(self, watch: Watch = None) -> Result:
-        """``pipe(x)``, and backward."""
-        return self._state.restored(partial(_watched, self, watch, self._forward), self._devices)
-
-    def train(self, schedule: Any, watch: Watch = None) -> Result:
+    def train(self, schedule: Any, outputs: bool) -> Result:
         """``train_batch`` under a schedule."""
-        run = partial(self._train, schedule)
-        return self._state.restored(partial(_watched, self, watch, run), self._devices)
+        return self._state.restored(partial(self._train, schedule, outputs), self._devices)
 
-    def micro_batches(self, chunks: int) -> list[Any]:
-        """Inputs as the first layer gets them, without gradients."""
-        source = self._source(_fresh(self._input), _fresh(self._target), chunks)
-        return [source.pull(i) for i in range(source.m)]
+    def source(self, chunks: int, input: Any = None) -> Source:
+        """Copies of the mini-batch, cut into micro-batches.
+
+        Args:
+            chunks: into how many.
+            input: instead of that which was given.
+        """
+        input = _fresh(self._input) if input is None else input
+        return FromMiniBatch(batch_input(self.pipe, input), _fresh(self._target), chunks)
+
+    def loss_of(self, output: Any) -> Tensor:
+        """The loss of a mini-batch's outputs, all at once."""
+        target = self._target_of(self.source(1), 0)
+        objective = Objective(Loss(self.loss.function, self.loss.reduction), m=1, total=1)
+        return objective.root(0, objective.call((output, target)), 1, output, target).detach()
 
     # --- what is run -----------------------------------------------------------------------------
 
-    def _together(self, chunks: int) -> Result:
-        inputs, given = self._given()
-        target = _fresh(self._target)
-        run, source = PlainRun(self.pipeline), self._source(given, target, chunks)
-        pieces = [map_tensors(clones, source.pull(i)) for i in range(source.m)]
-        output = gather([run.forward(i, piece) for i, piece in enumerate(pieces)])
-        run.commit()
-        return self._gone_back(inputs, given, target, output, run.drew)
-
-    def _forward(self) -> Result:
-        inputs, given = self._given()
-        args, kwargs = call_arguments(self.pipe, given)
-        return self._gone_back(inputs, given, _fresh(self._target), self.pipe(*args, **kwargs))
-
-    def _gone_back(
-        self,
-        inputs: dict[str, Tensor],
-        given: Any,
-        target: Any,
-        output: Any,
-        drew: set[int] | None = None,
-    ) -> Result:
-        """One loss of all outputs, and one backward, on the caller's own threads."""
-        torch.set_num_threads(self._threads)
-        source = self._source(given, target, 1)
-        target = self._at_loss(source, 0)
-        objective = Objective(Loss(self._loss.function, self._loss.reduction), m=1, total=1)
-        kept = map_tensors(lambda ts: [t.detach().clone() for t in ts], output)
-        loss = objective.root(0, objective.call((output, target)), 1, output, target)
-        self._find_others(loss, inputs)
-        if loss.requires_grad:
-            torch.autograd.backward(loss)
-        return self._result(kept, objective.loss(), inputs, drew)
-
-    def _apart(self, order: Sequence[int]) -> Result:
-        inputs, given = self._given()
-        source = self._source(given, _fresh(self._target), self.pipe.chunks)
-        run, objective = PlainRun(self.pipeline), objective_of(self._loss, source)
-        objective.known = placed(objective.known, self.layers[-1].device)
+    def _plain(self, order: Sequence[int]) -> Result:
+        inputs, given = self._leaves_of_input()
+        source = self.source(self.pipe.chunks, given)
+        run, objective = PlainRun(self.pipeline), self._objective(source)
         outputs, shares, left = [], {}, list(order)
         for i in range(source.m):
             output = run.forward(i, map_tensors(clones, source.pull(i)))
-            outputs.append(map_tensors(lambda ts: [t.detach().clone() for t in ts], output))
-            given = output, self._at_loss(source, i)
-            result = run.loss(i, objective.call, given)
-            shares[i] = objective.root(i, result, source.size(i), *given)
-            del output, given, result
+            outputs.append(_detached(output))
+            shares[i] = self._root(objective, source, i, output, partial(run.loss, i))
+            if not self._others:
+                self._find_others(shares[i], inputs)
             while left and left[0] in shares:
                 share = shares.pop(left.pop(0))
                 if share.requires_grad:
                     torch.autograd.backward(share)
-                    self._own_gradients()
+                for leaf in self._leaves():  # two may have one memory for their first gradients
+                    leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+                del share
         run.commit()
-        if (factor := objective.factor()) is not None:
-            for leaf in [*self._leaves(), *inputs.values()]:
-                if leaf.grad is not None:
-                    leaf.grad.mul_(
-                        moved(factor, leaf.device) if isinstance(factor, Tensor) else factor
-                    )
-        return self._result(gather(outputs), objective.loss(), inputs, run.drew)
+        self._scale(objective, inputs)
+        try:
+            output, apart = gather(outputs), ""
+        except ValueError as error:
+            output, apart = {}, str(error)
+        result = self._result(output, objective.loss(), inputs)
+        result.output, result.drew, result.apart = output, frozenset(run.drew), apart
+        return result
 
-    def _train(self, schedule: Any) -> Result:
-        inputs, given = self._given()
+    def _forward(self) -> Result:
+        inputs, given = self._leaves_of_input()
+        args, kwargs = call_arguments(self.pipe, given)
+        output = self.pipe(*args, **kwargs)
+        kept, source = _detached(output), self.source(self.pipe.chunks)
+        objective, sizes = self._objective(source), [source.size(i) for i in range(source.m)]
+
+        def piece(i: int, tensors: list[Tensor]) -> list[Tensor]:
+            return [torch.split(t, [n * len(t) // sum(sizes) for n in sizes])[i] for t in tensors]
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._share)
+        roots = [
+            self._root(objective, source, i, map_tensors(partial(piece, i), output), _call)
+            for i in range(source.m)
+        ]
+        torch.set_num_threads(threads)
+        torch.autograd.backward([root for root in roots if root.requires_grad])
+        self._scale(objective, inputs)
+        return self._result(kept, objective.loss(), inputs)
+
+    def _train(self, schedule: Any, outputs: bool) -> Result:
+        inputs, given = self._leaves_of_input()
         found = self.pipe.train_batch(
             given,
             _fresh(self._target),
-            schedule=schedule,
-            return_outputs=True,
-            verify=False,
-            **self._options,
+            **{**self._options, "schedule": schedule, "verify": False, "return_outputs": outputs},
         )
-        return self._result(found[1], found[0], inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        return self._result(found[1] if outputs else {}, found[0], inputs)
+
+    def _objective(self, source: Source) -> Objective:
+        objective = objective_of(self.loss, source)
+        objective.known = placed(objective.known, self.layers[-1].device)
+        return objective
+
+    def _root(self, objective: Objective, source: Source, i: int, output: Any, run: Any) -> Tensor:
+        """What a micro-batch goes back from."""
+        given = output, self._target_of(source, i)
+        return objective.root(i, run(objective.call, given), source.size(i), *given)
+
+    def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
+        """Makes gradients those of the mini-batch, where its weight is known only in the end."""
+        if (factor := objective.factor()) is None:
+            return
+        for leaf in [*self._leaves(), *inputs.values()]:
+            if leaf.grad is not None:
+                by = moved(factor, leaf.device) if isinstance(factor, Tensor) else factor
+                leaf.grad.mul_(by)
 
     # --- inputs and results ----------------------------------------------------------------------
 
-    def _given(self) -> tuple[dict[str, Tensor], Any]:
+    def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
         """Leaves by name, and the input made of them, into which layers may write."""
         inputs: dict[str, Tensor] = {}
         leaves, structure = flatten(_fresh(self._input))
@@ -216,74 +359,55 @@ class Runs:
                 leaves[k] = clones([leaf])[0]
         return inputs, unflatten(leaves, structure)
 
-    def _source(self, input: Any, target: Any, chunks: int) -> Source:
-        return FromMiniBatch(batch_input(self.pipe, input), target, chunks)
-
-    def _at_loss(self, source: Source, i: int) -> Any:
+    def _target_of(self, source: Source, i: int) -> Any:
         return placed(source.target(i), self.layers[-1].device)
 
     def _leaves(self) -> list[Tensor]:
         return [*self._state.leaves, *self._others]
 
-    def _find_others(self, loss: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Finds what gets gradients besides, by the first graph."""
+    def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Finds what gets gradients besides parameters and inputs."""
         known = set(map(id, [*self._leaves(), *inputs.values()]))
-        for leaf in leaves_of([loss.grad_fn]):
+        for leaf in leaves_of([root.grad_fn]):
             if id(leaf) not in known:
                 self._state.add_leaf(leaf)
                 leaf.grad = None
                 self._others.append(leaf)
 
-    def _own_gradients(self) -> None:
-        """Two leaves can have one memory for their gradients, and the next would be added twice."""
-        for leaf in self._leaves():
-            if leaf.grad is not None:
-                leaf.grad = leaf.grad.clone()
-
-    def _result(
-        self, output: Any, loss: Tensor, inputs: dict[str, Tensor], drew: set[int] | None = None
-    ) -> Result:
-        parameters: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        for name, module in self._modules.items():
-            parameters.update({f"{name}.{key}": p for key, p in module.named_parameters()})
-            buffers.update({f"{name}.{key}": b for key, b in module.named_buffers()})
-        parameters, buffers = _each_once(parameters), _each_once(buffers)
+    def _result(self, output: Any, loss: Tensor, inputs: dict[str, Tensor]) -> Result:
+        gradients = {name: p.grad for name, p in self._model.named_parameters()}
         for k, leaf in enumerate(self._others):
-            parameters[f"tensor {k} of no layer, {described(leaf)}"] = leaf
+            gradients[f"tensor {k} of no layer, {described(leaf)}"] = leaf.grad
         return Result(
-            named("output", output),
-            named("loss", loss),
-            {name: value for name, p in parameters.items() for value in named("", p.grad).values()},
-            {name: value for name, x in inputs.items() for value in named("", x.grad).values()},
-            {name: value for name, b in buffers.items() for value in named("", b).values()},
-            drew or set(),
+            outputs=named("output", output),
+            loss=named("loss", loss),
+            gradients=_copied(gradients),
+            input_gradients=_copied({name: x.grad for name, x in inputs.items()}),
+            buffers=_copied(dict(self._model.named_buffers())),
         )
 
 
 def named(root: str, tree: Any) -> dict[str, Any]:
     """The leaves of a tree by name, tensors detached and copied to the CPU's memory."""
-    leaves = flatten(tree)[0]
-    return dict(zip(leaf_names(root, tree), map(_copied, leaves), strict=True))
+    return _copied(dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True)))
 
 
-def _copied(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    return dense.to("cpu", copy=True)
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dense = value if value.layout is torch.strided else value.to_dense()
+        return dense.detach().to("cpu", copy=True)
+
+    return {name: copied(value) for name, value in values.items() if value is not None}
 
 
-def _watched(runs: Runs, watch: Watch, run: Callable[[], Result]) -> Result:
-    if watch is not None:
-        watch(runs.layers)
-    return run()
+def _call(function: Callable[[Any], Any], given: Any) -> Any:
+    return function(given)
 
 
-def _each_once(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors by their first name: that is the owner's, who adds up the gradients."""
-    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: tensor for name, tensor in tensors.items() if names[id(tensor)] == name}
+def _detached(tree: Any) -> Any:
+    return map_tensors(lambda tensors: [t.detach().clone() for t in tensors], tree)
 
 
 def _fresh(tree: Any) -> Any:
@@ -299,9 +423,3 @@ def _fresh(tree: Any) -> Any:
             made[id(tensor)] = copy
         leaves[k] = NoChunk(made[id(tensor)]) if tensor is not leaf else made[id(tensor)]
     return unflatten(leaves, structure)
-
-
-def orders_of(schedule: Schedule) -> list[tuple[int, ...]]:
-    """For each stage the order in which micro-batches go back."""
-    actions = [action for row in schedule.actions for action in row if action.kind in _BACK]
-    return [tuple([a.i for a in actions if a.j == j]) for j in range(schedule.n)]

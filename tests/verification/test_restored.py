@@ -92,12 +92,12 @@ def test_all_is_as_it_was() -> None:
 
 
 @settings(max_examples=12)
-@given(at=st.integers(1, 40), interrupt=st.booleans())
+@given(at=st.integers(1, 26), interrupt=st.booleans())
 def test_after_errors_as_well(at: int, interrupt: bool) -> None:
     pipe, (x, y) = a_pipe(), batch(8)
     before = seen(pipe, x, y)
     Fails.at, Fails.error = at, KeyboardInterrupt if interrupt else ValueError
-    raises = interrupt or at == 1  # on the whole mini-batch
+    raises = interrupt or at <= 2  # on the whole mini-batch
     try:
         with pytest.raises(Fails.error) if raises else nullcontext():
             verify(pipe, x, y, loss_fn=F.cross_entropy, schedules=["1f1b"])
