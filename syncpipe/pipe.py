@@ -25,6 +25,7 @@ from syncpipe.schedules.build import ScheduleLike
 from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.streamed import Streams
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.loss.check import LossCounts
 from syncpipe.training.measured import Measured
 
 __all__ = ["Pipe"]
@@ -109,6 +110,7 @@ class Pipe(Streams):
         if unknown:
             raise arguments_answered(unknown)
         self._trace: Trace | None = None
+        self._loss_counts = LossCounts()
         self.chunks = chunks
         self._checkpoint = checked_modes(checkpoint)
         self._schedule = checked_schedule(schedule, slots)
@@ -197,7 +199,7 @@ class Pipe(Streams):
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = {"_pipeline": None, "_trace": None, "_averaging": None}
-        return {**self.__dict__, **gone, "_measured": Measured()}
+        return {**self.__dict__, **gone, "_measured": Measured(), "_loss_counts": LossCounts()}
 
     def __getattr__(self, name: str) -> Any:
         try:

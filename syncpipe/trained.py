@@ -21,6 +21,7 @@ from syncpipe.runtime.locks import forkable
 from syncpipe.schedules.build import AUTO, ScheduleLike
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.loss.check import LossCounts
 from syncpipe.training.loss.known import check_arguments
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.measured import Measured
@@ -40,6 +41,7 @@ class Trained(Partitioned):
     _schedule: ScheduleLike
     _measured: Measured
     _trace: Trace | None
+    _loss_counts: LossCounts
     _averaging: Any = None  #: the other processes, if ``syncpipe.distributed`` has found any
     _warned = False  #: that other processes are not averaged with
     _whole: type[nn.Module]  #: the class whose ``forward`` a pipe has
@@ -111,7 +113,8 @@ class Trained(Partitioned):
                 (the loss that is returned is not scaled).
             return_outputs: return the outputs as well.
             verify: compare the loss with that of several micro-batches at once, and warn if it is
-                another one. None: in the first call with a loss function that is not PyTorch's.
+                another one. None: in calls 1, 2, 4, 8, ... with a loss function that is not
+                PyTorch's, until there was a warning.
             global_loss: return the loss, and metrics that are numbers, of the mini-batches of all
                 processes (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
 
@@ -164,7 +167,8 @@ class Trained(Partitioned):
     ) -> Any:
         """``train_batch`` of this process."""
         pipeline, how = self._ready(), self._running()
-        step = partial(driven, train, pipeline, source, averaging=averaging, **options, **how)
+        options |= {"counts": self._loss_counts, "averaging": averaging}
+        step = partial(driven, train, pipeline, source, **options, **how)
         if schedule != AUTO:
             return step(schedule=schedule)
         key = how["checkpoint"], how["inline"]

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from syncpipe.runtime.engine import Engine
 from syncpipe.runtime.worker import Worker
@@ -78,7 +77,6 @@ class Pipeline:
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
         self.shared = SharedTensors(partitions, [those[0] for those in workers])
-        self.checked: dict[Any, int] = {}  # loss functions by name: 2 if no check is due
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):
             for key in self.stages[j].pops:

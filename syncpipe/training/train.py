@@ -31,7 +31,7 @@ from syncpipe.stages.dealing import collected, on_one_device
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss.check import LossCheck
+from syncpipe.training.loss.check import LossCheck, LossCounts
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.loss.known import Loss, Weight, known_loss
 from syncpipe.training.loss.objective import Objective
@@ -85,6 +85,7 @@ def train(
     checkpoint: Sequence[StageMode],
     inline: bool,
     recorder: Recorder | None,
+    counts: LossCounts,
     averaging: Averaging | None = None,
 ) -> Any:
     """Forward and backward of a mini-batch; see ``Pipe.train_batch``."""
@@ -107,7 +108,7 @@ def train(
         try:
             call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
             leaves = Leaves(call, gradients)
-            check = _check(pipeline, loss, objective, source, verify)
+            check = _check(counts, loss, objective, source, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None
             if averaging is not None:
@@ -123,7 +124,7 @@ def train(
             call.run(steps, task, source.entering())
             results = _results(call, head, objective)
             if check is not None:
-                _compare(pipeline, objective, check, draws=head.draws)
+                _compare(counts, objective, check, draws=head.draws)
             _complete(task, head, objective, gradients, averaging)
         except BaseException:
             gradients.restore()
@@ -243,28 +244,23 @@ def objective_of(loss: Loss, source: Source, **options: Any) -> Objective:
 
 
 def _check(
-    pipeline: Pipeline, loss: Loss, objective: Objective, source: Source, verify: bool | None
+    counts: LossCounts, loss: Loss, objective: Objective, source: Source, verify: bool | None
 ) -> LossCheck | None:
-    """What checks the loss function: in its first call, or when it is asked for."""
-    asked = bool(verify)
-    if verify is None and not loss.exact and pipeline.checked.get(objective.name, 0) < 2:
-        verify = True
+    """What checks the loss function, if that is due or asked for."""
     if verify is False:
-        pipeline.checked[objective.name] = 2
-    if not verify or source.m == 1:
+        counts[loss.function] = math.inf
+    if verify is False or source.m == 1 or (verify is None and loss.exact):
         return None
-    return LossCheck(objective, source.targets, asked=asked)
+    if verify is None and not counts.due(loss.function):
+        counts[loss.function] += 1
+        return None
+    return LossCheck(objective, source.targets, asked=bool(verify))
 
 
-def _compare(pipeline: Pipeline, objective: Objective, check: LossCheck, *, draws: bool) -> None:
-    """Checks the loss function, unless it draws random numbers.
-
-    What is compiled seems to draw in its first call, so there is a second chance.
-    """
-    done = 1 if draws else 2
-    if not draws:
-        check.compare()
-    pipeline.checked[objective.name] = pipeline.checked.get(objective.name, 0) + done
+def _compare(counts: LossCounts, objective: Objective, check: LossCheck, *, draws: bool) -> None:
+    """Checks the loss function, unless it draws random numbers."""
+    warned = not draws and check.compare()
+    counts[objective.function] += math.inf if warned else 1
 
 
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -101,11 +102,12 @@ def verify(
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     pipeline = pipe._ready()
     with pipeline.training:  # nobody trains it meanwhile
-        checked = dict(pipeline.checked)
+        counts = pipe._loss_counts
         try:
+            pipe._loss_counts = copy(counts)
             return _Check(Runs(pipe, input, target, loss, options), asked).report()
         finally:  # with these arguments it was checked, not with others
-            pipeline.checked = checked
+            pipe._loss_counts = counts
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:

@@ -3,7 +3,8 @@
 A mean over what is not masked, a loss that compares samples with each other, a mean over something
 else than samples: put together from micro-batches by their sizes, all of these come out wrong, and
 so do the gradients. So the outputs of some micro-batches are kept until the end of a call, and
-``loss_fn`` is called once more, with all of them at once.
+``loss_fn`` is called once more, with all of them at once. This is done in calls 1, 2, 4, 8, ...
+with a loss function: the first batches may have no padding.
 """
 
 from __future__ import annotations
@@ -11,23 +12,101 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from syncpipe.microbatch import gather
-from syncpipe.state import unchanged
+from syncpipe.state import SIMPLE, unchanged
 from syncpipe.training.loss.objective import Objective
 from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
 
-__all__ = ["LossCheck"]
+__all__ = ["LossCheck", "LossCounts"]
 
 #: So many bytes of outputs are kept at most, but two micro-batches in any case.
 _MOST = 2**26
 #: Beyond that, relative to the loss, it is not rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+#: So many loss functions are remembered.
+_FUNCTIONS = 16
+
+
+class LossCounts:
+    """The number of calls with each loss function, told apart by object.
+
+    A function that is made anew for each call is the same one if its code and all that it has
+    closed over are the same objects, or equal numbers or strings. Nothing is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._counts: list[tuple[_Held, float]] = []  # the latest one last
+
+    def __getitem__(self, function: Callable[..., Any]) -> float:
+        return next((count for held, count in self._counts if held.holds(function)), 0)
+
+    def __setitem__(self, function: Callable[..., Any], count: float) -> None:
+        others = [each for each in self._counts if not each[0].holds(function)]
+        self._counts = [*others[1 - _FUNCTIONS :], (_Held(function), count)]
+
+    def __copy__(self) -> LossCounts:
+        copied = LossCounts()
+        copied._counts = self._counts
+        return copied
+
+    def due(self, function: Callable[..., Any]) -> bool:
+        """Whether the next call is number 1, 2, 4, 8, ...; never after a warning."""
+        following = self[function] + 1
+        return following < math.inf and int(following) & int(following) - 1 == 0
+
+
+class _Held:
+    """What is known of a loss function, to find it again."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = _reference(function)
+        self._parts = list(map(_reference, _parts(function)))
+
+    def holds(self, function: Any) -> bool:
+        parts = _parts(function)
+        return _is(self._function, function) or (
+            len(parts) == len(self._parts) and all(map(_is, self._parts, parts))
+        )
+
+
+def _parts(function: Any) -> list[Any]:
+    """What makes a function that is defined anew another one, or the same."""
+    if isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        defaults = (function.__kwdefaults__ or {}).values()
+        return [function.__code__, *cells, *(function.__defaults__ or ()), *defaults]
+    if isinstance(function, MethodType):
+        return [*_parts(function.__func__), function.__self__]
+    if isinstance(function, partial):
+        return [*_parts(function.func), *function.args, *function.keywords.values()]
+    return [function]
+
+
+def _reference(part: Any) -> Any:
+    if isinstance(part, SIMPLE):
+        return part
+    try:
+        return weakref.ref(part)
+    except TypeError:  # there are none to lists, say
+        return object()
+
+
+def _is(reference: Any, part: Any) -> bool:
+    if isinstance(reference, weakref.ref):
+        return reference() is part
+    return type(reference) is type(part) and bool(reference == part)
 
 
 class LossCheck:
@@ -56,26 +135,33 @@ class LossCheck:
             self._bytes += size
             self._kept[i] = map_tensors(lambda ts: [t.detach().clone() for t in ts], output), target
 
-    def compare(self) -> None:
-        """Warns if the losses differ by more than rounding; on the caller's thread."""
+    def compare(self) -> bool:
+        """Warns if the losses differ by more than rounding; on the caller's thread.
+
+        Returns:
+            Whether it did.
+        """
         if self._objective.came_with_weights and not self._asked:
-            return  # somebody has thought about it
+            return False  # somebody has thought about it
         with torch.no_grad():
             try:
                 found = self._whole()
             except Exception:
-                if self._made_by_the_model():
+                by_the_model = self._made_by_the_model()
+                if by_the_model:
                     warnings.warn(_BY_THE_MODEL, stacklevel=_outside())
                 elif self._asked:
                     raise
-                return
+                return by_the_model
             if type(found) is not Tensor or found.device.type == "meta":
-                return
+                return False
             combined = self._objective.loss(list(self._kept))
             whole, parts = float(found), float(combined)
         rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(whole)
-        if math.isfinite(whole) and not abs(whole - parts) <= rounding:  # parts may be no number
+        wrong = math.isfinite(whole) and not abs(whole - parts) <= rounding  # parts may be nan
+        if wrong:
             warnings.warn(self._message(whole, parts), stacklevel=_outside())
+        return wrong
 
     def _whole(self) -> Any:
         """The loss of all micro-batches that were kept, at once."""

@@ -1,8 +1,12 @@
-"""A loss that is not what it is taken for is noticed in the first call."""
+"""A loss that is not what it is taken for is noticed, in the first call or a later one."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,9 +33,82 @@ def test_a_mask_that_nobody_counts_is_noticed() -> None:
     assert [text.count("weight=") > 0 for text in warned(classifier(chunks=4), **MASKED)] == [True]
 
 
-def test_only_in_the_first_call() -> None:
+def test_only_once() -> None:
     pipe = classifier(chunks=4)
-    assert [len(warned(pipe, **MASKED)) for _ in range(3)] == [1, 0, 0]
+    assert [len(warned(pipe, **MASKED)) for _ in range(4)] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("first", "noticed"), [(2, 2), (3, 4), (5, 8)])
+def test_a_mask_that_comes_later_is_noticed(first: int, noticed: int) -> None:
+    pipe, padding = classifier(chunks=4), MASKED["target"]
+    calls = [
+        warned(pipe, **{**MASKED, "target": padding if call >= first else padding.clamp(min=0)})
+        for call in range(1, 10)
+    ]
+    assert [call for call, texts in enumerate(calls, 1) if texts] == [noticed]
+
+
+class Loss(nn.Module):
+    def __init__(self, total: bool) -> None:
+        super().__init__()
+        self.total = total
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y.pow(2).sum() if self.total else y.pow(2).mean()
+
+
+def closure(total: bool) -> Any:
+    return lambda y: y.pow(2).sum() if total else y.pow(2).mean()
+
+
+def default(total: bool) -> Any:
+    return lambda y, total=total: y.pow(2).sum() if total else y.pow(2).mean()
+
+
+def with_options(total: bool) -> Any:
+    return partial(lambda y, total: y.pow(2).sum() if total else y.pow(2).mean(), total=total)
+
+
+def method(total: bool) -> Any:
+    return Loss(total).forward
+
+
+@pytest.mark.parametrize("make", [Loss, closure, default, with_options, method])
+def test_each_loss_function_is_checked_whatever_its_class_or_code(make: Any) -> None:
+    pipe, x = four(chunks=4), torch.randn(8, 3)
+    for _ in range(3):
+        assert warned(pipe, input=x, loss_fn=make(False)) == []
+    assert len(warned(pipe, input=x, loss_fn=make(True))) == 1
+
+
+def test_a_function_that_is_made_anew_for_each_call_is_the_same_one() -> None:
+    pipe, scale, seen = four(chunks=4), torch.rand(3), []
+
+    def loss_fn(y: Tensor, again: bool) -> Tensor:
+        seen[-1] += 1
+        return (y * scale).mean()
+
+    for _ in range(8):
+        seen.append(0)
+        pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y: loss_fn(y, True))
+    assert seen == [5, 5, 4, 5, 4, 4, 4, 5]
+
+
+def test_no_loss_function_is_kept_alive() -> None:
+    pipe, gone = four(chunks=4), []
+    for k in range(40):
+        scale = torch.rand(3)
+        gone.append(weakref.ref(scale))
+        pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y, s=scale, k=k: (y * s).mean() * k)
+    del scale
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+
+
+def test_a_copy_of_the_pipe_checks_by_itself() -> None:
+    pipe = classifier(chunks=4)
+    assert len(warned(pipe, **MASKED)) == 1
+    assert len(warned(copy.deepcopy(pipe), **MASKED)) == 1
 
 
 def test_again_when_asked() -> None:
@@ -134,7 +211,7 @@ def test_a_loss_that_draws_in_its_first_call_only_is_checked_in_the_second() -> 
         return masked(y, target)
 
     pipe = classifier(chunks=4)
-    assert [len(warned(pipe, **{**MASKED, "loss_fn": loss_fn})) for _ in range(3)] == [0, 1, 0]
+    assert [len(warned(pipe, **{**MASKED, "loss_fn": loss_fn})) for _ in range(4)] == [0, 1, 0, 0]
 
 
 def test_it_leaves_no_trace_in_the_buffers_of_the_loss() -> None:
