@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from syncpipe.balance.by_name import balance_named
 from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
-from syncpipe.layers.conversion.names import in_order
+from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.editing import Editable
 from syncpipe.layers.listing import Layers, as_sequential, has_specs
@@ -289,11 +289,8 @@ class Partitioned(Editable):
                     state_dict[key] = value.to(homes[name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the wrapped module."""
-        return in_order(self, prefix, recurse, remove_duplicate)
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return in_order(self, *args, **kwargs)
 
     def _shown_stages(self) -> Iterator[str]:
         """The lines of the ``repr`` that show the layers."""

@@ -135,8 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = time.perf_counter() - start
         first = layers[0]
         assert isinstance(first, ConvertedLayer)
-        assert first.signature is not None
-        batch, *sizes = first.signature.shapes[0]
+        assert first._signature is not None
+        batch, *sizes = first._signature.shapes[0]
         whole = ", ".join(left_whole(layers)) or "none"
         free = "yes" if sizes[-1] is None else "no"
         print(

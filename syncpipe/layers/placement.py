@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.layers.conversion.opening import HOOKS
+from syncpipe.layers.conversion.leaves import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential

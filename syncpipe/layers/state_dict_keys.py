@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from syncpipe.layers.conversion.names import index_keys
+from syncpipe.layers.conversion.layer import index_keys
 
 __all__ = ["translate_keys"]
 

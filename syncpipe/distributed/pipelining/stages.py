@@ -12,7 +12,7 @@ from syncpipe.distributed.pipelining.module import StageModule
 from syncpipe.distributed.pipelining.schedules import SCHEDULES, make
 from syncpipe.distributed.pipelining.tied import SharedWeights
 from syncpipe.distributed.pipelining.together import Together
-from syncpipe.layers.conversion.names import in_order, index_keys
+from syncpipe.layers.conversion.layer import in_order, index_keys
 from syncpipe.options.arguments import checked_chunks
 from syncpipe.training.loss.known import known_loss
 
@@ -109,11 +109,8 @@ class Stages(nn.Module):
         for each in self.stages:
             each.group = None
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model, as far as they are here."""
-        return in_order(self, prefix, recurse, remove_duplicate)
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return in_order(self, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Stages:
         """As ``nn.Module.train``."""

@@ -9,13 +9,13 @@ was decided by when the model was recorded, so that it has to be the same in eve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncpipe.layers.conversion.recording.nodes import leaves_of, rebuilt
+from syncpipe.layers.conversion.trace import leaves_of, map_tree
 from syncpipe.microbatch import NoChunk
 from syncpipe.tree import described
 
@@ -48,7 +48,8 @@ class Signature:
         self.parameters = signature.replace(parameters=plain, return_annotation=signature.empty)
         self.name = name
         self._sample = self._bound(args, kwargs)
-        leaves = [(where, leaf) for where, leaf in self._leaves(self._sample)]
+        leaves = self._leaves(self._sample)
+        self._refuse_lists_of_images()
         tensors = [(where, leaf) for where, leaf in leaves if isinstance(leaf, (Tensor, NoChunk))]
         self.names = [where for where, _ in tensors]
         self.constants = [leaf for _, leaf in leaves if not isinstance(leaf, (Tensor, NoChunk))]
@@ -72,12 +73,26 @@ class Signature:
         self._kinds = [_kind(tensor) for tensor in bare]
         # What a call leaves out, and tensors are replaced by their place.
         places = iter(range(len(bare)))
-        self._sample = rebuilt(
+        self._sample = map_tree(
             lambda leaf: _Place(next(places)) if isinstance(leaf, (Tensor, NoChunk)) else leaf,
             self._sample,
         )
         self._first = next(iter(self._sample), "")
         self._alone = len(bare) == 1 and isinstance(self._sample[self._first], _Place)
+
+    def _refuse_lists_of_images(self) -> None:
+        """Refuses what detection models take: a list of images, of which each is a sample."""
+        for name, value in self._sample.items():
+            listed = isinstance(value, (list, tuple)) and len(value) > 0
+            if listed and all(
+                isinstance(v, Tensor) and v.dim() == 3 and len(v) in (1, 3) for v in value
+            ):
+                raise ValueError(
+                    f"{name} is a list of {len(value)} images ({described(value[0])}, ...), as "
+                    "detection models take them: micro-batches are cut along dimension 0 of "
+                    f"tensors, so {self.name} cannot be converted. Convert its backbone, which "
+                    "takes a tensor of images and holds most of its parameters"
+                )
 
     def _refuse_ambiguous(self, tensors: list[Tensor]) -> None:
         """Refuses a sample that does not show which of its tensors have the batch."""
@@ -126,7 +141,7 @@ class Signature:
             tensor = tensors[leaf.k]
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        arguments = rebuilt(copied, self._sample)
+        arguments = map_tree(copied, self._sample)
         bound = inspect.BoundArguments(self.parameters, arguments)
         return bound.args, bound.kwargs
 
@@ -158,7 +173,7 @@ class Signature:
             tensor, cut = next(marks)
             return leaf if cut or isinstance(leaf, NoChunk) else NoChunk(tensor)
 
-        named: dict[str, Any] = rebuilt(marked, bound)
+        named: dict[str, Any] = map_tree(marked, bound)
         for name, parameter in self.parameters.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named.update(named.pop(name, {}))
@@ -166,7 +181,7 @@ class Signature:
 
     def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An input of ``train_batch`` as arguments: a tuple is positional, a dict by keyword."""
-        if isinstance(input, dict):
+        if isinstance(input, Mapping):
             given, positional = dict(input), list[Any]()
             known = self.parameters.parameters
             starred = any(p.kind is p.VAR_POSITIONAL and name in given for name, p in known.items())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from syncpipe import NoChunk, Pipe, sequential
 from tests.layers.conversion.models import Output, ResNet, Transformer, tokens
@@ -40,7 +44,7 @@ def test_positional_keyword_and_variable_arguments():
     args, kwargs = given(3)
     model, pipe = two(*args, **kwargs)
     args, kwargs = given(6)
-    assert torch.equal(pipe(*args, **kwargs), model(*args, **kwargs))
+    assert_close(pipe(*args, **kwargs), model(*args, **kwargs))
 
 
 def test_outputs_are_of_the_models_type():
@@ -75,15 +79,15 @@ def test_micro_batches_of_an_iterator():
 def test_tensors_without_the_batch_go_whole():
     model, pipe = two(torch.rand(3, 4), torch.rand(4))
     x, y = torch.rand(6, 4), torch.rand(4)
-    assert torch.equal(pipe(x, y), model(x, y))
+    assert_close(pipe(x, y), model(x, y))
     pipe.train_batch((x, y), loss_fn=torch.mean)
 
 
 def test_no_chunk_says_by_hand_what_goes_whole():
     square = torch.rand(4, 4)
     model, pipe = two(torch.rand(4, 4), NoChunk(square[:1]))
-    assert torch.equal(pipe(square, square[:1]), model(square, square[:1]))
-    assert torch.equal(pipe(square, NoChunk(square[:1])), model(square, square[:1]))
+    assert_close(pipe(square, square[:1]), model(square, square[:1]))
+    assert_close(pipe(square, NoChunk(square[:1])), model(square, square[:1]))
 
 
 def test_a_sample_that_does_not_show_what_is_cut_is_refused():
@@ -195,3 +199,106 @@ def test_a_decision_that_makes_no_difference_keeps_nobody_away():
     for n in (1, 2, 5):
         x = torch.rand(n, 4)
         assert torch.equal(layers(x), model(x))
+
+
+def test_len_of_a_tensor_is_a_size_like_any_other():
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.a, self.b = (
+                nn.Parameter(torch.rand(1, 4)),
+                nn.Linear(4, 4),
+                nn.Linear(4, 4),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) + self.start.expand(len(x), -1))
+
+    model = Tokens()
+    layers = sequential(model, torch.rand(3, 4))
+    pipe = Pipe(layers, [1, len(layers) - 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    for n in (2, 5, 8):
+        x = torch.rand(n, 4)
+        assert_close(pipe(x), model(x))
+
+
+def test_what_pins_the_batch_is_said_at_conversion():
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.stack([self.a(x[k]) for k in range(x.shape[0])]))
+
+    with pytest.warns(UserWarning, match=r"batches of 3 only.*\n.*for k in range") as caught:
+        layers = sequential(Loop(), torch.rand(3, 4))
+    assert len(caught) == 1
+    with pytest.raises(ValueError, match=r"x is float32\[2, 4\]"):
+        layers(torch.rand(2, 4))
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, MappingProxyType])
+def test_any_mapping_is_arguments_by_name(kind):
+    ids, mask = tokens()
+    layers = sequential(Transformer(), ids, mask=mask)
+    pipe = Pipe(layers, [5, len(layers) - 5], devices=["cpu:0", "cpu:1"], chunks=2)
+    given = kind({"mask": mask, "ids": ids})
+    loss = pipe.train_batch(given, loss_fn=lambda output: output.logits.mean())
+    assert_close(loss, pipe(ids, mask).logits.mean().detach())
+    assert_close(pipe.eval_batch(given).logits, pipe(ids, mask).logits)
+
+
+def test_the_target_is_taken_out_of_a_mapping():
+    ids, mask = tokens()
+    layers = sequential(Transformer(), ids, mask=mask)
+    pipe = Pipe(layers, [5, len(layers) - 5], devices=["cpu:0", "cpu:1"], chunks=2)
+    batch = UserDict({"ids": ids, "mask": mask, "labels": ids})
+
+    def loss_fn(output: Any, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+    loss = pipe.train_batch(batch, target="labels", loss_fn=loss_fn)
+    assert_close(loss, loss_fn(pipe(ids, mask), ids).detach())
+    assert sorted(batch) == ["ids", "labels", "mask"]
+    assert_close(pipe.eval_batch(batch, target="labels", loss_fn=loss_fn), loss)
+
+
+def test_dimensions_of_other_sizes_are_found_in_few_runs():
+    runs = []
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(self.a(x))
+            if x.shape[0] > 2 and x.shape[1] > 3:
+                x = x + 1
+            return x * 2 if self.training else x
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Odd() for _ in range(100))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            runs.append(1)
+            for block in self.blocks:
+                x = block(x)
+            return x + y
+
+    layers = sequential(Deep(), torch.rand(3, 5, 4), torch.rand(3, 5, 4))
+    assert len(layers) == 100
+    assert len(runs) <= 20
+    x = torch.rand(2, 7, 4)
+    layers(x, x)
+
+
+def test_what_takes_long_is_shown(monkeypatch, capfd):
+    seconds = iter(range(1000))
+    monkeypatch.setattr("syncpipe.layers.conversion.leaves.time.monotonic", lambda: next(seconds))
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    sequential(ResNet(), torch.rand(3, 6))
+    assert capfd.readouterr().err.count("sequential(ResNet) runs the model") == 1

@@ -25,9 +25,8 @@ def test_names_are_the_models_in_its_order():
     for names in ("named_parameters", "named_buffers"):
         ours = [name for name, _ in getattr(pipe, names)()]
         theirs = [name for name, _ in getattr(model, names)()]
-        assert sorted(ours) == sorted(theirs)
-        assert names == "named_buffers" or ours == theirs
-    assert pipe.state_dict().keys() == model.state_dict().keys()
+        assert ours == theirs
+    assert list(pipe.state_dict()) == list(model.state_dict())
     assert {name for name, _ in model.named_modules() if "." in name} <= {
         name for name, _ in pipe.named_modules()
     }
@@ -160,3 +159,37 @@ def test_layers_show_their_code():
     assert "layers_0 = self.layers[0](" in repr(layers[0])
     assert "torch.cat(" in repr(layers)
     assert len(layers) == 5
+
+
+class Backwards(nn.Module):
+    """Runs its modules in another order than it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.linear, self.unused = nn.Linear(4, 4), nn.Linear(2, 2)
+        self.register_buffer("own", torch.rand(4))
+        self.register_buffer("unsaved", torch.rand(4), persistent=False)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.tied(self.first(x)))
+        return self.last(x + self.own + self.unsaved)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_names_are_in_the_order_of_the_model_and_not_of_the_run(around):
+    model = Backwards()
+    pipe = Pipe(sequential(copy.deepcopy(model), torch.rand(3, 4)), "uniform", devices=["cpu:0"])
+    ours, theirs = (nn.ModuleDict({"net": net}) if around else net for net in (pipe, model))
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    if not around:
+        for names in ("named_parameters", "named_buffers"):
+            for each in (True, False):
+                found = [n for n, _ in getattr(ours, names)(remove_duplicate=each)]
+                assert found == [n for n, _ in getattr(theirs, names)(remove_duplicate=each)]
+    swapped = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    swapped.update_parameters(pipe)
+    for name, value in swapped.module.state_dict().items():
+        assert torch.equal(value, pipe.state_dict()[name])

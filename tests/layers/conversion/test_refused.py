@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -221,3 +222,101 @@ def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
         layers(torch.rand(3, 4).double())
     layers = sequential(ResNet(), torch.rand(3, 6)).double()
     assert layers(torch.rand(3, 6).double()).dtype is torch.float64
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, (state, _) = self.rnn(x)
+        return self.out(y), state
+
+
+class Pairs(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) @ self.b(x).T
+
+
+class Table(Pair):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.b(self.a(x)), torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "message"),
+    [
+        (Recurrent(), torch.rand(3, 5, 4), r"output 1 of Recurrent .*the batch in dimension 1"),
+        (Pairs(), torch.rand(3, 4), r"output 0 of Pairs .*the batch in dimension 0 and 1"),
+        (Table(), torch.rand(3, 4), r"output 1 of Table .*it has no batch"),
+    ],
+)
+def test_outputs_with_the_batch_elsewhere_are_refused(model, x, message):
+    with pytest.raises(ValueError, match=message):
+        sequential(model, x)
+
+
+def test_outputs_of_several_rows_a_sample_and_scalars_are_not():
+    class Rows(Pair):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.a(x)
+            return self.b(x).flatten(0, 1), x.square().mean()
+
+    assert len(sequential(Rows(), torch.rand(3, 5, 4))) == 2
+
+
+class Sampled(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        z = x + torch.randn_like(x) if self.training else x
+        return self.b(z)
+
+
+class Auxiliary(Pair):
+    def forward(self, x: Tensor) -> Any:
+        x = self.a(x)
+        if self.training:
+            return x, self.b(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(Sampled, "z = x .* if self.training"), (Auxiliary, "return x, self.b")]
+)
+def test_what_differs_between_training_and_evaluation_is_named(kind, line):
+    message = (
+        rf"otherwise in training than in evaluation.*:\n.*{line}.*\nMove the lines that differ"
+    )
+    with pytest.raises(ValueError, match=message):
+        sequential(kind(), torch.rand(3, 4))
+
+
+def test_lists_of_images_are_refused():
+    class Detects(Pair):
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return self.b(self.a(torch.stack(images).mean((2, 3))))
+
+    with pytest.raises(ValueError, match=r"images is a list of 2 images .*detection.*backbone"):
+        sequential(Detects(), [torch.rand(3, 8, 8), torch.rand(3, 9, 9)])
+
+
+def test_what_is_one_layer_and_why_can_be_asked():
+    class Net(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.many = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+            self.odd = ByValue()
+            self.odd.more = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.odd(self.many(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (whole,) = sequential(Net(1), torch.rand(3, 4)).whole
+    assert whole.path == "odd"
+    assert "if x.sum() > 0" in whole.line
+    assert "values in a tensor" in whole.reason
+    with pytest.warns(UserWarning, match=r"odd \(ByValue\) is one layer and has 9\d%.*\n.*x\.sum"):
+        sequential(Net(50), torch.rand(3, 4))

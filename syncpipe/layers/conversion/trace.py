@@ -1,0 +1,798 @@
+"""Traces what a model does while it runs for real, into a ``torch.fx.Graph``.
+
+PyTorch's functions, the methods and sizes of tensors, and calls of leaf modules become nodes. The
+values are those of an ordinary run, so the model's own Python decides which way it goes: where it
+decides by a size, that becomes a guard. Modules that are no leaves are inlined: their forward runs
+as it is, and what it does is traced.
+
+``fx.symbolic_trace`` runs the model with stand-ins for tensors, which have no sizes, and
+``torch.export`` makes flat operators of it, which have no modules (see docs/how-it-works.md).
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import enum
+import linecache
+import operator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.nn import functional as F
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+
+from syncpipe.tree import storage_of
+
+__all__ = [
+    "COLLECTED", "DEVICE", "TRAINING", "Call", "Fault", "Function", "Text", "Tracer", "guard",
+    "leaves_of", "map_tree", "plain",
+]  # fmt: skip
+
+#: The path of the module that is at fault, the line of its code, and what is wrong.
+Fault = tuple[str, str, str]
+
+#: What tells Python nothing that another batch or another length would change.
+_TELLS_NOTHING = frozenset(
+    {
+        "dim", "ndim", "ndimension", "device", "dtype", "layout", "requires_grad", "is_cuda",
+        "is_leaf", "grad_fn", "is_contiguous", "is_floating_point", "is_complex", "is_sparse",
+        "is_quantized", "is_nested", "is_meta", "is_cpu", "is_xpu", "is_mps", "itemsize",
+        "element_size", "get_device", "type", "_version", "is_tensor", "is_inference", "names",
+        "is_conj", "is_neg", "__repr__", "__format__", "__hash__", "has_names", "stride",
+        "storage_offset", "is_signed", "is_shared", "is_pinned", "_is_view", "retains_grad",
+        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "finfo", "_assert",
+        "is_same_size", "result_type", "promote_types", "can_cast", "broadcast_shapes", "data_ptr",
+        "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "is_hpu",
+    }
+)  # fmt: skip
+#: Python decides by a value.
+_DECIDES = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose",
+     "__contains__"}
+)  # fmt: skip
+#: Python takes values out of a tensor, or puts them in.
+_READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
+                    "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
+#: Methods that fx writes as operators.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "true_divide": operator.truediv, "floor_divide": operator.floordiv, "pow": operator.pow,
+    "matmul": operator.matmul, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "neg": operator.neg,
+    "remainder": operator.mod,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "invert": operator.invert,
+    "truediv": operator.truediv, "floordiv": operator.floordiv, "mod": operator.mod,
+    "getitem": operator.getitem, "setitem": operator.setitem,
+}  # fmt: skip
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
+          torch.layout, torch.memory_format, torch.device)  # fmt: skip
+_DICTS = (dict, immutable_dict)
+_NOT_THE_MODEL = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0])
+
+
+class Text:
+    """An argument that the generated code has as this text.
+
+    Args:
+        text: an expression.
+        values: objects that it uses by a name.
+    """
+
+    def __init__(self, text: str, values: Mapping[str, Any] | None = None) -> None:
+        self.text, self.values = text, dict(values or {})
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+#: The device where a layer is; it becomes that of a tensor, where the layer is given one.
+DEVICE = Text("self._device")
+TRAINING = Text("self.training")
+
+
+class Function:
+    """A callable under a name that generated code can use.
+
+    Args:
+        fn: the callable.
+        name: how the code calls it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+        self.fn = fn
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``fn``."""
+        return self.fn(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self.fn == other.fn
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+
+#: Where lines go that decide otherwise, while it is tried whether that matters.
+COLLECTED: ContextVar[list[str] | None] = ContextVar("syncpipe_decisions", default=None)
+
+
+def _check(value: Any, traced: Any, line: str) -> None:
+    if bool(value) != traced if isinstance(traced, bool) else value != traced:
+        collected = COLLECTED.get()
+        if collected is not None:
+            collected.append(line)
+            return
+        raise ValueError(
+            f"the model was converted with a sample for which this was {traced!r}; here it is "
+            f"{value!r}, and the model would do something else:\n  {line}\nConvert it with a "
+            "sample like this call, or move this line into a module of its own"
+        )
+
+
+#: Refuses a call in which Python would decide otherwise than when the model was traced.
+guard = Function(_check, "guard")
+
+
+# Trees of values
+
+
+def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | None = None) -> Any:
+    """A tree with ``fn`` applied to its leaves; where nothing changes it is the very same.
+
+    Args:
+        fn: of a leaf.
+        tree: tuples, lists, slices, mappings, named tuples and dataclasses in each other.
+        build: called with the class and what is in it for a tree that is no plain tuple, list,
+            dict or slice. By default such trees are made anew.
+    """
+    kind = type(tree)
+    if isinstance(tree, (Tensor, Text, fx.Node)):
+        return fn(tree)
+    if kind in (tuple, list, torch.Size, immutable_list):  # fx makes lists immutable
+        new = [map_tree(fn, value, build) for value in tree]
+        if all(a is b for a, b in zip(new, tree, strict=True)):
+            return tree
+        return new if isinstance(tree, list) else tuple(new) if build else kind(new)
+    if kind is slice:
+        parts = (tree.start, tree.stop, tree.step)
+        mapped = [map_tree(fn, part, build) for part in parts]
+        return tree if all(map(operator.is_, mapped, parts)) else slice(*mapped)
+    fields = _fields(tree)
+    if fields is None:
+        return fn(tree)
+    named = {key: map_tree(fn, value, build) for key, value in fields.items()}
+    if all(named[key] is fields[key] for key in named):
+        return tree if build is None or kind in _DICTS else fn(tree)
+    if kind in _DICTS:
+        return named
+    if isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree):
+        return kind(named) if build is None else build(kind, (named,), {})
+    return kind(**named) if build is None else build(kind, (), named)
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """What is in a mapping, dataclass or named tuple; None for anything else."""
+    if isinstance(value, dict) and type(value) in _DICTS:
+        return value
+    if isinstance(value, tuple):
+        if not hasattr(value, "_fields") or type(value).__module__ == "torch.return_types":
+            return None
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    found: list[Any] = []
+
+    def visit(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_tree(visit, tree)
+    return found
+
+
+# Numbers that know where they come from
+
+
+class _Traced:
+    """A number with the node that gave it; Python's code takes it for any other number."""
+
+    node: fx.Node
+    tracer: Tracer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(plain(self)), (plain(self),)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return plain(self)
+
+
+class _Int(int, _Traced):
+    pass
+
+
+class _Float(float, _Traced):
+    pass
+
+
+class _Bool(int, _Traced):
+    pass
+
+
+def plain(value: Any) -> Any:
+    """A number without its node; anything else as it is."""
+    if isinstance(value, _Bool):
+        return bool(int.__int__(value))
+    if isinstance(value, _Int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, _Float) else value
+
+
+def _computing(fn: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        args = (*others, self) if reflected else (self, *others)
+        return self.tracer.computed(fn, args, fn(*map(plain, args)))
+
+    return method
+
+
+def _comparing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        result = fn(plain(self), plain(other))
+        self.tracer.decided(self.tracer.computed(fn, (self, other), result), result)
+        return result
+
+    return method
+
+
+def _deciding(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        self.tracer.decided(self, plain(self))
+        return fn(plain(self), *args)
+
+    return method
+
+
+def _showing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: fn(plain(self), *args)
+
+
+for _cls in (_Int, _Float, _Bool):
+    for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
+                  "lshift", "rshift"):  # fmt: skip
+        _fn, _bare = getattr(operator, _name), _name.rstrip("_")
+        if hasattr(_cls, f"__{_bare}__"):
+            setattr(_cls, f"__{_bare}__", _computing(_fn))
+            setattr(_cls, f"__r{_bare}__", _computing(_fn, reflected=True))
+    for _name in ("neg", "abs", "pos"):
+        setattr(_cls, f"__{_name}__", _computing(getattr(operator, _name)))
+    for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(_cls, f"__{_name}__", _comparing(getattr(operator, _name)))
+    for _name, _use in (("hash", hash), ("bool", bool), ("int", int), ("float", float),
+                        ("round", round), ("divmod", divmod), ("trunc", int)):  # fmt: skip
+        setattr(_cls, f"__{_name}__", _deciding(_use))
+    for _name, _show in (("repr", repr), ("str", str), ("format", format)):
+        setattr(_cls, f"__{_name}__", _showing(_show))
+
+
+# The trace
+
+
+class Call:
+    """One call of a module that was inlined: what its forward did, in order.
+
+    Attributes:
+        owner: the path of the module.
+        key: the place of the call in the run, the same in every run that goes the same way.
+        entries: nodes, and calls of modules in it.
+    """
+
+    def __init__(self, owner: str, key: tuple[Any, ...]) -> None:
+        self.owner, self.key = owner, key
+        self.entries: list[fx.Node | Call] = []
+        self.count = 0
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """All nodes, also those of the calls in it."""
+        for entry in self.entries:
+            yield from entry.nodes() if isinstance(entry, Call) else [entry]
+
+
+class Tracer(TorchFunctionMode):
+    """One run of a model, traced.
+
+    A node has in its ``meta``: ``key``, its place in the run; ``owner``, the path of the module
+    whose forward did it, and ``line``, where; ``value``; ``writes``, whether it writes into one of
+    its arguments; ``grad``, whether gradients were on; ``pure``, whether it may be left out where
+    nobody uses what it gives; ``seconds``, for modules.
+
+    Args:
+        model: the model.
+        leaves: the paths of its leaf modules.
+        paths: the path of every module.
+        names: of the tensors that are its inputs.
+        copies: keep copies of values, as they are when they are given.
+
+    Attributes:
+        root: what the model did.
+        faults: what the trace cannot stand for.
+        inputs: the nodes of the caller's tensors.
+        output: what the model gave, with nodes for values.
+        result: what the model gave.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Any,
+        paths: Mapping[nn.Module, str],
+        names: list[str],
+        *,
+        copies: bool = False,
+    ) -> None:
+        super().__init__()
+        self._model, self._leaves, self._paths, self._names = model, leaves, paths, names
+        self._copies, self._device = copies, next(model.parameters()).device
+        self._graph = fx.Graph()
+        self.root = self._call = Call("", ())
+        self.faults: list[Fault] = []
+        self.inputs: list[fx.Node] = []
+        self.output: Any = None
+        self.result: Any = None
+        self._nodes: dict[int, Any] = {}
+        self._kept: list[Any] = []  # so that no id is used again
+        self._entering: nn.Module | None = None
+        self._off = False
+        self._thread = threading.get_ident()
+        self._mode = _mode(self._device)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            node = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            node.meta.update(key=("attribute", name), value=tensor, pure=True)
+            self._know(tensor, node)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """Runs the model; tensors in the arguments are its inputs, in order.
+
+        Raises:
+            Exception: what the model raises.
+        """
+
+        def entering(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            own, k = leaf.detach().requires_grad_(leaf.requires_grad), len(self.inputs)
+            node = self._graph.placeholder(self._names[k])
+            node.meta.update(key=("input", k), value=own, pure=True, owner="", line="", grad=True)
+            self._know(own, node)
+            self.inputs.append(node)
+            return own
+
+        args, kwargs = map_tree(entering, (args, kwargs))
+        with self._tracing():
+            self.result = self._model(*args, **kwargs)
+            self.output = self._lift(self.result)
+        self._off = True
+        return self
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        kinds = {cls for module in self._paths for cls in type(module).__mro__}
+        with ExitStack() as stack:
+            for cls in kinds:
+                if issubclass(cls, nn.Module) and "__call__" in cls.__dict__:
+                    called: Any = cls.__dict__["__call__"]
+                    stack.enter_context(patch.object(cls, "__call__", self._calling(called)))
+            applied = classmethod(self._applying(torch.autograd.Function.__dict__["apply"]))
+            stack.enter_context(patch.object(torch.autograd.Function, "apply", applied))
+            stack.enter_context(patch.object(builtins, "len", self._len))
+            causal = self._is_causal(transformer._detect_is_causal_mask)
+            stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", causal))
+            encoder = self._encoder(nn.TransformerEncoder.forward)
+            stack.enter_context(patch.object(nn.TransformerEncoder, "forward", encoder))
+            # Code that looks at values where it is not compiled stays away from them.
+            if hasattr(torch.compiler, "_is_compiling_flag"):
+                stack.enter_context(patch.object(torch.compiler, "_is_compiling_flag", True))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self)
+            yield
+
+    @property
+    def _idle(self) -> bool:
+        return self._off or threading.get_ident() != self._thread
+
+    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._idle or module is self._entering or module not in self._paths:
+                return call(module, *args, **kwargs)
+            path = self._paths[module]
+            if path in self._leaves:
+                bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
+                return self._perform("call_module", path, bound, args, kwargs)
+            outer, entering = self._call, self._entering
+            self._call, self._entering = Call(path, (*outer.key, outer.count)), module
+            outer.entries.append(self._call)
+            outer.count += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._call, self._entering = outer, entering
+
+        return called
+
+    def _applying(self, apply: Any) -> Callable[..., Any]:
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            own = apply.__get__(None, cls)
+            if self._idle:
+                return own(*args, **kwargs)
+            target = Function(own, f"{cls.__name__}_apply")
+            return self._perform("call_function", target, own, args, kwargs)
+
+        return applied
+
+    def _len(self, value: Any, *, _len: Callable[[Any], int] = len) -> int:
+        if isinstance(value, Tensor) and value.dim() and not self._idle:
+            return value.shape[0]
+        return _len(value)
+
+    def _is_causal(self, detect: Callable[..., bool]) -> Callable[..., Any]:
+        """PyTorch's transformers ask whether the values of a mask are causal: so does each call."""
+
+        def traced(mask: Any, is_causal: bool | None = None, size: int | None = None) -> Any:
+            if self._idle or mask is None or is_causal is not None:
+                return detect(mask, is_causal, size)
+            target = Function(detect, "is_causal_mask")
+            return self._perform("call_function", target, detect, (mask, None, size), {})
+
+        return traced
+
+    def _encoder(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``nn.TransformerEncoder`` decides by the values of the padding whether to nest."""
+
+        def traced(
+            encoder: nn.TransformerEncoder,
+            src: Any,
+            mask: Any = None,
+            src_key_padding_mask: Any = None,
+            is_causal: bool | None = None,
+        ) -> Any:
+            if self._idle:
+                return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+            other, kind = F._none_or_dtype(mask), src.dtype
+            padding = F._canonical_mask(
+                src_key_padding_mask, "src_key_padding_mask", other, "mask", kind
+            )
+            mask = F._canonical_mask(mask, "mask", None, "", kind, False)
+            x = src
+            if nests := padding is not None and mask is None and _could_nest(encoder):
+                check = getattr(encoder, "mask_check", True)
+                trains = any(p.requires_grad for p in encoder.layers[0].parameters())
+                given = (src, padding, TRAINING, check, trains)
+                x, padding = self._perform("call_function", _NESTED, _nested, given, {})
+            attention: Any = encoder.layers[0].self_attn
+            length = transformer._get_seq_len(src, attention.batch_first)
+            causal = transformer._detect_is_causal_mask(mask, is_causal, length)
+            for layer in encoder.layers:
+                x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding)
+            if nests:
+                x = self._perform("call_function", _PADDED, _padded, (x, tuple(src.shape)), {})
+            return x if encoder.norm is None else encoder.norm(x)
+
+        return traced
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._off:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+            if name == "shape":
+                return self._sizes(args[0], func(args[0]))
+            if name in _TELLS_NOTHING:
+                return func(*args)
+            return self._perform(
+                "call_function", getattr, lambda x, _: func(x), (args[0], name), {}
+            )
+        if name in _READS:
+            self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
+            return func(*args, **kwargs)
+        if name in _DECIDES:
+            self._fault("what it does next depends on the values in a tensor")
+            return func(*map(plain, args), **kwargs)
+        if name in _TELLS_NOTHING and not (name == "type" and len(args) > 1):
+            return func(*map(plain, args), **kwargs)
+        if name == "size" and len(args) == 1 and not kwargs:
+            return self._sizes(args[0], func(args[0]))
+        own: Any = getattr(Tensor, name, None)
+        if own is func:
+            bare = name.strip("_") if name.startswith("__") else name
+            if bare in _OPERATORS and not kwargs:
+                return self._perform("call_function", _OPERATORS[bare], func, args, kwargs)
+            if name.startswith("__r") and bare[1:] in _OPERATORS and len(args) == 2:
+                swapped = lambda a, b: func(b, a)  # noqa: E731
+                return self._perform(
+                    "call_function", _OPERATORS[bare[1:]], swapped, args[::-1], kwargs
+                )
+            return self._perform("call_method", name, func, args, kwargs)
+        return self._perform("call_function", _named(func), func, args, kwargs)
+
+    def _sizes(self, tensor: Tensor, sizes: torch.Size) -> torch.Size:
+        node = self._nodes.get(id(tensor))
+        if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
+            return sizes
+        parts = [
+            self._place("call_method", "size", (node, k), pure=True) for k in range(len(sizes))
+        ]
+        return torch.Size(
+            [self._number(part, size) for part, size in zip(parts, sizes, strict=True)]
+        )
+
+    def _perform(
+        self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Does one thing, and writes it down."""
+        given = self._lift(args), self._lift(kwargs)
+        tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        mode, start = _mode(self._device), time.perf_counter()
+        self._off = True
+        try:
+            result = fn(*map_tree(_real, args), **map_tree(_real, kwargs))
+        finally:
+            self._off = False
+        if op != "call_module" and not any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
+            nodes = [leaf for leaf in leaves_of(given) if isinstance(leaf, fx.Node)]
+            attribute = target is getattr and not isinstance(result, (int, float))
+            if attribute or not nodes:
+                return result
+        node = self._place(op, target, *given)
+        node.meta["seconds"] = time.perf_counter() - start
+        written = [t for t, v in zip(tensors, versions, strict=True) if v != t._version]
+        node.meta["writes"] = bool(written)
+        if mode != self._mode:
+            self._fault("the model runs this under another mode (autocast, inference_mode)")
+        for tensor in written:  # from here on it is what this node made of it
+            old = self._nodes.get(id(tensor))
+            returned = any(tensor is leaf for leaf in leaves_of(result))
+            if old is not None and old.op != "get_attr" and not returned:
+                key = (*node.meta["key"], "after", old.meta["key"])
+                self._know(tensor, self._part(_WRITTEN, (old, node), key, tensor))
+        return self._known(node, result, written)
+
+    def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
+        """What a node gave, known from here on."""
+        meta = node.meta
+        if isinstance(result, Tensor):
+            if id(result) in self._nodes and not any(result is tensor for tensor in written):
+                result = _alias(result)  # the very tensor that it was given
+            meta["value"] = result.detach().clone() if self._copies else result
+            self._know(result, node)
+            return result
+        if isinstance(result, bool) and node.target == _CAUSAL:
+            return self._number(node, result)
+        if isinstance(result, (bool, str, type(None), torch.dtype, torch.device, torch.layout)):
+            meta["pure"] = meta["pure"] or node.op in ("call_function", "call_method")
+            return result
+        if isinstance(result, (int, float)):
+            meta["pure"] = True
+            return self._number(node, result)
+        fields = _fields(result)
+        named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
+        if fields is None and not isinstance(result, (tuple, list)):
+            meta["value"] = result
+            self._know(result, node)
+            return result
+        meta["value"] = result
+        old: dict[Any, Any] = dict(enumerate(result)) if fields is None else fields
+        get = operator.getitem if fields is None or not named else getattr
+        new = {}
+        for at, value in old.items():
+            part = self._part(get, (node, at), (*meta["key"], at), None)
+            new[at] = self._known(part, value, written)
+        if all(new[at] is value for at, value in old.items()):
+            return result
+        if type(result) in (tuple, list, torch.Size):
+            return type(result)(list(new.values()))
+        return new if type(result) is dict else result
+
+    # What is written down
+
+    def _place(
+        self, op: str, target: Any, args: Any = (), kwargs: Any = None, *, pure: bool = False
+    ) -> fx.Node:
+        call = self._call
+        name = target if isinstance(target, str) else getattr(target, "__name__", "value")
+        node = self._graph.create_node(
+            op, target, tuple(args), dict(kwargs or {}), name=name.replace(".", "_").strip("_")
+        )
+        node.meta.update(
+            key=(*call.key, call.count), owner=call.owner, line=line_in_model(), pure=pure,
+            writes=False, grad=torch.is_grad_enabled(), value=None,
+        )  # fmt: skip
+        call.entries.append(node)
+        call.count += 1
+        return node
+
+    def _part(self, get: Any, args: tuple[Any, ...], key: Any, value: Any) -> fx.Node:
+        node = self._place("call_function", get, args, pure=True)
+        self._call.count -= 1
+        node.meta.update(key=key, value=value)
+        return node
+
+    def _know(self, value: Any, node: fx.Node | Text) -> None:
+        self._nodes[id(value)] = node
+        self._kept.append(value)
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        value = plain(value)
+        kind = _Bool if isinstance(value, bool) else _Int if isinstance(value, int) else _Float
+        traced = kind(value)
+        traced.node, traced.tracer = node, self
+        node.meta["value"] = value
+        return traced
+
+    def computed(self, fn: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """A number that was computed of others."""
+        if self._idle:
+            return value
+        return self._number(self._place("call_function", fn, self._lift(args), pure=True), value)
+
+    def decided(self, number: Any, value: Any) -> None:
+        """Python used the value of a number."""
+        if not self._idle:
+            self._place("call_function", guard, (number.node, value, line_in_model()))
+
+    def _lift(self, tree: Any) -> Any:
+        """A tree of values with nodes in their place."""
+        return map_tree(self._lifted, tree, self._built)
+
+    def _built(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A node that makes a dataclass, named tuple or mapping anew."""
+        if args and not _remade(cls, args[0]):
+            self._fault(f"a {cls.__name__} that cannot be made again of what is in it is passed")
+        return self._place("call_function", _named(cls), args, kwargs, pure=True)
+
+    def _lifted(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Traced):
+            return leaf.node
+        if isinstance(leaf, torch.device):
+            same = leaf.type == self._device.type and leaf.index in (None, self._device.index)
+            return DEVICE if same else leaf
+        if isinstance(leaf, Text):
+            return leaf
+        if isinstance(leaf, _PLAIN) and not isinstance(leaf, enum.Enum):
+            return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
+        node = self._nodes.get(id(leaf))
+        if node is not None:
+            return node
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                self._fault("a Tensor that is no part of the model is used")
+            node = self._graph.create_node("get_attr", f"_constant_{len(self._kept)}")
+            node.meta.update(
+                key=("constant", id(leaf)), value=leaf, pure=True, line=line_in_model()
+            )
+            self._know(leaf, node)
+            return node
+        if isinstance(leaf, nn.Module):
+            self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
+        name = f"_{type(leaf).__name__}_{len(self._kept)}"
+        self._know(leaf, text := Text(name, {name: leaf}))
+        return text
+
+    def _fault(self, what: str) -> None:
+        self.faults.append((self._call.owner, line_in_model(), what))
+
+
+def line_in_model() -> str:
+    """Where in the model's code this happens."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_MODEL):
+            code = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}: {code}"
+        frame = frame.f_back
+    return ""
+
+
+def _real(leaf: Any) -> Any:
+    """What a function really gets: modes are those of the run."""
+    return plain(leaf) if leaf is not TRAINING else True
+
+
+def _remade(cls: Any, fields: dict[Any, Any]) -> bool:
+    try:
+        return type(cls(fields)) is cls and list(cls(fields)) == list(fields)
+    except Exception:
+        return False
+
+
+def _named(fn: Any) -> Any:
+    """A callable as fx can write it: under its name in PyTorch, or under one of ours."""
+    try:
+        path = fx.node._get_qualified_name(fn).split(".")
+        found: Any = torch if path[0] == "torch" else getattr(builtins, path[0], None)
+        for part in path[1:]:
+            found = getattr(found, part)
+        if found is fn or found == fn:
+            return fn
+    except Exception:
+        pass
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return Function(fn, name if name.isidentifier() else "function")
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.view_as(tensor) if storage_of(tensor) else tensor
+
+
+def _mode(device: torch.device) -> Any:
+    """What an operation depends on besides its arguments, but for gradients."""
+    mixed = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.is_inference_mode_enabled(), mixed, torch.get_default_dtype()
+
+
+def _written(tensor: Tensor, writer: Any) -> Tensor:
+    return tensor
+
+
+# What ``nn.TransformerEncoder`` does with padding, in three functions
+
+
+def _could_nest(encoder: nn.TransformerEncoder) -> bool:
+    return bool(getattr(encoder, "use_nested_tensor", False))
+
+
+def _nested(
+    src: Tensor, padding: Tensor, training: bool, check: bool, trains: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The input of the first layer, nested where PyTorch would nest it, and the padding."""
+    if (
+        training
+        or src.dim() != 3
+        or (torch.is_grad_enabled() and (trains or src.requires_grad))
+        or not torch.backends.mha.get_fastpath_enabled()
+        or torch.is_autocast_enabled()
+        or (check and torch.compiler.is_compiling())
+    ):
+        return src, padding
+    keep = padding.logical_not()
+    if check and not torch._nested_tensor_from_mask_left_aligned(src, keep):
+        return src, padding
+    return torch._nested_tensor_from_mask(src, keep, mask_check=False), None
+
+
+def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.to_padded_tensor(0.0, shape) if x.is_nested else x
+
+
+_NESTED, _PADDED = Function(_nested, "nested"), Function(_padded, "padded")
+_WRITTEN = Function(_written, "written")
+_CAUSAL = Function(transformer._detect_is_causal_mask, "is_causal_mask")
