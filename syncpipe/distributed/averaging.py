@@ -83,7 +83,7 @@ class Averaging:
             ("the number of calls that came to a good end", self._ended_well),
         )
         self._current = reduction, threading.get_ident()
-        self._thread().submit(reduction.serve, _nothing)
+        self._thread().jobs.put((reduction.serve, _nothing))
         return reduction
 
     def finish(self, reduction: Reduction, total: float | None = None) -> float:
@@ -168,12 +168,15 @@ class Averaging:
 
     def _thread(self) -> WorkerThread:
         if not (self._threads and self._threads[0].alive):
-            thread, done = WorkerThread("data parallel"), SimpleQueue[None]()
+            done = SimpleQueue[None]()
+            for thread in self._threads:
+                thread.stop()  # if Ctrl-C came while it was started
+            self._threads[:] = [WorkerThread("data parallel")]
+            self._threads[0].start()
             mine = torch.get_num_threads()
-            thread.submit(_one_core, partial(done.put, None))
+            self._threads[0].jobs.put((_one_core, partial(done.put, None)))
             done.get()
             torch.set_num_threads(mine)  # threads that start later inherit what was set last
-            self._threads[:] = [thread]
         return self._threads[0]
 
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -30,7 +31,7 @@ import torch
 
 from syncpipe.runtime.randomness.turns import outside_of_turn
 from syncpipe.runtime.thread_state import CallerState, backward_here
-from syncpipe.runtime.worker import Worker, WorkerThread
+from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Step, Steps
 
@@ -147,32 +148,36 @@ class _Inbox:
         return list(map(arrived.pop, numbers))
 
 
-class _Finished:
-    """The workers that are done with a call and hold nothing of it any more."""
+class _Reports:
+    """What the workers say when they are done with a job and hold nothing of it any more.
 
-    def __init__(self) -> None:
-        self._workers: list[int] = []
+    Attributes:
+        of: for each worker what it calls then.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._missing = set(range(count))
         self._news: SimpleQueue[None] = SimpleQueue()
+        self.of = [partial(self._report, w) for w in range(count)]
 
-    def report(self, w: int) -> None:
-        self._workers.append(w)
+    def _report(self, w: int) -> None:
+        self._missing.discard(w)
         self._news.put(None)
 
     def wait(self, threads: Sequence[WorkerThread], died: Callable[[int], None]) -> None:
-        """Waits for the reports of all ``threads``; may be interrupted and called again.
+        """Waits until each has reported; may be interrupted and called again.
 
         Args:
             threads: of workers 0, 1, ...
             died: is told of those that will never report.
         """
-        while len(self._workers) < len(threads):
+        while self._missing:
             try:
                 self._news.get(timeout=_LOOK_SECONDS)
             except Empty:
-                for w, thread in enumerate(threads):
-                    if not thread.alive and w not in self._workers:
-                        died(w)
-                        self.report(w)
+                for w in [w for w in self._missing.copy() if not threads[w].alive]:
+                    died(w)
+                    self._report(w)
 
 
 class _Execution:
@@ -270,8 +275,13 @@ class Engine:
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             contextvars.copy_context().run(backward_here, execution.run_here)
             return
-        submitted: list[WorkerThread] = []
-        finished = _Finished()
+        reports = _Reports(len(self._workers))
+        queues: list[SimpleQueue[Item | None]] = []
+        jobs = [
+            (_job(state.context.copy().run, execution.work, w, worker.device, state), report)
+            for w, (worker, report) in enumerate(zip(self._workers, reports.of, strict=True))
+        ]
+        submit = map(SimpleQueue.put, queues, jobs)  # all jobs or none: in C, without Ctrl-C
 
         def died(w: int) -> None:
             name = str(self._workers[w].device)
@@ -285,18 +295,17 @@ class Engine:
             # All workers see concurrent calls in the same order, or two calls could deadlock.
             with self._lock:
                 self._start()
-                for w, thread in enumerate(self._threads):
-                    context = state.context.copy()
-                    device = self._workers[w].device
-                    job = _job(context.run, execution.work, w, device, state)
-                    thread.submit(job, partial(finished.report, w))
-                    del job, context
-                    submitted.append(thread)
-            finished.wait(submitted, died)
+                threads = list(self._threads)
+                queues += [thread.jobs for thread in threads]
+                deque(submit, maxlen=0)
+            reports.wait(threads, died)
         except BaseException:  # Ctrl-C, above all
             execution.cancel()
-            finished.wait(submitted, died)
+            if queues:
+                deque(submit, maxlen=0)  # nobody is left out, to come late
+                reports.wait(threads, died)
             raise
+        del jobs
         if execution.failures:
             error = min(execution.failures, key=lambda failure: failure[0])[1]
             execution.failures.clear()
@@ -309,14 +318,17 @@ class Engine:
         """Starts the threads if need be and shares out the cores."""
         for w, worker in enumerate(self._workers):
             if w == len(self._threads) or not self._threads[w].alive:
-                self._threads[w : w + 1] = [WorkerThread(str(worker.device))]
                 self._share = 0
+                for thread in self._threads[w : w + 1]:
+                    thread.stop()  # if Ctrl-C came while it was started
+                self._threads[w : w + 1] = [WorkerThread(str(worker.device))]
+                self._threads[w].start()
         share = self.share()
         if share != self._share:
             mine = torch.get_num_threads()
-            done = _Finished()
-            for w, thread in enumerate(self._threads):
-                thread.submit(_job(_set_threads, share), partial(done.report, w))
+            done = _Reports(len(self._threads))
+            for thread, report in zip(self._threads, done.of, strict=True):
+                thread.jobs.put((_job(_set_threads, share), report))
             done.wait(self._threads, lambda w: None)
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)

@@ -12,7 +12,7 @@ import torch
 from syncpipe.runtime.free_threading import FREE_THREADED
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
 
-__all__ = ["Worker", "WorkerThread"]
+__all__ = ["Item", "Worker", "WorkerThread"]
 
 
 class Worker:
@@ -81,39 +81,47 @@ class Worker:
 #: After a job, and later: so often an idle thread lets go of what dies only when it runs.
 _LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
-_Item = tuple[Callable[[], None], Callable[[], None]] | None
+Item = tuple[Callable[[], None], Callable[[], None]]
 
 
 class WorkerThread:
-    """A daemon thread that runs the jobs it is given, in order, until it is stopped."""
+    """A daemon thread that runs the jobs it is given, in order, until it is stopped.
+
+    Attributes:
+        jobs: to put them into: a job, which must not raise, and what to call once nothing is held
+            of it. None stops the thread.
+    """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_Item] = SimpleQueue()
+        self.jobs: SimpleQueue[Item | None] = SimpleQueue()
         self._thread = threading.Thread(
-            target=_serve, args=(self._jobs,), name=f"syncpipe {name}", daemon=True
+            target=_serve, args=(self.jobs,), name=f"syncpipe {name}", daemon=True
         )
-        self._thread.start()
 
-    def submit(self, job: Callable[[], None], report: Callable[[], None]) -> None:
-        """Queues a job, which must not raise, and what to call once nothing is held of it."""
-        self._jobs.put((job, report))
+    def start(self) -> None:
+        """Starts the thread; whoever stops it must know it by then, for Ctrl-C may come."""
+        self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether nobody has stopped or killed it."""
-        return self._thread.is_alive()
+        """Whether it was started and has not said itself that it ends.
+
+        Not ``Thread.is_alive``: before Python 3.13 that takes a running thread for ended if Ctrl-C
+        comes in the middle of it.
+        """
+        return self._thread.ident is not None and self._thread in threading.enumerate()
 
     def stop(self) -> None:
         """Ends the thread after the jobs it has; idempotent, callable from any thread."""
-        self._jobs.put(None)
+        self.jobs.put(None)
 
     def join(self, timeout: float) -> None:
         """Waits until the thread has ended, unless it is the calling one."""
-        if self._thread is not threading.current_thread():
+        if self.alive and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
 
-def _serve(jobs: SimpleQueue[_Item]) -> None:
+def _serve(jobs: SimpleQueue[Item | None]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
     seconds = _LOOK_SECONDS[0]
     while True:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from syncpipe import inline, is_recomputing
+from syncpipe.runtime.randomness.random import cell_seed
 from tests.support.running import (
     MODES,
     Dawdle,
@@ -101,6 +102,12 @@ def test_layers_micro_batches_and_calls_draw_different_numbers():
         pipe(torch.ones(4, 1))
     assert len(drawn) == 36
     assert len({tuple(numbers) for numbers in drawn}) == 36
+
+
+def test_seeds_of_a_long_stream_do_not_repeat():
+    micro_batches = [*range(9), *(k << 16 for k in range(1, 600)), *range(65_530, 65_540)]
+    seeds = {cell_seed(5, j, i) & 0xFFFFFFFF for i in set(micro_batches) for j in range(40)}
+    assert len(seeds) == 40 * len(set(micro_batches))
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another_one():

@@ -26,16 +26,19 @@ from syncpipe.runtime.randomness.private_generator import PrivateGenerator, nobo
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.randomness.turns import in_turn, quiet
 
-__all__ = ["draw_again", "run_comparing_states", "run_seeded"]
+__all__ = ["cell_seed", "draw_again", "run_comparing_states", "run_seeded"]
 
 
-def _mix(seed: int, layer: int, i: int) -> int:
+def cell_seed(seed: int, layer: int, i: int) -> int:
     """A seed for one cell.
 
-    The CPU's generator looks at the low 32 bits only, so these are kept apart for any two cells
-    of a call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``.
+    The CPU's generator looks at the low 32 bits only, so these are kept apart for the cells of a
+    call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``. Every
+    65,536 micro-batches the numbers begin again, elsewhere between those of layers: at multiples
+    of the golden ratio, which are as far apart as can be.
     """
-    low = (seed + (i << 16) + layer) & 0xFFFFFFFF
+    again, i = divmod(i, 1 << 16)
+    low = (seed + (i << 16) + layer + 40503 * again) & 0xFFFFFFFF
     low ^= low >> 16
     low = low * 0x85EBCA6B & 0xFFFFFFFF
     low ^= low >> 13
@@ -75,7 +78,7 @@ def run_seeded(
     """
     picked = generators.pick(which)
     mine = [generator for _, generator in picked]
-    seed, seen = _mix(*cell), Seen()
+    seed, seen = cell_seed(*cell), Seen()
     if private and which == 1 and nobody_looks():
         seen.private = own = PrivateGenerator(torch.Generator().manual_seed(seed))
         if not look:
