@@ -21,8 +21,8 @@ from syncpipe.options.checkpoint import checked_modes, modes_of_stages
 from syncpipe.options.elsewhere import arguments_answered, attribute_answered
 from syncpipe.runtime.inline import driven
 from syncpipe.runtime.worker import Worker
+from syncpipe.schedules.auto import AutoSchedule
 from syncpipe.schedules.build import ScheduleLike
-from syncpipe.schedules.search.report import AutoSchedule
 from syncpipe.streamed import Streams
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.loss.check import LossCounts

@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.common import Part, Spread, number
 from benchmarks.group import Options
 from syncpipe.schedules import Costs, auto
-from syncpipe.schedules.search.report import Report
+from syncpipe.schedules.auto import Report
 
 #: At least so many times as long for the best named schedule, and at most so many seconds.
 GAIN, SECONDS = 1.02, 2.0

@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 from syncpipe.options.replicas import consecutive
+from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.build import AUTO, ScheduleLike, named, shown
-from syncpipe.schedules.builtin import one_f_one_b
 from syncpipe.schedules.schedule import Schedule
 
 __all__ = [

@@ -17,7 +17,7 @@ from syncpipe.options.replicas import consecutive
 from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.replicas import Replicas
-from syncpipe.schedules.builtin import one_f_one_b
+from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.simulation import simulate
 
 __all__ = ["runnable"]

@@ -1,8 +1,10 @@
 """Schedules: what one is, those with names, how to read and write others, how long they take, and
 one made to measure."""
 
+from syncpipe.schedules.auto import AutoSchedule, auto
 from syncpipe.schedules.build import SCHEDULES, build
-from syncpipe.schedules.builtin import (
+from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.named import (
     dualpipev,
     gpipe,
     interleaved_1f1b,
@@ -16,14 +18,10 @@ from syncpipe.schedules.builtin import (
     zb_h2,
     zbv,
 )
-from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.merge import dealt
-from syncpipe.schedules.player import validate
-from syncpipe.schedules.schedule import Action, Schedule
-from syncpipe.schedules.search.auto import auto
-from syncpipe.schedules.search.report import AutoSchedule
-from syncpipe.schedules.simulation import Costs, Simulation, simulate
-from syncpipe.schedules.text import from_csv, to_csv
+from syncpipe.schedules.placement import dealt
+from syncpipe.schedules.player import Costs, validate
+from syncpipe.schedules.schedule import Action, Schedule, from_csv, to_csv
+from syncpipe.schedules.simulation import Simulation, simulate
 
 __all__ = [
     "SCHEDULES",

@@ -11,11 +11,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-import syncpipe.schedules.builtin as builtin
-from syncpipe.schedules.merge import dealt
+from syncpipe.schedules import named as by_name
+from syncpipe.schedules.placement import dealt
 from syncpipe.schedules.player import validate
-from syncpipe.schedules.schedule import Devices, Schedule
-from syncpipe.schedules.text import from_csv
+from syncpipe.schedules.schedule import Devices, Schedule, from_csv
 
 __all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
@@ -25,28 +24,28 @@ ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, Any], Schedule
 
 #: The schedules by name; more can be added.
 SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
-    "naive": builtin.naive,
-    "gpipe": builtin.gpipe,
-    "1f1b": builtin.one_f_one_b,
-    "looped_bfs": builtin.looped_bfs,
-    "interleaved_1f1b": builtin.interleaved_1f1b,
-    "interleaved_zero_bubble": builtin.interleaved_zero_bubble,
-    "zb_h1": builtin.zb_h1,
-    "zb_h2": builtin.zb_h2,
-    "zbv": builtin.zbv,
-    "v_half": builtin.v_half,
-    "v_min": builtin.v_min,
-    "dualpipev": builtin.dualpipev,
+    "naive": by_name.naive,
+    "gpipe": by_name.gpipe,
+    "1f1b": by_name.one_f_one_b,
+    "looped_bfs": by_name.looped_bfs,
+    "interleaved_1f1b": by_name.interleaved_1f1b,
+    "interleaved_zero_bubble": by_name.interleaved_zero_bubble,
+    "zb_h1": by_name.zb_h1,
+    "zb_h2": by_name.zb_h2,
+    "zbv": by_name.zbv,
+    "v_half": by_name.v_half,
+    "v_min": by_name.v_min,
+    "dualpipev": by_name.dualpipev,
 }
 
 
 #: Those that know of replicas.
 _BY_STAGE = (
-    builtin.naive,
-    builtin.gpipe,
-    builtin.one_f_one_b,
-    builtin.zb_h1,
-    builtin.zb_h2,
+    by_name.naive,
+    by_name.gpipe,
+    by_name.one_f_one_b,
+    by_name.zb_h1,
+    by_name.zb_h2,
 )
 
 #: What asks ``train_batch`` to measure, and to make a schedule of that.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from syncpipe.schedules import AutoSchedule, auto, one_f_one_b
-from syncpipe.schedules.search.auto import halved
+from syncpipe.schedules.auto import halved
 from syncpipe.timeline.costs import costs_of, rematerialized_in
 from syncpipe.timeline.trace import Trace
 

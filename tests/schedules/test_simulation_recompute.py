@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +36,18 @@ def test_each_recomputation_is_right_before_its_backward(simulation: Simulation)
                 assert not again or before[1:] == action[1:]
     recomputed = [s.action for s in simulation.spans if s.action.kind == "recompute"]
     assert len(recomputed) == sum(simulation.rematerialized)
+
+
+@given(st.data())
+def test_what_is_played_is_when_spans_end(data: st.DataObject) -> None:
+    """The player and the spans work out times each by itself; also for a smaller last one."""
+    schedule = data.draw(schedules())
+    usual, last = (data.draw(costs_for(schedule.n)) for _ in range(2))
+    costs = replace(usual, last=replace(last, skips=usual.skips))
+    counts = [data.draw(st.integers(0, schedule.m)) for _ in range(schedule.n)]
+    every = data.draw(st.sampled_from([None, 1, 2]))
+    simulation = simulate(schedule, costs, counts, update_every=every)
+    assert simulation.makespan == max(span.end for span in simulation.spans)
 
 
 @given(recomputing())

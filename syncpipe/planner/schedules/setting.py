@@ -12,9 +12,9 @@ from syncpipe.planner.schedules.footprint import Footprint, Load, base, footprin
 from syncpipe.planner.schedules.halves import Halves
 from syncpipe.planner.schedules.layouts import placement
 from syncpipe.planner.search.candidate import Candidate, Terms
+from syncpipe.schedules.auto import Problem, lower_bound
+from syncpipe.schedules.player import play
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.schedules.search.bound import lower_bound
-from syncpipe.schedules.search.problem import Memory, Problem, Rows
 from syncpipe.schedules.simulation import Costs, simulate
 
 __all__ = ["Draft", "Scheduled", "Setting"]
@@ -89,11 +89,6 @@ class Setting:
     def _loads(self) -> tuple[tuple[Load, ...], ...]:
         return loads(self.schedule)
 
-    @cached_property
-    def _rows(self) -> Rows:
-        even = Costs.even(self.n)
-        return self._problem(even, (False,) * self.n).rows(self.schedule)
-
     def costs(self, balance: Sequence[int]) -> Costs:
         """What the stages of a cut take."""
         costs = self._places.costs(balance, self.m)
@@ -109,7 +104,8 @@ class Setting:
         """What a cut takes, with recomputation where it does not fit otherwise."""
         costs = self.costs(balance)
         recomputes, excess = self._recomputing(balance, costs)
-        time = self._problem(costs, recomputes).play(self._rows).makespan
+        counts = [self.m * again for again in recomputes]
+        time = play(self.schedule.actions, self.m, self.device_of, costs, counts).makespan
         python = self.terms.interpreter(balance, self.m, self.name, recomputes)
         return Draft(excess, max(time, python), tuple(balance), recomputes)
 
@@ -174,18 +170,20 @@ class Setting:
             self.device_of,
             costs,
             tuple(self.m * bool(again) for again in recomputes),
-            Memory((1.0,) * self.n, (1.0,) * self.n, (math.inf,) * len(self._stages)),
+            (1.0,) * self.n,
+            (1.0,) * self.n,
+            (math.inf,) * len(self._stages),
             split=bool(self.schedule.splits),
         )
 
-    def memory(self, draft: Draft, *, split: bool) -> Memory:
+    def memory(self, draft: Draft, *, split: bool) -> dict[str, list[float]]:
         """What :func:`syncpipe.schedules.auto` has to know; in halves a little on the safe side."""
         stages = self.footprints(draft.balance, draft.recomputes)
-        return Memory(
-            tuple(f.held + f.again + f.halves * split for f in stages),
-            tuple(f.held for f in stages),
-            tuple(
+        return {
+            "activations": [f.held + f.again + f.halves * split for f in stages],
+            "inputs": [f.held for f in stages],
+            "memory": [
                 max(0.0, self._limits[d] - base(stages[j] for j in own))
                 for d, own in enumerate(self._stages)
-            ),
-        )
+            ],
+        }

@@ -16,9 +16,8 @@ from syncpipe.planner.schedules.layouts import AUTO, LAYOUTS, placement, placeme
 from syncpipe.planner.schedules.setting import Draft, Scheduled, Setting
 from syncpipe.planner.search.candidate import Candidate, Terms
 from syncpipe.planner.search.sizes import chunk_counts
+from syncpipe.schedules.auto import auto
 from syncpipe.schedules.build import SCHEDULES
-from syncpipe.schedules.search.auto import auto
-from syncpipe.schedules.search.improve import BUDGET
 
 __all__ = ["GLANCE", "THOROUGH", "Effort", "variants"]
 
@@ -35,7 +34,6 @@ class Effort:
         wide: whether other numbers of devices and micro-batches than the plan's are tried.
         cells: micro-batches by devices, at most, where nobody asked for more: fewer micro-batches
             than the plan's are tried, if they are so many.
-        auto: actions for a schedule made to measure.
         made: micro-batches by stages that one is made for, at most.
     """
 
@@ -43,13 +41,12 @@ class Effort:
     rounds: int
     wide: bool
     cells: int
-    auto: int
     made: int
 
 
 #: For a line on the page, and for a plan.
-GLANCE = Effort(play=30_000, rounds=2, wide=False, cells=2048, auto=BUDGET // 5, made=512)
-THOROUGH = Effort(play=300_000, rounds=4, wide=True, cells=4096, auto=BUDGET, made=1 << 30)
+GLANCE = Effort(play=30_000, rounds=2, wide=False, cells=2048, made=512)
+THOROUGH = Effort(play=300_000, rounds=4, wide=True, cells=4096, made=1 << 30)
 
 
 def variants(
@@ -212,12 +209,9 @@ class _Looks:
                 device_of,
                 costs=setting.costs(draft.balance),
                 rematerialized=counts,
-                activations=memory.activations,
-                inputs=memory.inputs,
-                memory=memory.limits,
                 split=split,
                 starts=[setting.schedule],
-                budget=self._effort.auto,
+                **memory,
             )
         except ValueError:  # its account of memory is on the safe side
             return None

@@ -1,0 +1,561 @@
+"""The schedules that one can ask for by name.
+
+Some are an order for each stage, wherever the stages are. Where a device has several of them, these
+are merged into one. Two devices, three micro-batches (1F1B with the textbook's slots); ``F`` is a
+forward, ``B`` a backward, ``I`` and ``W`` its input and weight halves, each as long as a forward:
+
+    naive   F0      B0--F1      B1--F2      B2--    1f1b    F0F1    B0--F2B1--  B2--
+              F0B0--      F1B1--      F2B2--                  F0B0--F1B1--F2B2--
+
+    gpipe   F0F1F2      B2--B1--B0--                zb_h1   F0F1  I0W0F2I1W1I2W2
+              F0F1F2B2--B1--B0--                              F0I0F1I1W0F2I2W1W2
+
+                                                    zb_h2   F0F1F2I0W0I1W1I2W2
+                                                              F0I0F1I1F2I2W0W1W2
+
+Others have several stages on each device, where stage ``j`` is on device ``j % devices``. Two
+stages on each, four micro-batches; what is in small letters is of a device's second stage:
+
+    looped_bfs   F0F1F2F3f0f1f2f3      b3--b2--b1--b0--B3--B2--B1--B0--
+                   F0F1F2F3f0f1f2f3b3--b2--b1--b0--B3--B2--B1--B0--
+
+    interleaved  F0F1f0f1F2  b0--F3b1--f2B0--f3B1--  b2--  b3--B2--B3--
+    1f1b           F0F1f0b0--f1b1--F2B0--F3B1--f2b2--f3b3--B2--B3--
+
+    interleaved  F0F1f0f1  i0w0F2i1w1F3I0W0f2I1W1f3i2w2i3w3I2W2I3W3
+    zero bubble    F0F1f0i0f1i1w0F2I0w1F3I1W0f2i2W1f3i3w2I2w3I3W2W3
+
+The last ones have two stages on each device, laid out in a V: with ``p`` devices, device ``d`` has
+the stages ``d`` and ``2 p - 1 - d``, so the first device has the first and the last stage:
+
+    zbv       F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2I1W1f3i3w3I2W2I3W3
+                F0f0F1f1i0w0F2I0W0f2i1w1F3I1W1f3i2w2I2i3I3W2w3W3
+
+    v_half    F0F1  f0i0F2w0f1i1w1I0F3W0f2i2w2I1W1  f3i3I2w3I3W2W3
+                F0f0F1  i0f1w0F2I0i1W0f2w1F3I1i2W1f3I2w2i3I3W2w3W3
+
+    v_min     F0    f0i0F1w0I0W0f1i1F2w1I1W1f2i2F3w2I2W2f3i3w3  I3W3
+                F0f0    i0I0F1f1w0W0i1I1F2f2w1W1i2I2F3f3w2W2i3I3w3W3
+
+    dualpipev   F0F1F2f0i0w0f1F3b1--f2B0--b2--f3  B1--b3--I2W2I3W3
+                  F0f0F1f1F2b0--f2B0--F3b1--f3B1--b2--B2--i3I3w3W3
+
+Formulas are for even stages. In a V, bubbles are in units of the time of a forward, and those of a
+synchronous step, which begins and ends for all devices at once; 1F1B with the two stages as one
+idles for ``6 (p-1)``. What is in flight is counted in cells of a device, both stages together:
+``2 p`` on the first device of 1F1B. Where the three times differ, V-Half and V-Min, whose devices
+have little room to choose, idle in every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import Any, Literal
+
+from syncpipe.schedules.kinds import LETTERS, Kind
+from syncpipe.schedules.placement import (
+    Placement,
+    depths_of,
+    in_a_v,
+    in_rounds,
+    merged,
+    placed,
+    replicas_of,
+)
+from syncpipe.schedules.schedule import Action, Devices, Schedule
+
+__all__ = [
+    "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "naive",
+    "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
+]  # fmt: skip
+
+_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+
+
+def _in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
+) -> list[Action]:
+    """So many forwards, then back and forth in turn.
+
+    Args:
+        forwards: in order.
+        backwards: as many. After an input half comes a weight half, if there is one:
+        first: so many forwards come before the first backward.
+        delay: that of so many backwards before; the rest follow at the end.
+    """
+    halves = [action for action in backwards if action.kind == "backward_input"]
+    weights = [Action("backward_weight", i, j) for _, i, j in halves]
+    row = list(forwards[:first])
+    for k, backward in enumerate(backwards):
+        row.append(backward)
+        if k >= delay:
+            row += weights[k - delay : k - delay + 1]
+        row += forwards[first + k : first + k + 1]
+    return row + weights[max(0, len(weights) - delay) :]
+
+
+def _cells(kind: Kind, m: int, j: int) -> list[Action]:
+    return [Action(kind, i, j) for i in range(m)]
+
+
+# -- wherever the stages are -----------------------------------------------------------------------
+
+
+def naive(m: int, device_of: Placement) -> Schedule:
+    """One micro-batch at a time through all stages and back: model parallelism as done by hand.
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device.
+    """
+    devices = placed(m, device_of)
+    return _by_counts("naive", m, devices, [1] * len(devices))
+
+
+def gpipe(m: int, device_of: Placement) -> Schedule:
+    """Fill-drain, or F-then-B: all forwards, then all backwards, the last micro-batch first.
+
+    With even stages the bubble is ``(n-1) / (m+n-1)`` of the time; all ``m`` micro-batches are in
+    flight at once.
+
+    Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism, section 2.3. As in ``loss.backward()``, micro-batch ``i`` goes back before ``i-1``.
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device.
+    """
+    devices = placed(m, device_of)
+    stages = range(len(devices))
+    rows = [[*_cells("forward", m, j), *reversed(_cells("backward", m, j))] for j in stages]
+    return merged("gpipe", m, devices, rows)
+
+
+def one_f_one_b(
+    m: int,
+    device_of: Placement,
+    *,
+    slots: Literal["textbook", "overlap"] | Sequence[int] = "overlap",
+) -> Schedule:
+    """1F1B with flush: a stage goes forward until its slots are taken, then back and forth in turn.
+
+    With even stages and without transfers the bubble is GPipe's, ``(n-1) / (m+n-1)``, but at most
+    as many micro-batches are in flight on a stage as it has slots. With replicas it is 1F1B-RR:
+    micro-batch ``i`` goes both ways on replica ``i % r``, and each replica takes turns as above.
+
+    Source: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training
+    (the order); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM, section 2.2.1 (with a flush after each mini-batch).
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device. Neighbours on one
+            device count as one stage below.
+        slots: the largest number of micro-batches in flight for each stage. ``"textbook"`` is
+            ``n - j``, the fewest that keep even stages busy when transfers take no time.
+            ``"overlap"`` is ``2 (n-j) - 1``: while a stage computes, activations and gradients of
+            other micro-batches are on their way, and when one takes long the next stage has work
+            left. Or a number for each stage, never more than
+            for the stage before. More than ``m`` is ``m``. With replicas they are for each device
+            of the stage: ``n - j`` is the number of devices from stage ``j`` on, divided by
+            those of the stage and rounded up, PipeDream's number; and all replicas of a stage
+            together never have fewer than those of the next.
+
+    Raises:
+        ValueError: if the slots cannot work.
+    """
+    devices = placed(m, device_of)
+    if slots == "textbook":
+        counts = _counts(devices, 1)
+    elif slots == "overlap":
+        counts = _counts(devices, 2)
+    else:
+        counts = _checked_slots(slots, replicas_of(devices))
+    return _by_counts("1f1b", m, devices, counts)
+
+
+def zb_h1(m: int, device_of: Placement) -> Schedule:
+    """1F1B with backward in two halves: what nobody waits for fills the bubble.
+
+    The input half sends the gradient on at once; stage ``j`` puts the weight half off by ``j``
+    micro-batches, and so starts all of its input halves early. With even stages devices idle for
+    ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in 1F1B: a third, if the three are equal. At most
+    ``n`` micro-batches are in flight on any stage, as on 1F1B's first.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device. Neighbours on one
+            device count as one stage above.
+    """
+    devices = placed(m, device_of)
+    return _by_counts("zb_h1", m, devices, _counts(devices, 1), "backward_input")
+
+
+def zb_h2(m: int, device_of: Placement) -> Schedule:
+    """ZB-H1 with more micro-batches in flight: a stage that has begun does not idle until it ends.
+
+    So many forwards come first that the first gradient is there when they are done. From the first
+    to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all if the three
+    are equal; the memory is twice that of 1F1B, ``2n - 1`` micro-batches in flight on any stage.
+
+    In a step that begins and ends for all devices at once, as a synchronous one does, those behind
+    the first also wait for the first micro-batch, ``(n-1) F``. With even halves that is as much as
+    in :func:`zb_h1`; what remains is more work at hand while transfers are under way.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
+
+    Args:
+        m: number of micro-batches.
+        device_of: number of stages, or for each stage the index of its device. Neighbours on one
+            device count as one stage above.
+    """
+    devices = placed(m, device_of)
+    return _by_counts("zb_h2", m, devices, _counts(devices, 2), "backward_input")
+
+
+def _counts(device_of: Devices, passes: int) -> list[int]:
+    """For each stage how many micro-batches are in flight on all of its devices together.
+
+    As many as there are devices behind it, once, or on the way there and back.
+    """
+    counts: list[int] = []
+    depths, replicas = depths_of(device_of), replicas_of(device_of)
+    for depth, r in zip(reversed(depths), reversed(replicas), strict=True):
+        wanted = max([passes * depth - (passes - 1) * r, *counts[-1:]])
+        counts.append(-(-wanted // r) * r)  # each replica has as many
+    return counts[::-1]
+
+
+def _by_counts(
+    name: str, m: int, device_of: Devices, counts: Sequence[int], back: Kind = "backward"
+) -> Schedule:
+    """So many forwards first on each stage; with halves as many in flight there as on stage 0."""
+    rows = [
+        _in_turn(_cells("forward", m, j), _cells(back, m, j), count, counts[0] - count)
+        for j, count in enumerate(counts)
+    ]
+    return merged(name, m, device_of, rows)
+
+
+def _checked_slots(slots: Any, replicas: list[int]) -> list[int]:
+    """For each stage the slots of all replicas."""
+    n = len(replicas)
+    counts = [] if isinstance(slots, str) or not isinstance(slots, Sequence) else list(slots)
+    if not counts or not all(isinstance(count, int) for count in counts):
+        raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
+    if len(counts) != n:
+        raise ValueError(
+            f"slots={counts} has {len(counts)} numbers, but there are {n} stages: give one for each"
+        )
+    for j, count in enumerate(counts):
+        if count < 1:
+            raise ValueError(f"slots={counts}: stage {j} needs at least one slot, not {count}")
+        if j and count * replicas[j] > counts[j - 1] * replicas[j - 1]:
+            most = counts[j - 1] * replicas[j - 1] // replicas[j]
+            raise ValueError(
+                f"slots={counts}: stage {j} would wait for ever for a micro-batch that stage "
+                f"{j - 1} has no slot for; give it at most {most}"
+                + (f" (the replicas are {replicas})" if max(replicas) > 1 else "")
+            )
+    return [count * r for count, r in zip(counts, replicas, strict=True)]
+
+
+# -- round the devices -----------------------------------------------------------------------------
+
+
+def looped_bfs(m: int, device_of: Placement) -> Schedule:
+    """Breadth first: GPipe, one stage of a device after the other.
+
+    A device takes all micro-batches through its first stage, then all of them through its second,
+    and back in the opposite order. With ``p`` devices and ``v`` stages on each the bubble is
+    ``(p-1) / (v m + p-1)``, as in interleaved 1F1B, for every ``m`` from ``p`` on; all ``m``
+    micro-batches are in flight at once. What it saves are changes: the parameters of a stage are
+    used in one go.
+
+    Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism. On each stage the last
+    micro-batch goes back first, as in :func:`gpipe`.
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_rounds("looped_bfs", m, device_of)
+    n, p = len(devices), max(devices) + 1
+    rows = []
+    for d in range(p):
+        row = [Action("forward", i, j) for j in range(d, n, p) for i in range(m)]
+        rows.append((*row, *(Action("backward", i, j) for _, i, j in reversed(row))))
+    return Schedule(m, devices, tuple(rows), "looped_bfs")
+
+
+def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
+    """1F1B where each device has several stages.
+
+    A device takes ``p`` micro-batches through its first stage, then the same through its second
+    and so on, ``p`` the number of devices. Filling and draining thus take only a stage's time per
+    device, not all of them: with ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if
+    ``m`` is a multiple of ``p``. Other ``m`` work, and idle a little more.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM, section 2.2.2.
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_rounds("interleaved_1f1b", m, device_of)
+    p = max(devices) + 1
+    rows = [_round(m, devices, d, "backward", lead=2 * (p - d - 1)) for d in range(p)]
+    return Schedule(m, devices, tuple(rows), "interleaved_1f1b")
+
+
+def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
+    """Interleaved 1F1B with backward in two halves: weight halves fill the bubble.
+
+    As in :func:`zb_h1`, input halves send gradients on early, so devices begin to go back sooner,
+    and device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages
+    on each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``,
+    and none holds more than the ``v p`` cells of 1F1B's first device.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1), for the order of
+    Narayanan et al. 2021 (:func:`interleaved_1f1b`).
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_rounds("interleaved_zero_bubble", m, device_of)
+    p = max(devices) + 1
+    rows = [_round(m, devices, d, "backward_input", lead=p - d - 1, delay=d) for d in range(p)]
+    return Schedule(m, devices, tuple(rows), "interleaved_zero_bubble")
+
+
+def _round(
+    m: int, device_of: tuple[int, ...], d: int, back: Kind, *, lead: int, delay: int = 0
+) -> tuple[Action, ...]:
+    """What a device does in interleaved order.
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device.
+        d: the device.
+        back: the kind of its backwards.
+        lead: so many more forwards than the last device it does before its first backward.
+        delay: after so many further input halves it does the weight half of one.
+    """
+    n, p = len(device_of), max(device_of) + 1
+    padded = -(-m // p) * p  # micro-batches that are not there are left out in the end
+    forwards, backwards = [], []
+    for start in range(0, padded, p):
+        group = range(start, start + p)
+        forwards += [Action("forward", i, j) for j in range(d, n, p) for i in group]
+        backwards += [Action(back, i, j) for j in reversed(range(d, n, p)) for i in group]
+    row = _in_turn(forwards, backwards, lead + n - p + 1, delay)
+    return tuple(action for action in row if action.i < m)
+
+
+# -- in a V ----------------------------------------------------------------------------------------
+
+
+def zbv(m: int, device_of: Placement) -> Schedule:
+    """ZB-V: no bubble but the way to the turn, with the memory of 1F1B.
+
+    No device idles between its first and its last action. In a synchronous step there remains the
+    time until the first micro-batch has reached the last device, ``p-1``. At most ``2 p`` cells
+    are in flight on any device.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V). For fewer than
+    ``2 p - 1`` micro-batches it is the one for so many, with those left out that are not there.
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_a_v("zbv", m, device_of)
+    p = max(devices) + 1
+    rounds = max(m, 2 * p - 1) - p
+    rows = []
+    for d in range(p):
+        after = p - 1 - d
+        rows.append(
+            "F" * (2 * after + 1) + "fF" * d + "fiw" * (p - d)
+            + "FIwfiw" * (rounds - after) + "Iwfiw" * after
+            + "Ii" * d + "Iw" * (p - d) + "w" * (2 * d)
+        )  # fmt: skip
+    return _spelled("zbv", m, devices, rows)
+
+
+def dualpipev(m: int, device_of: Placement) -> Schedule:
+    """DualPipeV: forwards of one stage beside backwards of the other, mostly whole ones.
+
+    Made for layers that do such a pair at once, one half of it computing while the other one
+    communicates; here the forward comes before the backward. The bubble is ``p-1``, and at most
+    ``2 p + 1`` cells are in flight on any device.
+
+    Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
+    Sea AI Lab (github.com/deepseek-ai/DualPipe). That is for ``2 p`` micro-batches or more; with
+    fewer some of its phases are shorter or left out, and the bubble may be larger.
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_a_v("dualpipev", m, device_of)
+    p = max(devices) + 1
+    rows = []
+    for d in range(p):
+        after = p - 1 - d
+        rows.append(
+            "F" * (2 * after) + "Ff" * (d + 1) + "iwf" * after
+            + "FbfB" * (m - p - after) + "bfB" * after
+            + ("bB" * (d + 1))[: d + 1] + ("iI" * (d + 1))[d + 1 :]
+            + "wI" * after + "w" * (d + 1)
+        )  # fmt: skip
+    return _spelled("dualpipev", m, devices, rows)
+
+
+def v_half(m: int, device_of: Placement) -> Schedule:
+    """V-Half: half of 1F1B's activations, and half of its bubble.
+
+    The bubble is at most ``3 (p-1)``, and at most ``p + 2`` cells (``p + 1``, if ``p`` is odd) are
+    in flight on any device.
+
+    Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory. The building block
+    for four devices, and others like it:
+
+        device 0   F............fi.............I    every step on the way down takes 1,
+               1    F.........f...i..........I      and every step on the way up takes 2
+               2     F......f......i.......I
+               3      F...f.........i....I
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_a_v("v_half", m, device_of)
+    p = max(devices) + 1
+    turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions meet
+    return _repeated("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
+
+
+def v_min(m: int, device_of: Placement) -> Schedule:
+    """V-Min: about a third of 1F1B's activations, and two thirds of its bubble.
+
+    The bubble is at most ``4 (p-1)``, and at most ``2 ceil((p+2) / 3)`` cells are in flight on any
+    device. With up to three devices :func:`v_half` needs no more, and idles less.
+
+    Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory. The building block
+    for four devices, where no step takes longer than it must:
+
+        device 0   F......fi......I
+               1    F....f..i....I
+               2     F..f....i..I
+               3      Ff......iI
+
+    Args:
+        m: number of micro-batches.
+        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
+
+    Raises:
+        ValueError: if the stages are not laid out like that.
+    """
+    devices = in_a_v("v_min", m, device_of)
+    p = max(devices) + 1
+    turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions meet
+    return _repeated("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
+
+
+def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
+    """A schedule from a letter for each action.
+
+    Args:
+        name: of the schedule.
+        m: number of micro-batches; the rows may be for more.
+        device_of: for each stage the index of its device.
+        rows: for each device its actions: ``F``, ``B`` and ``I`` for the next micro-batch of its
+            first stage, ``f``, ``b`` and ``i`` for that of its second, and ``w`` for the weight
+            half that waits for the longest time.
+    """
+    actions = []
+    for d, letters in enumerate(rows):
+        row: list[Action] = []
+        waiting: deque[Action] = deque()
+        counts: dict[tuple[bool, int], int] = {}
+        for letter in letters:
+            if letter == "w":
+                row.append(waiting.popleft())
+                continue
+            kind, j = _KINDS[letter.upper()], d if letter.isupper() else len(device_of) - 1 - d
+            key = kind == "forward", j
+            i = counts[key] = counts.get(key, -1) + 1
+            row.append(Action(kind, i, j))
+            if kind == "backward_input":
+                waiting.append(Action("backward_weight", i, j))
+        actions.append(tuple(action for action in row if action.i < m))
+    return Schedule(m, device_of, tuple(actions), name)
+
+
+def _repeated(
+    name: str,
+    m: int,
+    device_of: tuple[int, ...],
+    steps: tuple[int, int, int, int],
+    turns: tuple[int, int, int],
+    room: int,
+) -> Schedule:
+    """A schedule that repeats a building block, the way of a micro-batch, every six units of time.
+
+    Six actions are what a micro-batch asks of a device. So where no two of a block meet on a
+    device modulo six, all blocks fit into each other, and devices are always busy. A cell's time in
+    flight, divided by six, is how many of its stage are in flight at once: short ways and long ones
+    meet on each device in the V, so all devices need about the same memory.
+
+    What a block leaves open is where weight halves go: wherever a device would idle, and where a
+    forward needs the room that one takes. Everything starts as soon as it can, so that the
+    beginning and the end are shorter than the blocks are.
+
+    Args:
+        name: of the schedule.
+        m: number of micro-batches.
+        device_of: for each stage the index of its device.
+        steps: the time from an action to the same one on the next stage of its way: forward, down
+            the devices and up; back, down and up.
+        turns: the same at the turns between these four.
+        room: the largest number of cells in flight on a device.
+    """
+    n, p = len(device_of), len(device_of) // 2
+    ways = [(step,) * (p - 1) for step in steps]
+    gaps = (*ways[0], turns[0], *ways[1], turns[1], *ways[2], turns[2], *ways[3])
+    times = list(accumulate(gaps, initial=0))
+    lists: list[list[Action]] = []
+    for d in range(p):
+        cells: list[tuple[int, Action]] = []
+        for i, j in product(range(m), (d, n - 1 - d)):
+            cells.append((6 * i + times[j], Action("forward", i, j)))
+            cells.append((6 * i + times[2 * n - 1 - j], Action("backward_input", i, j)))
+        row = [action for _, action in sorted(cells)]
+        halves = [Action("backward_weight", i, j) for kind, i, j in row if kind != "forward"]
+        lists += [row, halves]
+    return merged(name, m, device_of, lists, room)
