@@ -21,6 +21,7 @@ import collections
 import contextlib
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -74,14 +75,29 @@ class Detector(NamedTuple):
     """Tests that may notice.
 
     Attributes:
-        simulated: whether they run on the simulated devices.
+        about: a regular expression for the paths of what they can notice anything of.
         arguments: of pytest, or, after ``"fuzz"``, of ``tests.simulated.fuzz``.
+        simulated: whether they run on the simulated devices.
+        every: of how many tests one runs, in any order; many differ in little from each other.
         seconds: after which a run counts as hanging.
     """
 
-    simulated: bool
+    about: str
     arguments: Sequence[str]
+    simulated: bool = False
+    every: int = 1
     seconds: float = 600.0
+
+
+class Sample:
+    """A plugin of pytest that runs some of the tests, mixed, so that it soon meets all kinds."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = items[:: self.every]
+        random.Random(0).shuffle(items)
 
 
 def _files(*names: str) -> list[str]:
@@ -89,15 +105,18 @@ def _files(*names: str) -> list[str]:
     return [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
 
 
+_HERE = "^(?!distributed/)"
+
 #: In the order of what is likely to notice. Tests that take a statement out themselves are left
 #: out: they find it missing, whatever it was good for.
 DETECTORS: dict[str, Detector] = {
     "streams": Detector(
-        False,
+        _HERE,
         [*_files("streams"), "-k=not race_without and not all_sites and not race_if"],
+        every=4,
     ),
     "threads": Detector(
-        False,
+        _HERE,
         _files(
             "pipe/test_equivalence.py",
             "training/train_batch/test_equivalence.py",
@@ -120,10 +139,12 @@ DETECTORS: dict[str, Detector] = {
             "pipe/replicas",
             "inputs/test_inplace.py",
             "timeline/test_trace.py",
+            "verification/test_restored.py",
         ),
+        every=3,
     ),
     "simulated": Detector(
-        True,
+        _HERE,
         _files(
             "accelerators/test_accelerators_offload.py",
             "accelerators/test_accelerators_memory.py",
@@ -131,11 +152,22 @@ DETECTORS: dict[str, Detector] = {
             "accelerators/test_accelerators_replicas.py",
             "accelerators/gpu/test_gpu_training.py",
             "training/stream/test_stream_accelerators.py",
+            "simulated/test_callers.py",
+        ),
+        simulated=True,
+        every=3,
+    ),
+    "fuzz": Detector(_HERE, ["fuzz", "--models=300", "--seed=1", "--stop"], simulated=True),
+    "processes": Detector(
+        "^distributed/",
+        _files(
+            "distributed/test_failures.py",
+            "distributed/test_gradients.py",
+            "distributed/stages/test_stage_failures.py",
         ),
     ),
-    "fuzz": Detector(True, ["fuzz", "--models=300", "--seed=1", "--stop"]),
-    "processes": Detector(
-        False, _files("distributed/test_failures.py", "distributed/test_gradients.py")
+    "ranks": Detector(
+        "^distributed/", _files("accelerators/test_accelerators_ranks.py"), simulated=True
     ),
 }
 
@@ -167,8 +199,9 @@ def mutants() -> Iterator[Mutant]:
             continue
         source = path.read_text(encoding="utf-8")
         lines = source.splitlines(keepends=True)
+        said: set[int] = set()
         for node in ast.walk(ast.parse(source)):
-            for what, old, new in _changes(node):
+            for what, old, new in _changes(node, said):
                 yield Mutant(str(file), old.lineno, what, source, _replaced(lines, old, new))
         for fault in FAULTS:
             changed, count = re.subn(fault.pattern, fault.text, source, count=1)
@@ -181,8 +214,10 @@ def mutants() -> Iterator[Mutant]:
             raise SystemExit(f"nowhere in syncpipe/ is {fault.pattern!r} ({fault.breaks})")
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
-    """What it would change, the node, and the text that replaces it."""
+def _changes(node: ast.AST, said: set[int]) -> Iterator[tuple[str, Any, str]]:
+    """What it would change, the node, and the text that replaces it; ``said`` are messages."""
+    if isinstance(node, ast.Raise | ast.JoinedStr):  # the order of what is said
+        said.update(map(id, ast.walk(node)))
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         name = _name(node.value.func)
         if CALLS.search(name) and not NOT.search(name):
@@ -193,7 +228,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
             if CONTEXTS.search(text) and item.optional_vars is None:
                 context = '__import__("contextlib").nullcontext()'
                 yield f"with {text}", item.context_expr, context
-    elif isinstance(node, ast.Call) and ORDERS.search(_name(node.func)):
+    elif isinstance(node, ast.Call) and ORDERS.search(_name(node.func)) and id(node) not in said:
         yield ast.unparse(node), node.func, "(lambda found, **_: list(found))"
 
 
@@ -245,7 +280,8 @@ def _run(root: str, detector: Detector, output: str) -> None:
     else:
         import pytest
 
-        code = int(pytest.main([*_PYTEST, *detector.arguments]))
+        plugins = [Sample(detector.every)]
+        code = int(pytest.main([*_PYTEST, *detector.arguments], plugins=plugins))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -281,6 +317,8 @@ def judged(mutant: Mutant | None, detectors: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         copied(Path(folder), mutant)
         for name in detectors:
+            if mutant is not None and not re.search(DETECTORS[name].about, mutant.file):
+                continue
             found[name] = red_by(Path(folder), DETECTORS[name])
             if found[name] and mutant is not None:
                 break
@@ -319,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work: Callable[[Mutant], dict[str, str]] = lambda mutant: judged(mutant, detectors)  # noqa: E731
     with ThreadPoolExecutor(options.processes) as threads:
         for mutant, found in zip(chosen, threads.map(work, chosen), strict=True):
-            name, red = list(found.items())[-1]
+            name, red = list(found.items())[-1] if found else ("", "")
             if red:
                 killed[name] += 1
             else:
