@@ -112,7 +112,7 @@ _HERE = "^(?!distributed/)"
 DETECTORS: dict[str, Detector] = {
     "streams": Detector(
         _HERE,
-        [*_files("streams"), "-k=not race_without and not all_sites and not race_if"],
+        [*_files("streams"), "-k=not race_if and not left_out"],
         every=4,
     ),
     "threads": Detector(

@@ -23,7 +23,6 @@ and tensors of which an operator uses several devices at once (but for copies).
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -76,8 +75,7 @@ class World:
     def __init__(self) -> None:
         self.reports: list[str] = []
         self.operators = 0
-        self.waits: dict[str, int] = {}  # how often a wait or keep was met, by site
-        self.dropped = ""  # the site that is left out, for mutation tests
+        self.left_out = ""  # what is not done: "wait" or "keep"
         self._lock = threading.RLock()
         self._local = threading.local()
         self._default: dict[int, Stream] = {}
@@ -242,16 +240,6 @@ class _Mode(TorchDispatchMode):
         return outputs
 
 
-#: Files whose functions name a site, besides those in ``TRAINING``.
-OURS = ("syncpipe/runtime/", "syncpipe/stages/transfer.py", "syncpipe/training/gradients.py")
-#: Functions of the training driver by which sites differ, and what a hand-over is called there.
-TRAINING = {
-    "_backward": "", "_brought": "", "_return": "returned", "_loss": "loss",
-    "for_caller": "leaf", "_go_back_alone": "beside", "_results": "results",
-    "_without_grad": "gradients", "got": "gradients",
-}  # fmt: skip
-
-
 class Stamp(dict["Stream", int]):
     """An event that can tell its time."""
 
@@ -293,37 +281,13 @@ class FakeStreams:
 
     def wait(self, stream: Stream, event: Clock) -> None:
         with self.world._lock:
-            if self._met("wait", stream):
+            if self.world.left_out != "wait":
                 stream.join(event)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         with self.world._lock:
-            if self._met("keep", stream):
+            if self.world.left_out != "keep":
                 self.world.keep(tensor, stream)
-
-    def _met(self, what: str, stream: Stream) -> bool:
-        """Counts a wait or keep of the library by its site; whether it is to be done."""
-        frame: Any = sys._getframe(2)
-        caller, names, training = frame, [], False
-        while frame is not None:
-            path, name = frame.f_code.co_filename, frame.f_code.co_name
-            if any(part in path for part in OURS) or name in TRAINING:
-                names.append(name)
-            if name == "on_streams":
-                names += ["backward"] * ("backward" in frame.f_locals["kind"])
-                training |= frame.f_locals["run"].func.__module__.startswith("syncpipe.training")
-            training |= path.endswith(("syncpipe/training/task.py", "syncpipe/training/train.py"))
-            frame = frame.f_back
-        where = "backward" if {"backward", "_backward"} & set(names) else "forward"
-        where = "bring" if "_brought" in names else where
-        if names[0] in ("wait_for", "record_on_stream"):  # which of the streams of the other lane
-            where = "start" if self.world.current(self.device) is not stream else "end"
-            if what == "wait" and caller.f_locals["stream"] is caller.f_locals["other"].outbound:
-                where += " outbound"
-            where = next((TRAINING[name] for name in names if TRAINING.get(name)), where)
-        site = f"{what} {names[0]} {where}" + " in training" * training
-        self.world.waits[site] = self.world.waits.get(site, 0) + 1
-        return site != self.world.dropped
 
 
 def address(tensor: Tensor) -> int:

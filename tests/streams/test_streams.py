@@ -1,4 +1,4 @@
-"""Stream logic without an accelerator: no race with all waits in place, one with any taken out."""
+"""Stream logic without an accelerator: no race with all waits in place, some without."""
 
 from __future__ import annotations
 
@@ -287,20 +287,22 @@ def running(how: str) -> Iterator[None]:
         yield
 
 
-# Of all combinations a third: with each layout and driver any two of the other four meet.
+# Of all combinations a sixth: with each layout and driver any two of the other four meet.
 USES = [
-    (workers, callers, checkpoint, chunks)
-    for k, (workers, callers) in enumerate(
-        itertools.product(["private", "shared"], ["own", "default"])
+    (*use, "threads" if k % 2 else "inline")
+    for k, use in enumerate(
+        (workers, callers, checkpoint, chunks)
+        for k, (workers, callers) in enumerate(
+            itertools.product(["private", "shared"], ["own", "default"])
+        )
+        for a, checkpoint in enumerate(["always", "except_last", "never"])
+        for b, chunks in enumerate([1, 2, 4])
+        if (k + a + b) % 3 == 0
     )
-    for a, checkpoint in enumerate(["always", "except_last", "never"])
-    for b, chunks in enumerate([1, 2, 4])
-    if (k + a + b) % 3 == 0
 ]
 
 
-@pytest.mark.parametrize("how", ["threads", "inline"])
-@pytest.mark.parametrize(("workers", "callers", "checkpoint", "chunks"), USES)
+@pytest.mark.parametrize(("workers", "callers", "checkpoint", "chunks", "how"), USES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_race(world, layout, workers, callers, checkpoint, chunks, how):
     scenario = Scenario(
@@ -312,45 +314,14 @@ def test_no_race(world, layout, workers, callers, checkpoint, chunks, how):
     assert world.operators > 100
 
 
-# What a pipe does on streams, and where its absence shows: between workers on one device, between
-# devices. On one device the engine's own waits do the same in backward, so these do not show there.
-ONE, TWO = "one device", "four devices"
-SITES = {
-    "wait wait_for start": [ONE, TWO],
-    "wait wait_for end": [ONE, TWO],
-    "wait wait_for end outbound": [TWO],
-    "wait wait_for_caller backward": [TWO],
-    "wait receive forward": [ONE, TWO],
-    "wait receive backward": [TWO],
-    "wait send forward": [TWO],
-    "wait send backward": [TWO],
-    "keep record_on_stream start": [ONE],
-    "keep record_on_stream end": [ONE, TWO],
-    "keep receive forward": [ONE, TWO],
-    "keep receive backward": [TWO],
-    "keep send forward": [TWO],
-    "keep send backward": [TWO],
-}
-
-
-@pytest.mark.parametrize(("how", "checkpoint"), [("threads", "never"), ("inline", "always")])
-@pytest.mark.parametrize(("site", "layout"), [(s, layout) for s in SITES for layout in SITES[s]])
-def test_race_without(world, site, layout, how, checkpoint):
-    if (site, how) == ("keep record_on_stream start", "threads"):
-        pytest.skip("which of the nodes ready on the one CPU goes back last depends on threads")
-    if site == "wait wait_for_caller backward" and checkpoint != "never":
-        pytest.skip("the checker takes a node without gradients, as of a token, for a root")
-    world.dropped = site
-    with running(how):
-        reports = Scenario(world, layout, checkpoint=checkpoint, chunks=4).run(2)
-    assert world.waits[site]
-    assert reports
-
-
-def test_all_sites_are_known(world):
-    """A wait that somebody adds must be shown to be needed, too."""
-    Scenario(world, TWO, checkpoint="except_last", chunks=4).run(1)
-    assert world.waits.keys() == SITES.keys()
+@pytest.mark.parametrize("layout", ["one device", "four devices"])
+@pytest.mark.parametrize("what", ["wait", "keep"])
+def test_what_is_left_out_is_reported(world, layout, what):
+    """Line by line that is ``python -m tests.mutations``."""
+    world.left_out = what
+    with inline():
+        reports = Scenario(world, layout, checkpoint="never", chunks=4).run(2)
+    assert any(report.startswith("race" if what == "wait" else "reuse") for report in reports)
 
 
 @pytest.mark.parametrize("layout", ["two devices", "four devices"])
