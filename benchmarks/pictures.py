@@ -2,15 +2,13 @@
 
 Of a table in a report: a panel for each ratio, a bar for each line. The schedules for the README
 are drawn by ``python -m benchmarks.pictures [FILE]``. They are simulated: four devices, eight
-micro-batches; a forward, an input half and a weight half of backward take one unit of time each, a
-transfer a tenth of it. In the interleaved schedule each device has two stages of half the size.
+micro-batches; a forward takes one unit of time, a backward two, and transfers none.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.common import Part, Spread
-from syncpipe.schedules import build, one_f_one_b
-from syncpipe.schedules.simulation import Costs, simulate
-from syncpipe.timeline.timeline import Timeline, save_comparison
+from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
+from syncpipe.timeline import Timeline, save_comparison
 
 __all__ = ["draw", "save"]
 
@@ -98,20 +95,18 @@ def save(part: Part, folder: Path, name: str) -> str | None:
 
 # -- of the schedules ------------------------------------------------------------------------------
 
-M, DEVICES, TRANSFER = 8, [0, 1, 2, 3], 0.1
-
 
 def timelines() -> dict[str, Timeline]:
-    """What each device does under each schedule, on one scale."""
-    whole = Costs.even(4, 1.0, 1.0, 1.0, TRANSFER)
-    half = Costs.even(8, 0.5, 0.5, 0.5, TRANSFER)
+    """What each device does, and holds, under GPipe and under 1F1B."""
+    costs = Costs.even(4)
     return {
-        name: Timeline.of(simulate(build(schedule, M, devices), costs))
-        for name, schedule, devices, costs in [
-            ("gpipe", "gpipe", DEVICES, whole),
-            ("1f1b", partial(one_f_one_b, slots="textbook"), DEVICES, whole),
-            ("interleaved_1f1b", "interleaved_1f1b", DEVICES * 2, half),
-            ("zb_h1", "zb_h1", DEVICES, whole),
+        title: Timeline.of(simulate(schedule, costs))
+        for title, schedule in [
+            ("GPipe: all forwards first, so all eight micro-batches are in memory", gpipe(8, 4)),
+            (
+                "1F1B: the same time, and at most four in memory",
+                one_f_one_b(8, 4, slots="textbook"),
+            ),
         ]
     }
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from syncpipe.schedules.simulation import Costs, Simulation
 from syncpipe.timeline.costs import costs_of, rematerialized_in
@@ -35,7 +35,10 @@ from syncpipe.timeline.span import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from syncpipe.timeline.picture import Panel
 
 __all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
 
@@ -187,14 +190,31 @@ class Timeline:
         else:
             _write(self.figure(), path, suffix)
 
-    def figure(self) -> Figure:
-        """A picture. It knows nothing of pyplot, so any thread can make one, and no window opens.
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws a picture: what ran when, how long rows idled, and what their memory held.
+
+        Args:
+            ax: where to draw. None: on a figure of its own, which knows nothing of pyplot, so any
+                thread can make one, and no window opens.
+
+        Returns:
+            The axes; ``plot().figure`` is the figure.
 
         Raises:
             ImportError: if matplotlib is missing.
         """
-        factor, unit = handy(self.unit, self.makespan)
-        return _draw([(self.title, self, 0.0, factor)], f"time ({unit})")
+        picture = _picture()
+        panels, axis = _panels({self.title: self}, scale=False)
+        if ax is None:
+            (ax,) = picture.draw(panels, axis).axes
+            return ax
+        picture.paint(ax, panels[0])
+        ax.set_xlabel(axis)
+        return ax
+
+    def figure(self) -> Figure:
+        """The figure of :meth:`plot`."""
+        return cast("Figure", self.plot().figure)
 
     def _repr_svg_(self) -> str | None:
         """What a notebook shows, if it can."""
@@ -231,14 +251,8 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
             f"timelines have the units {', '.join(units)}, and so no time axis in common; "
             "scale=True draws each by its own makespan"
         )
-    longest = max(timeline.makespan for timeline in timelines.values())
-    factor, unit = handy(units[0], longest)
-    panels = []
-    for name, timeline in timelines.items():
-        start = min((span.start for span in timeline.spans), default=0.0)
-        share = 100 / (timeline.makespan or 1.0)
-        panels.append((name, timeline, start, share if scale else factor))
-    return _draw(panels, "time (% of the makespan)" if scale else f"time ({unit})")
+    figure: Figure = _picture().draw(*_panels(timelines, scale=scale))
+    return figure
 
 
 def save_comparison(
@@ -267,24 +281,35 @@ def _write(figure: Figure, path: str | os.PathLike[str], suffix: str) -> None:
     figure.savefig(path, format=suffix[1:], dpi=150)
 
 
-def _draw(parts: Sequence[tuple[str, Timeline, float, float]], axis: str) -> Figure:
-    """Draws each under its name, with times that are shifted to a start and then scaled."""
+def _picture() -> Any:
+    """The module that draws."""
     try:
         import matplotlib.figure  # noqa: F401  # asked for here, needed there
+
+        from syncpipe.timeline import picture
     except ImportError as error:
         raise ImportError(
             f'a picture needs matplotlib: pip install "syncpipe[plot]" ({error})'
         ) from error
-    from syncpipe.timeline.layout import Panel
-    from syncpipe.timeline.picture import draw
+    return picture
 
+
+def _panels(timelines: Mapping[str, Timeline], *, scale: bool) -> tuple[list[Panel], str]:
+    """Each timeline under its name, and what stands at the axis that they have in common."""
+    from syncpipe.timeline.picture import Panel
+
+    unit = next(timeline.unit for timeline in timelines.values())
+    factor, unit = handy(unit, max(timeline.makespan for timeline in timelines.values()))
     panels = []
-    for title, timeline, start, factor in parts:
+    for title, timeline in timelines.items():
         spans, windows = timeline.spans, timeline.windows
-        shares = tuple(idle(busy, total(windows)) for busy in timeline.busy)
+        # One alone is drawn as it is, several from the first start of each.
+        start = min((s.start for s in spans), default=0.0) if len(timelines) > 1 else 0.0
+        shares = [idle(busy, total(windows)) for busy in timeline.busy]
         facts = f"{_contents(timeline)}, {_summary(timeline)}" if spans else "nothing ran"
-        panels.append(Panel(title, facts, timeline.rows, shares, spans, windows, start, factor))
-    return draw(panels, axis)
+        share = 100 / (timeline.makespan or 1.0) if scale else factor
+        panels.append(Panel(title, facts, timeline.rows, shares, spans, windows, start, share))
+    return panels, "time (% of the makespan)" if scale else f"time ({unit})"
 
 
 def _contents(timeline: Timeline) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from syncpipe.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from syncpipe.schedules import build, interleaved_1f1b, one_f_one_b, zb_h1
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.timeline.timeline import KINDS, Span, Timeline, compare, save_comparison
 from tests.schedules.layouts import rounds
@@ -21,11 +21,17 @@ from tests.support.running import in_threads
 from tests.timeline.test_timeline import TWO_STEPS, simulated, two_steps
 
 
+def shown(figure: Any) -> list[Any]:
+    """All texts that there are, titles and the names of rows among them."""
+    found = [text for legend in figure.legends for text in legend.get_texts()]
+    for axes in figure.axes:
+        found += [*axes.texts, axes.title, axes._left_title, axes.xaxis.label]
+        found += axes.get_yticklabels()
+    return [text for text in dict.fromkeys(found) if text.get_text()]
+
+
 def texts(figure: Any) -> list[str]:
-    (axes,) = figure.axes
-    (legend,) = figure.legends
-    found = [*axes.texts, *legend.get_texts(), axes.xaxis.label]
-    return [text.get_text() for text in found if text.get_text()]
+    return [line for text in shown(figure) for line in text.get_text().split("\n")]
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -58,6 +64,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     message = r'matplotlib: pip install "syncpipe\[plot\]"'
     for make in (
         timeline.figure,
+        timeline.plot,
         lambda: timeline.save(tmp_path / "a.png"),
         lambda: timeline.save(tmp_path / "a.svg"),
         lambda: compare({"a": timeline}),
@@ -87,6 +94,8 @@ def test_what_the_picture_says() -> None:
         "activations sent, below their sender",
         "gradients sent, above their sender",
         "idle: the bubble",
+        "1 in memory",
+        "memory: micro-batches in flight",
     ):
         assert text in said
     assert not [text for text in said if "half" in text]  # only what there is
@@ -118,8 +127,7 @@ def test_no_text_is_on_another(timeline: Timeline) -> None:
     pytest.importorskip("matplotlib")
     figure = timeline.figure()
     figure.draw_without_rendering()
-    shown = [*figure.axes[0].texts, *figure.legends[0].get_texts(), figure.axes[0].xaxis.label]
-    boxes = [(t, t.get_window_extent()) for t in shown if t.get_text()]
+    boxes = [(text, text.get_window_extent()) for text in shown(figure)]
     for text, box in boxes:
         corners = (box.x0, box.y0), (box.x1, box.y1)
         assert all(figure.bbox.contains(*corner) for corner in corners), text
@@ -131,18 +139,37 @@ def test_no_text_is_on_another(timeline: Timeline) -> None:
 def test_no_box_is_on_another(simulation: Simulation) -> None:
     """Rows and strips lie below each other, and beside each other what is on one height."""
     pytest.importorskip("matplotlib")
-    from syncpipe.timeline.layout import ROW, Panel
+    from syncpipe.timeline.picture import MEMORY, boxes_of
 
-    timeline = Timeline.of(simulation)
-    shares = [0.0] * len(timeline.rows)
-    panel = Panel("", "", timeline.rows, shares, timeline.spans, timeline.windows, 0.0, 1.0)
-    rows = [(0.0, timeline.makespan, top, top + ROW) for top in panel.tops]
-    strips = [(s.start, s.end, top, top + height) for s, top, height in panel.strips]
-    assert len(strips) == sum(s.kind == "transfer" and s.end > s.start for s in timeline.spans)
-    boxes = [*rows, *strips]
-    assert all(panel.heading <= top < bottom <= panel.height for _, _, top, bottom in boxes)
+    spans = Timeline.of(simulation).spans
+    boxes = [(s.start, s.end, *height) for s, *height in boxes_of(spans)]
+    assert len(boxes) == sum(s.kind != "transfer" or s.end > s.start for s in spans)
+    assert all(top < bottom <= int(top) + MEMORY[0] for _, _, top, bottom in boxes)
     for (a, b, top, bottom), (c, d, also, end) in combinations(boxes, 2):
         assert min(b, d) <= max(a, c) or min(bottom, end) <= max(top, also)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+def test_memory_is_what_the_schedule_says(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    schedule = build(name, 8, rounds(4, 2 if name == "interleaved_1f1b" else 1))
+    timeline = Timeline.of(simulate(schedule, Costs.even(schedule.n, transfer=0.1)))
+    notes = [text for text in texts(timeline.figure()) if text.endswith(" in memory")]
+    assert notes == [f"{count} in memory" for count in schedule.in_flight_on_device]
+    forwards = [span for span in timeline.spans if span.kind == "forward"]
+    said = texts(Timeline(forwards, timeline.rows).figure())
+    assert not [text for text in said if "memory" in text]
+
+
+def test_on_axes_of_the_callers() -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    left, right = figure_module.Figure().subplots(1, 2)
+    timeline = two_steps(title="mine")
+    assert timeline.plot(right) is right
+    assert not left.has_data()
+    assert {"mine", "time (ms)", "gpu 0", "17% idle"} <= {*texts(right.figure)}
+    assert {"forward", "idle: the bubble"} <= {t.get_text() for t in right.get_legend().get_texts()}
+    assert {*texts(timeline.plot().figure)} >= {"mine", "time (ms)", "gpu 0", "forward"}
 
 
 def overlap(a: Any, b: Any, slack: float = 2.0) -> bool:
