@@ -37,6 +37,7 @@ from syncpipe.layers.placement import (
 )
 from syncpipe.layers.state_dict_keys import translate_keys
 from syncpipe.layers.ties import check_memory, check_replicas, find_ties
+from syncpipe.layers.time_first import watch_time_first
 from syncpipe.layers.unpack import PipeSequential, unpacks
 from syncpipe.options.checkpoint import modes_of_stages
 from syncpipe.options.replicas import checked_replicas, counts_of, partitions_for, split
@@ -173,6 +174,7 @@ class Partitioned(Editable):
         self._modes = modes
         self._layers = tuple(self._modules.values())
         self._pipeline: Pipeline | None = None
+        self._watched = False
 
     @property
     def balance(self) -> list[int]:
@@ -239,6 +241,11 @@ class Partitioned(Editable):
             return
         self._check_layers()
         self._place(check_balance(self._balance, len(self)), self._served)
+
+    def _watch(self, input: Any, chunks: int = 1) -> None:
+        """In the first call, looks for modules to which dimension 0 is time."""
+        if not self._watched:
+            self._watched = watch_time_first(self.named_modules(), input, chunks)
 
     def _check_layers(self) -> nn.Sequential:
         """The layers by themselves, as far as they can be checked before specs are built."""

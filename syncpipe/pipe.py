@@ -189,6 +189,7 @@ class Pipe(Streams):
             return input
         pipeline = self._ready()
         check_input(input, self._workers[0].device)
+        self._watch(input, self._chunks)
         output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
         if not self._alone():
             self._averaging.forward(self._partitions, output)

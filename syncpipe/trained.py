@@ -325,7 +325,9 @@ class Trained(Partitioned):
     def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
         self._check_own_calls("train_batch and eval_batch")
         device, pack = self._workers[0].device, partial(batch_input, self)
-        return source_of(input, target, data_iter, self._chunks, device, pack)
+        source = source_of(input, target, data_iter, self._chunks, device, pack)
+        self._watch(source.entering())
+        return source
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""

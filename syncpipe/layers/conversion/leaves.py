@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from unittest.mock import Mock
@@ -68,12 +68,14 @@ class Traced(NamedTuple):
         whole: the modules that were not inlined though they have others inside.
         unlike: samples of other sizes with which the model decided otherwise somewhere.
         again: traces the sample once more, in one mode, with copies of all values.
+        notes: what the user should know.
     """
 
     trace: Tracer
     whole: list[Whole]
     unlike: list[list[Tensor]]
     again: Callable[[bool], Tracer]
+    notes: list[str]
 
 
 def traced(
@@ -166,13 +168,13 @@ class _Inliner:
             faults += self._vary(evaluation)
             if not self._leave(faults):
                 break
+        notes = []
         if self.pinned:
             at = "".join(f"\n  {line or what}" for _, line, what in self.pinned[:3])
-            warnings.warn(
+            notes.append(
                 f"{self.name} was converted for batches of {self.signature.batch} only, so a "
                 "Pipe must cut each mini-batch into micro-batches of this size. The model does "
-                f"something else with others, here:{at}",
-                stacklevel=2,
+                f"something else with others, here:{at}"
             )
         whole = [
             Whole(path, *why)
@@ -180,9 +182,8 @@ class _Inliner:
             if self.model.get_submodule(path)._modules
             and not any(path.startswith(f"{outer}.") for outer in self.leaves)
         ]
-        return Traced(
-            training, whole, self.unlike, lambda mode: self._run(mode, self.tensors, copies=True)
-        )
+        again = partial(self._run, tensors=self.tensors, copies=True)
+        return Traced(training, whole, self.unlike, again, notes)
 
     def _try(self) -> None:
         self.progress.step()
@@ -227,24 +228,24 @@ class _Inliner:
         )
 
     def _remedy(self, what: str, line: str) -> str:
-        config, model = getattr(self.model, "config", None), self.name
+        model, config = self.model, getattr(self.model, "config", None)
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            return (
+                "Prefix and prompt tuning hand their prefix to all layers in a cache: take adapters "
+                "that sit in the layers (LoraConfig, IA3Config)"
+            )
         if "Cache" in what:
             return (
                 "A cache is one object that all layers write into, and training needs none: call "
-                f"{model} with use_cache=False, or set model.config.use_cache = False"
+                f"{self.name} with use_cache=False, or set model.config.use_cache = False"
             )
-        if getattr(config, "layerdrop", 0) or "layerdrop" in line:
+        if getattr(config, "layerdrop", 0):
             return (
-                "Layers that are dropped at random cannot be cut: set model.config.layerdrop = 0.0 "
-                "(and where there are two, encoder_layerdrop and decoder_layerdrop) and make the "
-                "model again"
+                "Layers that are dropped at random cannot be cut: set layerdrop=0.0 in the config, "
+                "and make the model of that"
             )
-        if hasattr(self.model, "get_prompt"):
-            return (
-                "Prefix and prompt tuning hand their prefix to all layers as a cache: take "
-                "adapters in the layers (LoraConfig, IA3Config), or convert "
-                f"{model}.get_base_model() and give it the prompt"
-            )
+        if "mask_hidden_states" in line and getattr(config, "apply_spec_augment", False):
+            return "Masks that training draws cannot be cut: set model.config.apply_spec_augment = False"
         if "training" in what:
             return (
                 "Move the lines that differ into a module of their own, which asks its own "

@@ -116,7 +116,9 @@ def sequential(
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     signature = Signature(model.forward, name, sample_args, sample_kwargs)
     with Progress(name) as progress:
-        layers = unchanged(model, partial(_converted, model, signature, verify, progress))
+        layers, notes = unchanged(model, partial(_converted, model, signature, verify, progress))
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     for module in layers.modules():
         if isinstance(module, (Converted, Holder)):  # the others are as they were
             module.training = model.training
@@ -125,7 +127,7 @@ def sequential(
 
 def _converted(
     model: nn.Module, signature: Signature, verify: bool, progress: Progress
-) -> Converted:
+) -> tuple[Converted, list[str]]:
     sample = signature.take_sample()
     found = traced(model, signature, sample, progress)
     parts, layers = _layers(model, found, signature)
@@ -133,8 +135,7 @@ def _converted(
         parts, layers = _layers(model, found, signature)
     if verify:
         _check_layers(model, layers, found, parts, partial(signature.call, sample))
-    _warn_of_large_modules(model, found)
-    return layers
+    return layers, [*found.notes, *_large_modules(model, found)]
 
 
 def _layers(
@@ -178,7 +179,8 @@ def _without_idle_guards(
     return dropped
 
 
-def _warn_of_large_modules(model: nn.Module, found: Traced) -> None:
+def _large_modules(model: nn.Module, found: Traced) -> Iterator[str]:
+    """Says which module that was not inlined has most of the model."""
     total = sum(parameter.numel() for parameter in model.parameters())
     calls = [node for node in found.trace.root.nodes() if node.op == "call_module"]
     seconds = sum(node.meta["seconds"] for node in calls)
@@ -189,11 +191,10 @@ def _warn_of_large_modules(model: nn.Module, found: Traced) -> None:
         slow = seconds > 0.1 and time > seconds / 2
         if share > 0.5 or slow:
             what = f"{share:.0%} of the parameters" if share > 0.5 else "more than half of the time"
-            warnings.warn(
+            yield (
                 f"{path} ({type(model.get_submodule(path)).__name__}) is one layer and has {what}: "
-                f"{reason}" + (f":\n  {line}\n" if line else ". ") + "Move what is shown into a "
-                "module of its own, and the rest can be cut (layers.whole lists all such modules)",
-                stacklevel=6,
+                f"{reason}" + (f":\n  {line}\n" if line else ". ") + "Where that can be in a "
+                "module of its own, the rest is cut (layers.whole lists all such modules)"
             )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.converted import MODELS, Model
+from benchmarks.models.converted import DOCUMENTED, Model
 from syncpipe import Pipe, sequential
 from tests.support.models import assert_same_tree
 
@@ -19,11 +19,11 @@ from tests.support.models import assert_same_tree
 def made(name: str) -> Model:
     try:
         import_with_operators("torchvision")  # the others look at it
-        importlib.import_module(MODELS[name].package)
+        importlib.import_module(DOCUMENTED[name].package)
     except ImportError as error:
         pytest.skip(f"not installed: {error}")
     torch.manual_seed(1)
-    return MODELS[name]
+    return DOCUMENTED[name]
 
 
 def import_with_operators(package: str) -> None:
@@ -47,7 +47,7 @@ def loss_fn(output: Any) -> Tensor:
     return sum(value.float().square().mean() for value in tensors_of(output))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_gradients_are_those_of_the_model(name):
     model, args, kwargs = made(name).make(batch=2)
     plain = copy.deepcopy(model)

@@ -1,0 +1,66 @@
+"""Warns where a pipe would cut time: modules with ``batch_first=False``, PyTorch's default.
+
+A pipe cuts dimension 0. A model that transposes before such a module is right, and one that does
+not computes something else in micro-batches, without an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from syncpipe.tree import tensors_in
+
+__all__ = ["watch_time_first"]
+
+
+def watch_time_first(modules: Iterable[tuple[str, nn.Module]], input: Any, chunks: int) -> bool:
+    """Looks at what each time-first module is given first; for the first call of a pipe.
+
+    Args:
+        modules: of the pipe, with their names.
+        input: the mini-batch; None if it comes later.
+        chunks: into how many micro-batches it is cut, at most.
+
+    Returns:
+        Whether there is nothing more to look at in later calls.
+    """
+    found = [(name, module) for name, module in modules if _is_time_first(module)]
+    cut = [tensor for tensor in tensors_in(input) if tensor.dim()] if found else []
+    sizes = {len(piece) for tensor in cut for piece in tensor.chunk(chunks)}
+    for name, module in found if sizes else ():
+        watch = _Watch(name, sizes)
+        watch.handle = module.register_forward_pre_hook(watch)
+    return bool(sizes) or not found
+
+
+def _is_time_first(module: nn.Module) -> bool:
+    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first
+
+
+class _Watch:
+    """A hook for one call of a module. (None of these modules has a fast path without hooks.)"""
+
+    handle: Any = None
+
+    def __init__(self, name: str, sizes: set[int]) -> None:
+        self.name, self.sizes = name, sizes
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.handle.remove()
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if given is None or given.dim() != 3:
+            return
+        if given.shape[0] in self.sizes and given.shape[1] not in self.sizes:
+            kind = type(module).__name__
+            warnings.warn(
+                f"{self.name} is an nn.{kind} with batch_first=False, so it takes [time, batch, "
+                f"features], and it is given {list(given.shape)}: dimension 0 is what the pipe "
+                f"cuts into micro-batches (of {', '.join(map(str, sorted(self.sizes)))}), which "
+                f"here is time. Make it nn.{kind}(..., batch_first=True) and give the pipe "
+                "[batch, time, features]; or let a layer before it transpose: x.transpose(0, 1)",
+                stacklevel=2,
+            )

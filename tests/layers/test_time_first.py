@@ -1,0 +1,82 @@
+"""Modules that take time in dimension 0 are noticed in the first micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncpipe import Pipe, sequential
+
+
+class First(nn.Module):
+    def forward(self, output: tuple[Tensor, Any]) -> Tensor:
+        return output[0]
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def pipe_of(*layers: nn.Module) -> Pipe:
+    balance = [1, len(layers) - 1]
+    return Pipe(nn.Sequential(*layers), balance, devices=["cpu:0", "cpu:1"], chunks=2)
+
+
+@pytest.mark.parametrize("how", ["forward", "train", "eval"])
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [
+        ((nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), r"1\.self_attn"),
+        ((nn.LSTM(4, 4), First()), "0"),
+        ((nn.Linear(4, 4), nn.GRU(4, 4), First()), "1"),
+    ],
+)
+def test_a_pipe_that_would_cut_time_says_so_once(layers, name, how):
+    pipe = pipe_of(*copy.deepcopy(layers))
+    x = torch.rand(10, 6, 4)
+    run = {
+        "forward": lambda: pipe(x),
+        "train": lambda: pipe.train_batch(x, loss_fn=lambda y: y.square().mean()),
+        "eval": lambda: pipe.eval_batch(x),
+    }[how]
+    with pytest.warns(UserWarning, match=rf"{name} is an nn\..*\[5, 6, 4\].*batch_first=True"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        assert not any(module._forward_pre_hooks for module in pipe.modules())
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(4, 4), Transposed()),
+        (nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)),
+        (nn.LSTM(4, 4, batch_first=True), First()),
+    ],
+)
+def test_models_that_are_right_hear_nothing(layers):
+    pipe = pipe_of(*layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(torch.rand(10, 6, 4))
+        pipe.train_batch(torch.rand(12, 6, 4), loss_fn=lambda y: y.square().mean())
+        pipe(torch.rand(10, 10, 4))
+
+
+def test_converted_models_are_looked_at_as_well():
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
+    layers = sequential(model, torch.rand(9, 6, 4))
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    with pytest.warns(UserWarning, match=r"self_attn is an nn\.MultiheadAttention"):
+        pipe(torch.rand(10, 6, 4))
