@@ -21,8 +21,7 @@ from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input
-from syncpipe.layers.editing import Editable
-from syncpipe.layers.listing import Layers, as_sequential, has_specs
+from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential, has_specs
 from syncpipe.layers.placement import (
     check_balance,
     check_devices,
@@ -53,7 +52,7 @@ __all__ = ["Partitioned"]
 _AS_IT_COMES = Initialization()
 
 
-class Partitioned(Editable):
+class Partitioned(nn.Module):
     """The layers of an ``nn.Sequential`` on several devices; arguments are those of ``Pipe``."""
 
     _syncpipe_skips_are_internal = True
@@ -256,14 +255,24 @@ class Partitioned(Editable):
             verify_skippables(module)
         return module
 
-    def _edit(self, layers: dict[str, nn.Module], balance: Iterable[int] | str) -> None:
+    def __setitem__(self, index: int, layer: Layer) -> None:
+        """Puts another layer in the place of one, in its stage and under its name.
+
+        A module goes to the device of its stage, a spec is built there. The other layers keep
+        their parameters, and the optimizer its state: tell it of the new ones by
+        ``optimizer.add_param_group``. What is refused changes nothing.
+        """
+        try:
+            index = range(len(self))[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"layer {index} does not exist: the pipe has {len(self)}") from None
         before = dict(self._modules)
         try:
-            self._modules = dict(layers)
-            sizes = self._sizes(balance, self._check_layers())
-            self._place(sizes, self._resolve(len(sizes)))
+            self._modules[list(before)[index]] = as_layer(layer, f"the new layer {index}")
+            self._check_layers()
+            self._place(self._balance, self._served)
         except BaseException:
-            self._modules = before
+            self._modules.update(before)
             raise
 
     def train(self, mode: bool = True) -> Self:

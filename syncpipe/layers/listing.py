@@ -12,7 +12,7 @@ from syncpipe.layers.callables import Function, function_name
 from syncpipe.layers.placement import check_module
 from syncpipe.layers.spec import LayerSpec
 
-__all__ = ["Layers", "as_layer", "as_sequential", "has_specs", "type_name"]
+__all__ = ["Layer", "Layers", "as_layer", "as_sequential", "has_specs", "type_name"]
 
 Layer = nn.Module | Callable[..., Any]
 #: What ``Pipe``, ``plan`` and the functions of ``syncpipe.balance`` take.

@@ -12,6 +12,7 @@ __all__ = ["arguments_answered", "attribute_answered"]
 _STAGES = (
     "the number of stages is that of balance=[...], or of devices=[...] with balance='parameters'"
 )
+_LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
 _CHUNKS = "the number of micro-batches is chunks="
 _CHECKPOINT = (
     "checkpoint='always', 'except_last' or 'never' says which micro-batches are re-materialized, "
@@ -47,6 +48,7 @@ _ATTRIBUTES = {
     "step": "the optimizer is yours: optimizer.step()",
     "num_stages": "len(pipe.balance)",
     "set_dataiterator": "pipe.train_batch(data_iter=...)",
+    **dict.fromkeys(("append", "extend", "insert", "pop"), _LAYERS),
     "is_gradient_accumulation_boundary": "each pipe.train_batch takes a whole mini-batch",
 }
 

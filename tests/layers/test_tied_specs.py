@@ -209,21 +209,6 @@ def test_a_tied_weight_is_counted_where_it_comes_first() -> None:
     assert [layer.parameter_bytes for layer in found.layers] == [1600, 1200, 976, 0]
 
 
-def test_added_layers_share_what_is_in_the_pipe() -> None:
-    pipe = Pipe([TiedLayerSpec("a", nn.Linear, 3, 3), nn.ReLU()], [2])
-    weight = pipe[0].weight
-    pipe.append(TiedLayerSpec("a", nn.Linear, 3, 3))
-    pipe.insert(0, TiedLayerSpec("a", nn.Linear, 3, 3))
-    assert all(pipe[k].weight is weight for k in (0, 1, 3))
-
-
-def test_a_tie_that_was_undone_stays_undone_when_others_are_added() -> None:
-    pipe = Pipe([TiedLayerSpec("a", nn.Linear, 3, 3), TiedLayerSpec("a", nn.Linear, 3, 3)], [2])
-    pipe[1].weight = nn.Parameter(torch.ones(3, 3))
-    pipe.append(LayerSpec(nn.ReLU))
-    assert pipe[1].weight is not pipe[0].weight
-
-
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "shape": (
         lambda: TiedLayerSpec("a", nn.Linear, 3, 4),

@@ -91,7 +91,7 @@ def test_a_tied_weight_is_there_once() -> None:
 
 def test_edited_layers_are_on_the_device_of_their_stage() -> None:
     pipe = Pipe(specs(), [3, 3], devices=[A, B])
-    pipe.insert(0, nn.Linear(WIDTH, WIDTH)).append(LayerSpec(nn.Linear, WIDTH, 2))
+    pipe[0], pipe[-1] = nn.Linear(WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, 2)
     assert [pipe[0].weight.device, pipe[-1].weight.device] == [A, B]
     assert pipe(torch.randn(2, WIDTH, device=A)).shape == (2, 2)
 

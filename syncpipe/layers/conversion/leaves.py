@@ -231,8 +231,8 @@ class _Inliner:
         model, config = self.model, getattr(self.model, "config", None)
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             return (
-                "Prefix and prompt tuning hand their prefix to all layers in a cache: take adapters "
-                "that sit in the layers (LoraConfig, IA3Config)"
+                "Prefix and prompt tuning hand their prefix to all layers in a cache: take "
+                "adapters that sit in the layers (LoraConfig, IA3Config)"
             )
         if "Cache" in what:
             return (
@@ -245,7 +245,10 @@ class _Inliner:
                 "and make the model of that"
             )
         if "mask_hidden_states" in line and getattr(config, "apply_spec_augment", False):
-            return "Masks that training draws cannot be cut: set model.config.apply_spec_augment = False"
+            return (
+                "Masks that training draws cannot be cut: set model.config.apply_spec_augment = "
+                "False"
+            )
         if "training" in what:
             return (
                 "Move the lines that differ into a module of their own, which asks its own "

@@ -87,7 +87,7 @@ def test_they_can_be_set():
     torch.testing.assert_close(pipe(x), expected)
     with pytest.raises(ValueError, match="need 4 devices"):
         pipe.devices = SIX[:3]
-    pipe.append(nn.Linear(3, 3))
+    pipe[-1] = nn.Linear(3, 3)
     assert pipe.replicas == [1, 2, 1]
 
 
