@@ -10,7 +10,7 @@ are found by what they call, wherever they are, so that the table follows the pa
 redrawn. What is no single call stands in ``FAULTS``, as text that is replaced by other text.
 
 Each mutant is a copy of the package, on which the detectors run one after another until a test
-fails. What is red for a mutant must be green without it, which is tried first.
+fails. They run once without any change first: what is red then is left out, and said.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Fault(NamedTuple):
 
 FAULTS: list[Fault] = []
 
-_PYTEST = ("-m", "gpu or not gpu", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no")
+_PYTEST = ("-m", "gpu or not gpu", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no")
 
 
 class Detector(NamedTuple):
@@ -280,15 +281,14 @@ def _run(root: str, detector: Detector, output: str) -> None:
     else:
         import pytest
 
-        plugins = [Sample(detector.every)]
-        code = int(pytest.main([*_PYTEST, *detector.arguments], plugins=plugins))
+        code = int(pytest.main([*_PYTEST, *detector.arguments], plugins=[Sample(detector.every)]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def red_by(root: Path, detector: Detector) -> str:
-    """The first test that fails on a copy; nothing if none does."""
+def reds_by(root: Path, detector: Detector) -> list[str]:
+    """The tests that fail on a copy; nothing if none does."""
     output = root / "output"
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=_run, args=(str(root), detector, str(output)))
@@ -299,30 +299,41 @@ def red_by(root: Path, detector: Detector) -> str:
         os.killpg(process.pid or 0, signal.SIGKILL)  # it, and what it has left behind
     process.join()
     if hung:
-        return f"hangs for {detector.seconds:.0f} s"
+        return [f"hangs for {detector.seconds:.0f} s"]
     if process.exitcode == 0:
-        return ""
+        return []
     text = output.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" - ")[0].split(" ", 1)[1].removeprefix("tests/")
-        if line.startswith("--seed "):
-            return line
-    return f"ended with {process.exitcode}: {text[-300:]!r}"
+    found = [
+        line.split(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ")
+        for line in text.splitlines()
+        if line.startswith(("FAILED ", "ERROR ", "--seed "))
+    ]
+    return found or [f"ended with {process.exitcode}: {text[-300:]!r}"]
 
 
-def judged(mutant: Mutant | None, detectors: Sequence[str]) -> dict[str, str]:
-    """What each detector says, up to the first that is red."""
-    found: dict[str, str] = {}
+def judged(mutant: Mutant, detectors: dict[str, Detector]) -> tuple[str, str]:
+    """The first detector that is red, and its test; two empty strings if none is."""
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         copied(Path(folder), mutant)
-        for name in detectors:
-            if mutant is not None and not re.search(DETECTORS[name].about, mutant.file):
-                continue
-            found[name] = red_by(Path(folder), DETECTORS[name])
-            if found[name] and mutant is not None:
-                break
-    return found
+        for name, detector in detectors.items():
+            reds = re.search(detector.about, mutant.file) and reds_by(Path(folder), detector)
+            if reds:
+                return name, reds[0]
+    return "", ""
+
+
+def without_reds(name: str) -> Detector:
+    """A detector that stops at the first test that is red, but for those that are red anyway."""
+    detector = DETECTORS[name]
+    if detector.arguments[0] == "fuzz":
+        return detector
+    with tempfile.TemporaryDirectory(prefix="mutant") as folder:
+        copied(Path(folder), None)
+        reds = reds_by(Path(folder), detector)
+    for red in reds:
+        print(f"{name}: red without any change, and so left out: {red}", flush=True)
+    left_out = [f"--deselect={red}" for red in reds]
+    return detector._replace(arguments=[*detector.arguments, *left_out, "-x"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -343,26 +354,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{mutant.file}:{mutant.line}: {mutant.what}")
         print(len(chosen), "mutants")
         return 0
-    detectors = usable(options.detectors)
+    names = usable(options.detectors)
     import pytest  # so that processes that are forked have it, and torch  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
     begun = time.monotonic()
-    reds = {name: red for name, red in judged(None, detectors).items() if red}
-    if reds:
-        raise SystemExit(f"red without any change: {reds}")
     missed: list[Mutant] = []
     killed: collections.Counter[str] = collections.Counter()
-    work: Callable[[Mutant], dict[str, str]] = lambda mutant: judged(mutant, detectors)  # noqa: E731
-    with ThreadPoolExecutor(options.processes) as threads:
-        for mutant, found in zip(chosen, threads.map(work, chosen), strict=True):
-            name, red = list(found.items())[-1] if found else ("", "")
+    fork = multiprocessing.get_context("fork")  # of processes with one thread each
+    with ProcessPoolExecutor(options.processes, fork) as pool:
+        detectors = dict(zip(names, pool.map(without_reds, names), strict=True))
+        found = pool.map(partial(judged, detectors=detectors), chosen)
+        for mutant, (name, red) in zip(chosen, found, strict=True):
             if red:
                 killed[name] += 1
             else:
                 missed.append(mutant)
-            told = f"{name}: {red}" if red else "NOBODY"
+            told = f"{name}: {red.removeprefix('tests/')}" if red else "NOBODY"
             print(f"{mutant.file}:{mutant.line}: {mutant.what[:90]}\n    {told}", flush=True)
     seconds = time.monotonic() - begun
     print(f"\n{len(chosen)} mutants in {seconds:.0f} s, killed by", dict(killed))
