@@ -2,11 +2,12 @@
 
     python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
 
-A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``papers``, ``peers``,
-``data_parallel``, ``streams``) or one part of it (``schedules.ideal``); without one all are run.
+A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
+``data_parallel``) or one part of it (``schedules.ideal``); without one all are run.
 The report, Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes
 and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
 Each group can be run by itself with more options, ``python -m benchmarks.schedules --help``.
+What a machine with GPUs is for is ``python -m benchmarks gpu``, which has options of its own.
 """
 
 from __future__ import annotations
@@ -16,32 +17,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import common
+from benchmarks import common, gpu
 from benchmarks.common import Part
 from benchmarks.data_parallel.parts import GROUP as DATA_PARALLEL
 from benchmarks.group import Group, Options, missing_extra
 from benchmarks.memory.parts import GROUP as MEMORY
 from benchmarks.overhead import GROUP as OVERHEAD
-from benchmarks.papers.costs import PaperOptions
-from benchmarks.papers.parts import COLUMNS
-from benchmarks.papers.parts import GROUP as PAPERS
 from benchmarks.peers.measure import PeerOptions
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
 from benchmarks.planning.profiles import PlanningOptions
 from benchmarks.report import QUICK, Job, Report
 from benchmarks.schedules.parts import GROUP as SCHEDULES
-from benchmarks.streams.parts import GROUP as STREAMS
 
 GROUPS: tuple[tuple[Group, type[Options]], ...] = (
     (OVERHEAD, Options),
     (MEMORY, Options),
     (SCHEDULES, Options),
     (PLANNING, PlanningOptions),
-    (PAPERS, PaperOptions),
     (PEERS, PeerOptions),
     (DATA_PARALLEL, Options),
-    (STREAMS, Options),
 )
 
 
@@ -71,6 +66,9 @@ def selected(names: Sequence[str], jobs: Mapping[str, Job]) -> dict[str, Job]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what was asked for, and writes the report."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["gpu"]:
+        return gpu.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -107,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(
         "Benchmarks",
         command,
-        [COLUMNS, *[QUICK] * args.quick],
+        [QUICK] * args.quick,
         json_file=args.json,
         markdown=args.folder / "report.md",
         pictures=args.folder,

@@ -103,6 +103,17 @@ def timed(step: Callable[[], Any], times: int = 1) -> Callable[[], float]:
     return job
 
 
+def calibrated(step: Callable[[], object], least: float) -> Callable[[], float]:
+    """A job of as many steps as take about ``least`` seconds."""
+    for _ in range(3):
+        step()
+    start = time.perf_counter()
+    for _ in range(5):
+        step()
+    once = (time.perf_counter() - start) / 5
+    return timed(step, max(1, round(least / once)))
+
+
 # -- whether they do the same ----------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncpipe
-from benchmarks.common import Part, Spread, number, rounds
+from benchmarks.common import Part, Spread, calibrated, number, rounds
 from benchmarks.group import Group, Options
 from benchmarks.peers.libraries import (
     CALL,
@@ -47,7 +47,6 @@ from benchmarks.peers.libraries import (
     plain,
     theirs,
 )
-from benchmarks.schedules.overhead import calibrated
 
 MODES = ("never", "always")
 WORKERS = (1, 2, 4, 8)

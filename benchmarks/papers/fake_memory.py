@@ -5,11 +5,10 @@ A pipe is built whose stages are on the devices ``cpu:0``, ``cpu:1``, ... of ``F
 counts each storage once, on the device of its tensor, and learns by a weak reference when it dies
 (:mod:`benchmarks.papers.fake_storages`).
 
-One micro-batch is enough: for each action of a stage (forward, recomputation, backward) it is
-written down by how many bytes each device has more afterwards, and how many more at most meanwhile.
-Sending something over a border puts a copy on the other device, as between accelerators. The
-schedule does the rest: its actions, in the order in which they end when all stages take equally
-long, are added up, and the largest sum of each device is its peak::
+For each action of a stage (forward, recomputation, backward) it is written down by how many bytes
+each device has more afterwards, and how many more at most meanwhile. Sending something over a
+border puts a copy on the other device, as between accelerators. The largest sum of each device is
+its peak::
 
     peak of a device = parameters, gradients, optimizer, mini-batch
                      + max over its actions (what all actions before it left + rise of this one)
@@ -24,9 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -38,13 +37,11 @@ import syncpipe
 from benchmarks.papers.fake_storages import CountedWorker, StorageCounter
 from syncpipe import Pipe
 from syncpipe.runtime.engine import Run
-from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.schedule import Action, Schedule
-from syncpipe.schedules.simulation import Costs, simulate
+from syncpipe.schedules.schedule import Action
 from syncpipe.training.task import TrainingTask
 
-__all__ = ["Batch", "Effect", "Effects", "actual_peaks"]
+__all__ = ["Batch", "actual_peaks"]
 
 #: Makes input and target of so many samples, on the first and the last device.
 Batch = Callable[[int, "torch.device | str", "torch.device | str"], tuple[Any, Any]]
@@ -172,116 +169,6 @@ def _fill(layer: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = made
 
 
-@dataclass
-class Effects:
-    """What the actions of the stages of a model do to the memory of their devices.
-
-    Args:
-        build_model: makes the model on ``meta``, once for each checkpoint mode.
-        balance: how many layers each stage has; stage ``j`` is on device ``j``.
-        batch: makes inputs and targets.
-        loss_fn: for ``train_batch``.
-        samples: in a micro-batch.
-
-    Attributes:
-        parameters: for each stage the number of its parameters.
-        buffer_bytes: for each stage.
-        batch_bytes: of the inputs and the targets of one micro-batch.
-    """
-
-    build_model: Callable[[], nn.Sequential]
-    balance: Sequence[int]
-    batch: Batch
-    loss_fn: Callable[..., Tensor]
-    samples: int
-    parameters: list[int] = field(default_factory=list)
-    buffer_bytes: list[int] = field(default_factory=list)
-    batch_bytes: tuple[int, int] = (0, 0)
-    _tables: dict[str, dict[tuple[Any, ...], Effect]] = field(default_factory=dict)
-
-    def activations(self, schedule: ScheduleLike, m: int, checkpoint: str = "always") -> list[int]:
-        """For each device the most bytes besides parameters, gradients, optimizer and buffers.
-
-        Gradients of parameters are taken to be there from the step before, as those who count 12
-        or 16 bytes for a parameter do: what the backward of a layer adds to them counts here until
-        it is added.
-
-        Args:
-            schedule: as for :func:`syncpipe.schedules.build`.
-            m: number of micro-batches.
-            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
-        """
-        n = len(self.balance)
-        plan = build(schedule, m, range(n))
-        again = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
-        peaks = self.walk(_in_time(plan, again), again, new_gradients=False)
-        for device, size in zip((0, n - 1), self.batch_bytes, strict=True):
-            peaks[device] += m * size
-        return peaks
-
-    def walk(self, order: Iterable[Action], again: int, *, new_gradients: bool) -> list[int]:
-        """Adds up the effects of actions, and returns the largest sum of each device.
-
-        Args:
-            order: all actions of a mini-batch, one after another.
-            again: so many micro-batches, the first ones, are computed again.
-            new_gradients: parameters have no gradients before; they stay when they are made.
-        """
-        n = len(self.balance)
-        now, peaks = [0] * n, [0] * n
-        first = set(range(n)) if new_gradients else set()
-        for kind, i, j in order:
-            table = self._table("always" if i < again else "never")
-            new = kind == "backward" and j in first
-            effect = table[kind, j, new]
-            if new:
-                first.discard(j)
-            for device, rise in effect.rise.items():
-                peaks[device] = max(peaks[device], now[device] + rise)
-            for device, change in effect.change.items():
-                now[device] += change
-        return peaks
-
-    def _table(self, mode: str) -> dict[tuple[Any, ...], Effect]:
-        if mode not in self._tables:
-            self._tables[mode] = self._measured(mode)
-        return self._tables[mode]
-
-    def _measured(self, mode: str) -> dict[tuple[Any, ...], Effect]:
-        """Runs two micro-batches: the first to go back makes the gradients, the other adds."""
-        model = self.build_model()
-        self.parameters = [sum(p.numel() for p in part.parameters()) for part in self._cut(model)]
-        self.buffer_bytes = [
-            sum(b.numel() * b.element_size() for b in part.buffers()) for part in self._cut(model)
-        ]
-        given = self.batch(self.samples, "meta", "meta")
-        self.batch_bytes = (_bytes(given[0]), _bytes(given[1]))
-        run = _Run(model, self.balance, self.batch, self.loss_fn, checkpoint=mode, fake=True)
-        with run.ready() as pipe:
-            # Once before: a pipe learns in its first forward what its layers do.
-            run.step(pipe, 2, self.samples, "gpipe")
-            log, _ = run.step(pipe, 2, self.samples, "gpipe")
-        table: dict[tuple[Any, ...], Effect] = {}
-        for (kind, i, j), effect in log:
-            table[kind, j, kind == "backward" and i == 1] = effect
-        return table
-
-    def _cut(self, model: nn.Sequential) -> list[nn.Module]:
-        ends = [0, *itertools.accumulate(self.balance)]
-        return [model[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _in_time(plan: Schedule, again: int) -> list[Action]:
-    """The actions of a schedule in the order in which they end if all stages take equally long."""
-    counts = (again,) * plan.n
-    simulation = simulate(plan, Costs.even(plan.n), counts)
-    return [span.action for span in sorted(simulation.spans, key=lambda span: span.end)]
-
-
 def actual_peaks(
     model: nn.Sequential,
     balance: Sequence[int],
@@ -299,7 +186,13 @@ def actual_peaks(
 
     Args:
         model: on ``meta`` for fake tensors, on the CPU for real ones.
-        balance, batch, loss_fn, samples, m, schedule, checkpoint: as for :class:`Effects`.
+        balance: how many layers each stage has; stage ``j`` is on device ``j``.
+        batch: makes inputs and targets.
+        loss_fn: for ``train_batch``.
+        samples: in a micro-batch.
+        m: number of micro-batches.
+        schedule: its name.
+        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
         fake: whether it runs on fake tensors.
         gradients: whether parameters have gradients before the step.
 

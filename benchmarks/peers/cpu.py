@@ -18,8 +18,7 @@ from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
 from benchmarks.ranks import SCHEDULES as THEIRS
 from benchmarks.ranks import Ranks, Work
 from benchmarks.ranks import missing as ranks_missing
-from benchmarks.schedules.model import mlp
-from benchmarks.schedules.overhead import linears
+from benchmarks.schedules.model import linears, mlp
 from syncpipe.balance import balance_by_time
 from syncpipe.commands.demo_gain import threads
 

@@ -1,4 +1,4 @@
-"""How near two CPU workers come to the ideal of their schedule: gpipe and 1f1b."""
+"""How near two CPU workers come to the ideal of their schedule: gpipe, 1f1b and zb_h1."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SUBJECTS = {
     "gpipe": (DEVICES, "gpipe", None),
     "1f1b, textbook slots": (DEVICES, "1f1b", "textbook"),
     "1f1b, overlap slots": (DEVICES, "1f1b", "overlap"),
+    "zb_h1": (DEVICES, "zb_h1", None),
 }
 
 
@@ -31,7 +32,8 @@ def run(options: Options) -> Part:
             "ms": "one training step, from gradients of None; of the plain ones on one thread.",
             "over the loop": "time over that of the plain loop over the same micro-batches, on one "
             "thread, in the same round.",
-            "over ideal": "time over (m+n-1)/(m n) of the plain loop's, n = 2.",
+            "over ideal": "time over (m+n-1)/(m n) of the plain loop's, n = 2: the ideal of 1F1B, "
+            "which zb_h1 may go below.",
             "over measured ideal": "time over (m+n-1)/m of 'both halves at once', the ideal of two "
             "cores as they are.",
             "machine": "'both halves at once' over the longer of the two alone: 1 if the second "

@@ -69,6 +69,13 @@ def mlp(layers: int, width: int, batch: int) -> Problem:
     return Problem(model, torch.randn(batch, width), torch.randn(batch, width))
 
 
+def linears(n: int, batch: int, width: int = 4) -> Problem:
+    """So many layers that compute next to nothing."""
+    problem = mlp(n, width, batch)
+    layers = [layer for layer in problem.model if isinstance(layer, nn.Linear)]
+    return Problem(nn.Sequential(*layers), problem.x, problem.target)
+
+
 def big(options: Options) -> tuple[Problem, str, tuple[int, ...]]:
     """The model of three parts, what it is called, and the numbers of micro-batches."""
     layers, width, batch, chunks = (4, 64, 64, (4,)) if options.quick else (8, 1024, 512, (8, 16))
@@ -94,7 +101,7 @@ def reported(
 def loop_step(model: nn.Module, x: Tensor, target: Tensor, m: int) -> Tensor:
     """Forward, loss and backward of one micro-batch after another, into gradients of None."""
     model.zero_grad()
-    total = torch.zeros(())
+    total = torch.zeros((), device=target.device)
     for c, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = F.mse_loss(model(c), t) * (len(c) / len(x))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -19,7 +19,6 @@ from benchmarks.schedules.parts import GROUP as SCHEDULES
 from benchmarks.schedules.sleeping.emulated import SUBJECTS, Run
 from benchmarks.schedules.sleeping.emulated import napping as napping_problem
 from benchmarks.schedules.sleeping.naps import Naps, splitting_naps
-from benchmarks.streams.parts import GROUP as STREAMS
 from syncpipe.training.weight_gradients_rules import BINDERS
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
@@ -27,26 +26,18 @@ needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
 #: Columns that have to be there: of spreads over the rounds.
 RATIOS = {
     "ideal": ["over the loop", "over ideal", "over measured ideal", "machine"],
-    "zero_bubble": ["over the loop", "over 1f1b", "over ideal of 1f1b"],
-    "emulated": ["over simulated", "bare threads over simulated", "over bare threads"],
+    "emulated": ["over simulated"],
     "overhead": ["over the loop", "us/cell"],
-    "interpreter_lock": ["us/cell with the lock", "over the loop with the lock"],
-    "distributed": ["over the loop", "ours over theirs"],
-    "auto": ["named over auto", "1f1b over auto", "auto over bound", "search s"],
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
-    "accuracy": ["ms per step", "over 1F1B", "at the end"],
-    "bubble": ["over simulated", "over no bubble"],
     "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
 QUICK = [
-    *((SCHEDULES, name) for name in SCHEDULES.parts if name != "distributed"),
-    pytest.param(SCHEDULES, "distributed", marks=needs_gloo),
+    *((SCHEDULES, name) for name in SCHEDULES.parts),
     *((PLANNING, name) for name in PLANNING.parts),
     (PEERS, "tiny"),
     (OVERHEAD, "overhead"),
-    *((STREAMS, name) for name in STREAMS.parts),
     pytest.param(DATA_PARALLEL, "small_layers", marks=needs_gloo),
 ]
 

@@ -1,0 +1,321 @@
+"""Everything that a machine with GPUs is needed for, in parts of at most eight minutes.
+
+    python -m benchmarks gpu [PART ...] [--quick] [--simulated] [--folder DIR] [--list]
+
+Each part runs in a process of its own, which is ended after eight minutes, and writes a page:
+``tests1`` to ``tests4`` (tests marked ``gpu`` or ``cuda``, under PyTorch's sanitizer for streams),
+``overhead`` (what a cell costs), ``workers`` (one and two workers on a GPU, and several GPUs),
+``memory`` (peaks of the schedules beside those counted without values), ``plan`` (the planner's
+step beside the measured one), and the peers. ``--simulated`` runs them on the devices of the tests,
+where what needs CUDA itself is skipped: to see that everything runs, the numbers say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import Part, Spread, check, gradients, rounds, timed
+from benchmarks.papers.fake_memory import actual_peaks
+from benchmarks.peers import gpu as peers
+from benchmarks.peers.measure import PeerOptions
+from benchmarks.report import QUICK, Report
+from benchmarks.schedules.model import Problem, linears, loop_step, mlp
+from syncpipe import Pipe, Worker, plan
+
+SECONDS = 480.0
+ROOT = Path(__file__).parents[1]
+SLICES = 4
+MB = 1e6
+
+
+def accelerators() -> list[torch.device]:
+    """All there are."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        raise SystemExit("PyTorch finds no accelerator here; --simulated runs it without one")
+    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+def tests(number: int, quick: bool) -> Part:
+    """A part of the tests for accelerators, each file in a process of its own."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if any(f"pytest.mark.{mark}" in path.read_text("utf-8") for mark in ("gpu", "cuda"))
+        and path.stem not in ("test_simulated", "test_suite")
+    )
+    environment = dict(os.environ)
+    if torch.cuda.is_available():
+        environment["TORCH_CUDA_SANITIZER"] = "1"
+    part = Part(
+        f"Tests for accelerators, {number + 1} of {SLICES}",
+        "Under PyTorch's sanitizer for streams, where CUDA is.",
+    )
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-m", "gpu or cuda"]
+    command += ["--collect-only"] * quick
+    for file in files[number::SLICES][: 1 if quick else None]:
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", file], cwd=ROOT, capture_output=True, text=True,
+            check=False, env=environment,
+        )  # fmt: skip
+        lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+        part.rows.append({"file": file, "result": lines[-1].strip("= ")})
+        part.notes += [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        part.aim(
+            f"{file} passes", done.returncode in (0, 5), f"pytest ended with {done.returncode}"
+        )
+    return part
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def overhead(quick: bool) -> Part:
+    """Layers that compute next to nothing."""
+    return _timed("Overhead", linears(4, 64, 8), 4 if quick else 16, quick, 1 if quick else 20)
+
+
+def workers(quick: bool) -> Part:
+    """Layers of real size."""
+    problem = mlp(4, 64, 32) if quick else mlp(8, 4096, 4096)
+    return _timed("One worker and several", problem, 4 if quick else 8, quick, 1)
+
+
+def _timed(title: str, problem: Problem, m: int, quick: bool, times: int) -> Part:
+    devices = accelerators()
+    first = devices[0]
+    model, x, target = (each.to(first) for each in (problem.model, problem.x, problem.target))
+    places: dict[str, list[Any]] = {
+        "1 worker": [first] * 2,
+        "2 workers on one device": [Worker(first), Worker(first)],
+    }
+    if len(devices) > 1:
+        places["2 devices"] = devices[:2]
+    plain = copy.deepcopy(model)
+    expected = loop_step(plain, x, target, m).cpu(), [g.cpu() for g in gradients(plain)]
+    jobs: dict[str, Callable[[], float]] = {
+        "plain loop": timed(_waiting(partial(loop_step, plain, x, target, m)), times)
+    }
+    half = len(model) // 2
+    for place, workers in places.items():
+        for how in ("pipe(x)", "gpipe", "1f1b", "zb_h1"):
+            pipe = Pipe(
+                copy.deepcopy(model), [half, len(model) - half], devices=workers, chunks=m,
+                checkpoint="never",
+            )  # fmt: skip
+            step = partial(_step, pipe, x, target.to(pipe.devices[-1]), how)
+            outcome = step().cpu(), [g.cpu() for g in gradients(pipe)]
+            check(f"{place}, {how}", outcome, expected)
+            jobs[f"{place}, {how}"] = timed(_waiting(step), times)
+    samples = rounds(jobs, 2 if quick else 9, title)
+    name = f"{len(model)} layers, {x.shape[0]} samples of {x.shape[1]}, {m} micro-batches, {first}"
+    cell = "over micro-batches and two stages; of the plain loop as well, which has one."
+    part = Part(title, name, {"us/cell": cell})
+    for label, took in samples.items():
+        part.rows.append(
+            {
+                "what": label,
+                "ms": Spread.of([1e3 * seconds for seconds in took]),
+                "us/cell": Spread.of([1e6 * seconds / (2 * m) for seconds in took]),
+                "over the loop": Spread.ratio(took, samples["plain loop"]),
+            }
+        )
+    return part
+
+
+def _step(pipe: Pipe, x: Tensor, target: Tensor, how: str) -> Tensor:
+    pipe.zero_grad()
+    if how == "pipe(x)":
+        loss = F.mse_loss(pipe(x), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    found: Tensor = pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=how)
+    return found
+
+
+def _waiting(step: Callable[[], Any]) -> Callable[[], None]:
+    """The same, until the devices are through."""
+
+    def run() -> None:
+        step()
+        for device in accelerators():
+            torch.accelerator.synchronize(device)
+
+    return run
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def memory(quick: bool) -> Part:
+    """Peaks of a step, measured and counted."""
+    devices = accelerators()[:2]
+    width, samples, m = (64, 64, 4) if quick else (2048, 4096, 8)
+    part = Part(
+        "Memory of the schedules",
+        f"8 x (Linear({width}) + GELU), {m} micro-batches of {samples} samples, {len(devices)} "
+        "devices; MB beyond parameters and mini-batch.",
+        {"counted": "by running the same on tensors without values (tests compare it with real "
+         "ones to the byte); an allocator rounds, and a GPU has workspaces of its kernels."},
+    )  # fmt: skip
+    balance = [16] if len(devices) == 1 else [8, 8]
+    layers = mlp(8, width, 1).model
+
+    def batch(count: int, first: Any, last: Any) -> tuple[Tensor, Tensor]:
+        return torch.randn(count, width, device=first), torch.randn(count, width, device=last)
+
+    for schedule in ("gpipe", "1f1b"):  # backward is not split while tensors are counted
+        for checkpoint in ("never", "always"):
+            settings: dict[str, Any] = {"schedule": schedule, "checkpoint": checkpoint}
+            counted, _ = actual_peaks(
+                copy.deepcopy(layers).to("meta"), balance, batch, F.mse_loss,
+                samples=samples, m=m, fake=True, **settings,
+            )  # fmt: skip
+            pipe = Pipe(
+                copy.deepcopy(layers), balance, devices=devices, chunks=m, checkpoint=checkpoint
+            )
+            x, target = batch(m * samples, devices[0], devices[-1])
+            for _ in range(2):
+                pipe.zero_grad()
+                for device in devices:
+                    torch.accelerator.synchronize(device)
+                    torch.accelerator.reset_peak_memory_stats(device.index)
+                before = [torch.accelerator.memory_allocated(d.index) for d in devices]
+                pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
+                for device in devices:
+                    torch.accelerator.synchronize(device)
+                peaks = [torch.accelerator.max_memory_allocated(d.index) for d in devices]
+            for k, device in enumerate(devices):
+                measured = peaks[k] - before[k]
+                row = {**settings, "device": str(device), "measured": measured / MB}
+                row |= {"counted": counted[k] / MB, "over counted": measured / counted[k]}
+                part.rows.append(row)
+    return part
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+def planned(quick: bool) -> Part:
+    """The planner's step, and the measured one."""
+    devices = accelerators()
+    width, samples = (64, 32) if quick else (4096, 4096)
+    problem = mlp(4 if quick else 12, width, samples)
+    x, target = problem.x.to(devices[0]), problem.target.to(devices[-1])
+    found = plan(
+        problem.model.to(devices[0]), x, devices=devices, batch_size=samples,
+        timeout=0.2 if quick else 30.0, progress=False,
+        **({"memory": "1GB", "bandwidth": "10GB/s"} if quick else {}),
+    )  # fmt: skip
+    pipe = Pipe(problem.model, **found.options())
+    step = partial(_step, pipe, x.to(pipe.devices[0]), target, "1f1b")
+    took = rounds({"step": timed(_waiting(step))}, 2 if quick else 9, "plan")["step"]
+    part = Part(
+        "Planned and measured", f"{len(problem.model)} layers of {width}; {found.options()}"
+    )
+    part.rows.append(
+        {
+            "planned ms": 1e3 * found.step_time,
+            "measured ms": Spread.of([1e3 * seconds for seconds in took]),
+            "measured over planned": Spread.of([seconds / found.step_time for seconds in took]),
+        }
+    )
+    return part
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[bool], Part]] = {
+    **{f"tests{k + 1}": partial(tests, k) for k in range(SLICES)},
+    "overhead": overhead,
+    "workers": workers,
+    "memory": memory,
+    "plan": planned,
+    **{
+        f"peers-{name.removeprefix('gpu-')}": lambda quick, run=run: run(PeerOptions(quick))
+        for name, run in peers.PARTS.items()
+    },
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs parts, one process after another; the number of those that failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("parts", nargs="*", metavar="PART", help="what to do (all)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
+    parser.add_argument("--simulated", action="store_true", help="on the devices of the tests")
+    folder = ROOT / "benchmarks" / "results"
+    parser.add_argument("--folder", type=Path, default=folder, metavar="DIR", help="for the pages")
+    parser.add_argument("--list", action="store_true", help="print the names, and do nothing")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in args.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}: {', '.join(PARTS)}")
+    if not args.folder.is_dir():
+        parser.error(f"argument --folder: there is no folder {args.folder}")
+    names = args.parts or list(PARTS)
+    if args.list:
+        print("\n".join(names))
+        return 0
+    if args.here:
+        return _here(names[0], args)
+    failed = 0
+    options = [f"--{o}" for o in ("quick", "simulated") if getattr(args, o)]
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks", "gpu", name, "--here", *options]
+        environment = dict(os.environ)
+        if args.simulated:
+            environment["SYNCPIPE_SIMULATED"] = "1"  # for tests, too
+        try:
+            done = subprocess.run(
+                [*command, f"--folder={args.folder.resolve()}"], cwd=ROOT, env=environment,
+                timeout=SECONDS, check=False,
+            )  # fmt: skip
+            failed += done.returncode != 0
+        except subprocess.TimeoutExpired:
+            print(f"{name}: ended after {SECONDS:.0f} s", flush=True)
+            failed += 1
+    return failed
+
+
+def _here(name: str, args: argparse.Namespace) -> int:
+    """One part, in this process."""
+    if args.simulated:
+        from tests import simulated
+
+        if not name.startswith("tests"):  # these load it in processes of their own
+            simulated.load()
+    options = [f"--{o}" for o in ("quick", "simulated") if getattr(args, o)]
+    made: list[Part] = []
+
+    def job() -> Part:
+        made.append(PARTS[name](args.quick))
+        return made[0]
+
+    report = Report(
+        "On a machine with accelerators",
+        " ".join(["python -m benchmarks gpu", name, *options]),
+        [QUICK] * args.quick,
+        markdown=args.folder / f"gpu-{name}.md",
+    )
+    report.run({name: job})
+    return int(not all(aim["met"] for aim in made[0].targets))

@@ -1,1 +1,0 @@
-"""Training without a flush beside training with one."""
