@@ -12,7 +12,7 @@ from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
-from syncpipe.options.checkpoint import Selective
+from syncpipe.options import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
 from syncpipe.runtime.inline import inline

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from syncpipe.microbatch import gather, scatter
-from syncpipe.options.checkpoint import StageMode
+from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate_backward
 from syncpipe.runtime.recorder import Recorder

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain, islice
+from textwrap import indent
+from typing import Any, Self, overload
 
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from syncpipe.forward import forward
-from syncpipe.layers.conversion.sequential import call_input
-from syncpipe.layers.listing import Layers
-from syncpipe.layers.placement import check_input
-from syncpipe.options.arguments import (
+from syncpipe.layers.conversion.layer import in_order
+from syncpipe.layers.conversion.sequential import batch_input, call_input
+from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
+from syncpipe.layers.placement import check_devices, check_input, moves, own_call
+from syncpipe.layers.state_dict_keys import translate_keys
+from syncpipe.layers.time_first import watch_time_first
+from syncpipe.layers.unpack import unpacks
+from syncpipe.layout import Layout, first_layout
+from syncpipe.options import (
     check_slots,
+    check_stream,
     checked_chunks,
+    checked_modes,
+    checked_replicas,
     checked_schedule,
-    shown_schedule,
+    unknown_argument,
+    unknown_attribute,
 )
-from syncpipe.options.checkpoint import checked_modes, modes_of_stages
-from syncpipe.options.elsewhere import arguments_answered, attribute_answered
-from syncpipe.runtime.inline import driven
-from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.auto import AutoSchedule
-from syncpipe.schedules.build import ScheduleLike
-from syncpipe.streamed import Streams
+from syncpipe.runtime.inline import INLINE, driven
+from syncpipe.runtime.locks import forkable
+from syncpipe.schedules.build import ScheduleLike, shown
+from syncpipe.schedules.stream import Versions
+from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.loss.check import LossCounts
-from syncpipe.training.measured import Measured
+from syncpipe.training.loss.known import check_arguments
+from syncpipe.training.loss.objective import Objective
+from syncpipe.training.sources import Source, source_of
+from syncpipe.training.stream.run import OptimizerFactory, Streamed, stream
+from syncpipe.training.train import Averaging, evaluate, train
 
 __all__ = ["Pipe"]
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_building = forkable()
 
-class Pipe(Streams):
+
+class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline over several devices.
 
     The layers are cut into partitions, one after another on a device each. A mini-batch is cut
@@ -88,6 +111,8 @@ class Pipe(Streams):
         IndexError: fewer devices than partitions.
     """
 
+    _syncpipe_skips_are_internal = True
+
     def __init__(
         self,
         module: Layers,
@@ -107,16 +132,76 @@ class Pipe(Streams):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:
-            raise arguments_answered(unknown)
+        for name in unknown:
+            raise unknown_argument(name)
+        self.chunks = chunks
+        modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
+        layers = as_sequential(module)
+        self.training, self._unpack = layers.training, unpack or unpacks(layers)
+        self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
+        self._warned = False  # that there are other processes
         self._trace: Trace | None = None
         self._loss_counts = LossCounts()
-        self.chunks = chunks
-        self._checkpoint = checked_modes(checkpoint)
-        self._schedule = checked_schedule(schedule, slots)
-        self._cut(
-            module, balance, devices, deferred_batch_norm, init_fn, seed, unpack, sample, replicas
+        self._take(
+            first_layout(
+                layers,
+                balance,
+                devices,
+                replicas,
+                init_fn,
+                seed,
+                sample,
+                checkpoint=modes,
+                schedule=schedule,
+                defers=deferred_batch_norm,
+                unpack=self._unpack,
+            )
         )
+
+    # --- what it holds ---------------------------------------------------------------------------
+
+    def _take(self, layout: Layout) -> None:
+        """Goes on with another layout. Layers may be named as attributes are."""
+        self._layout = layout
+        self._modules = dict[str, Any](layout.layers)
+        self._pipeline: Pipeline | None = None
+        self._watched = False
+
+    def _change(self, **asked: Any) -> None:
+        self._take(self._layout.changed(training=self.training, **asked))
+
+    def _followed(self) -> Layout:
+        """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
+        if list(self._layers.items()) != list(self._layout.layers.items()):
+            self._change(layers=self._layers)
+        return self._layout
+
+    @property
+    def balance(self) -> list[int]:
+        """For each partition the number of its layers. Setting it cuts the layers anew."""
+        return list(self._layout.balance)
+
+    @balance.setter
+    def balance(self, balance: Iterable[int] | str) -> None:
+        self._change(layers=self._layers, balance=balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """For each partition its device, or those of its replicas. Setting it moves the layers."""
+        return [worker.device for worker in chain.from_iterable(self._layout.served)]
+
+    @devices.setter
+    def devices(self, devices: Iterable[Any]) -> None:
+        self._change(devices=check_devices(devices))
+
+    @property
+    def replicas(self) -> list[int]:
+        """For each partition how many devices serve it. Setting it deals the devices anew."""
+        return list(map(len, self._layout.served))
+
+    @replicas.setter
+    def replicas(self, replicas: int | Iterable[int]) -> None:
+        self._change(replicas=checked_replicas(replicas))
 
     @property
     def chunks(self) -> int:
@@ -134,41 +219,67 @@ class Pipe(Streams):
         By name; by layer, a function ``(layer) -> bool`` or a list of indices in the model (a
         tuple or range in it is computed again together) or bools; or a :class:`Selective`.
         """
-        return self._checkpoint
+        return self._layout.checkpoint
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: Any) -> None:
-        asked = checked_modes(checkpoint)
-        self._modes = modes_of_stages(asked, list(self), self._balance)
-        self._checkpoint = asked
+        self._layout = self._followed().with_checkpoint(checked_modes(checkpoint))
 
     @property
     def schedule(self) -> ScheduleLike:
         """What :meth:`train_batch` uses if it is not told otherwise. Setting it forgets slots."""
-        return self._schedule
+        return self._layout.schedule
 
     @schedule.setter
     def schedule(self, schedule: ScheduleLike) -> None:
-        schedule = checked_schedule(schedule)
-        check_slots(schedule, self.replicas)
-        self._schedule = schedule
+        self._layout = self._layout.with_schedule(checked_schedule(schedule))
 
     @property
-    def auto_schedules(self) -> dict[int, AutoSchedule]:
-        """What ``schedule="auto"`` has made so far, for each number of micro-batches.
+    def partitions(self) -> list[nn.Sequential]:
+        """For each stage its layers, as an ``nn.Sequential`` that shares them with the pipe."""
+        return list(self._followed().partitions)
 
-        The first four calls run under 1F1B, two of them with backwards in halves, and one of each
-        is measured. The fifth makes schedules (:func:`syncpipe.schedules.auto`), one that holds no
-        more micro-batches on any device than ``"1f1b"``, and one with halves that holds no more
-        than that or ``"zb_h1"``; the shorter one is used from then on. ``report`` says what it is
-        worth. A balance that is set forgets them.
+    # --- a list of layers ------------------------------------------------------------------------
+
+    @property
+    def _layers(self) -> dict[str, nn.Module]:
+        return dict[str, Any](self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._layers.values()))
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        if isinstance(index, slice):
+            return self._followed().sequential()[index]
+        return list(self)[self._index(index)]
+
+    def __setitem__(self, index: int, layer: Layer) -> None:
+        """Puts another layer in the place of one, in its stage and under its name.
+
+        A module goes to the device of its stage, a spec is built there. The other layers keep
+        their parameters, and the optimizer its state: tell it of the new ones by
+        ``optimizer.add_param_group``. What is refused changes nothing.
         """
-        return self._measured.schedules
+        index = self._index(index)
+        name = list(self._modules)[index]
+        self._change(layers={**self._layers, name: as_layer(layer, f"the new layer {index}")})
 
-    def _place(self, balance: list[int], served: list[tuple[Worker, ...]], *how: Any) -> None:
-        check_slots(self._schedule, list(map(len, served)))
-        super()._place(balance, served, *how)
-        self._measured = Measured()
+    def _index(self, index: Any) -> int:
+        try:
+            return range(len(self))[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"layer {index} does not exist: the pipe has {len(self)}") from None
+
+    # --- a mini-batch ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
@@ -188,33 +299,457 @@ class Pipe(Streams):
         if not self._modules:
             return input
         pipeline = self._ready()
-        check_input(input, self._workers[0].device)
+        check_input(input, pipeline.workers[0].device)
         self._watch(input, self._chunks)
         output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
-        if not self._alone():
-            self._averaging.forward(self._partitions, output)
+        if self._averaging is not None:
+            self._averaging.forward(self._layout.partitions, output)
         return output
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *unexpected: Any,
+        loss_fn: Callable[..., Any] | None = None,
+        schedule: ScheduleLike | None = None,
+        slots: str | Sequence[int] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
+        accumulate: float = 1,
+        grad_scaler: Any = None,
+        return_outputs: bool = False,
+        verify: bool | None = None,
+        global_loss: bool = False,
+    ) -> Any:
+        """Forward and backward of one mini-batch, with the loss inside the pipeline.
+
+        A micro-batch can go back as soon as it has gone forward, so other schedules than
+        fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
+        optimizer is the caller's::
+
+            optimizer.zero_grad()
+            loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
+            optimizer.step()
+
+        With 1F1B few micro-batches are in flight at a time, so ``checkpoint="never"`` often costs
+        no memory that matters; see docs/guide.md.
+
+        Args:
+            input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
+                first device.
+            target: the same, on any device; it goes to the last one micro-batch by micro-batch.
+                None: the loss function takes the output alone. The key of a dict, or a function
+                of the input, takes it from there.
+            loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
+                micro-batch, on the last device. It returns the loss, one number, or
+                ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
+                by the targets that are not ignored, any other mean by samples, so that the
+                result is the mini-batch's. With weights it is ``sum(loss * weight) /
+                sum(weight)``.
+            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
+                stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
+                ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with two on each in a V,
+                ``devices=[0, 1, 1, 0]``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``; a
+                :class:`syncpipe.schedules.Schedule`, the path of a CSV file
+                (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
+                ``Schedule``. None: that of the pipe, ``"1f1b"`` if it was given none.
+            slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
+                ``"overlap"``, or a list with a number for each stage. It is short for
+                ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
+            loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
+                ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
+            weight: how much a micro-batch counts, where that is not by its samples: a function of
+                its target, or a number for each.
+            data_iter: instead of ``input`` an iterator that yields pairs with the target, longer
+                tuples that end in it, or dicts in which ``target`` is its key: micro-batches, on
+                any device. Exactly ``chunks`` of them are taken, each when the first stage is
+                ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
+                mini-batch in each call, epoch after epoch.
+            accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
+                (the loss that is returned is not scaled).
+            return_outputs: return the outputs as well.
+            verify: compare the loss with that of several micro-batches at once, and warn if it is
+                another one. None: in calls 1, 2, 4, 8, ... with a loss function that is not
+                PyTorch's, until there was a warning.
+            global_loss: return the loss, and metrics that are numbers, of the mini-batches of all
+                processes (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
+
+        Returns:
+            The loss of the mini-batch, detached, without dimensions, on the last device. With
+            ``return_outputs`` a tuple: the loss, and the outputs gathered as by ``pipe(input)``,
+            detached. Metrics come last, as a dict: numbers combined as the losses are, anything
+            else as a list with a value for each micro-batch.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
+                function gave; the message says which.
+            RuntimeError: gradients are switched off, or the loss needs none.
+
+        Whatever the call raises, ``.grad`` of all leaves is then what it was before the call,
+        and the pipe goes on working. That takes a copy of gradients that are there already when
+        the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
+        random generators, stay as the failed call left them.
+
+        While the total weight is not known yet, micro-batches go back with an estimate of it, and
+        gradients are put right at the end of the call, to rounding: with ``(loss, weight)``, and
+        with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
+        of micro-batches, before that.
+        """
+        options = {
+            "loss_reduction": loss_reduction,
+            "weight": weight,
+            "verify": verify,
+            "accumulate": accumulate,
+            "grad_scaler": grad_scaler,
+            "return_outputs": return_outputs,
+            "counts": self._loss_counts,
+        }
+
+        def step(averaging: Averaging | None = None) -> Any:
+            function = check_arguments(unexpected, loss_fn)
+            source = self._source(input, target, data_iter)
+            chosen = self.schedule
+            if schedule is not None or slots is not None:
+                chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
+            check_slots(chosen, self.replicas)
+            how = {"schedule": chosen, "averaging": averaging, **options, **self._running()}
+            return driven(train, self._ready(), source, loss_fn=function, **how)
+
+        if not self._alone(global_loss):
+            return self._averaging.train_batch(step, global_loss=global_loss, accumulate=accumulate)
+        self._warn_of_other_processes()
+        return step()
+
+    def eval_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
+        global_loss: bool = False,
+    ) -> Any:
+        """Forward of one mini-batch, without gradients and in ``eval()`` mode.
+
+        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
+        its own ``train()``.
+
+        Args:
+            input: as for :meth:`train_batch`.
+            target: as for :meth:`train_batch`.
+            loss_fn: as for :meth:`train_batch`; None to get the outputs.
+            loss_reduction: as for :meth:`train_batch`.
+            weight: as for :meth:`train_batch`.
+            data_iter: as for :meth:`train_batch`.
+            global_loss: as for :meth:`train_batch`; then all processes have to call it.
+
+        Returns:
+            The loss of the mini-batch, without dimensions, and metrics if there are any; or
+            without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
+
+        Raises:
+            TypeError, ValueError: as :meth:`train_batch`.
+        """
+
+        def step(weighed: Callable[[Objective], None] | None = None) -> Any:
+            source = self._source(input, target, data_iter)
+            if loss_fn is None and (target is not None or weighed is not None):
+                what = "a target" if weighed is None else "global_loss=True"
+                raise ValueError(
+                    f"eval_batch has {what}, but no loss_fn that could use it: give both"
+                )
+            return driven(
+                evaluate,
+                self._ready(),
+                source,
+                module=self,
+                modules=[*self.modules(), *self._layout.partitions],
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                weight=weight,
+                weighed=weighed,
+                **self._running(),
+            )
+
+        alone = self._alone(global_loss) or not global_loss
+        return step() if alone else self._averaging.eval_batch(step)
+
+    def train_stream(
+        self,
+        data_iter: Iterable[Any],
+        *,
+        optimizer: OptimizerFactory | Sequence[Optimizer | None],
+        loss_fn: Callable[..., Any],
+        steps: int | None = None,
+        target: Any = None,
+        versions: Versions = "stashing",
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+    ) -> Streamed:
+        """Trains on one mini-batch after another without ever draining the pipeline (PipeDream).
+
+        This is **not** ``train_batch`` in a loop: gradients are those of weights that are up to
+        ``n - 1`` updates old, ``n`` the number of stages, so another model comes out. On a single
+        stage it is the plain loop, bit for bit where nothing draws random numbers (but for
+        ``"2bw"``)::
+
+            for input, target in data_iter:
+                optimizer.zero_grad()
+                loss_fn(model(input), target).backward()
+                optimizer.step()
+
+        With more stages each of them updates its own weights as soon as a mini-batch has gone back
+        over it, while others are under way. Forward and backward of a mini-batch use one version of
+        the weights on each stage; which, ``versions`` says. There is no bubble but at the begin and
+        the end of the call; what it costs is memory for versions, and staleness. See
+        docs/pipedream.md for when that is worth it.
+
+        Sources: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN
+        Training; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (2BW).
+
+        Args:
+            data_iter: gives mini-batches as ``train_batch(data_iter=)`` does micro-batches: pairs
+                (input, target), longer tuples, or dicts. A ``DataLoader`` is one epoch; of an
+                iterator as many are taken as there are, or ``steps`` of them.
+            optimizer: makes the optimizer of a stage from the list of its parameters:
+                ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. Or one optimizer for
+                each stage (None where nothing is trained), to go on with those of an earlier call.
+            loss_fn: as for ``train_batch``.
+            steps: at most so many mini-batches; None: until ``data_iter`` ends.
+            target: where the target is, as for ``train_batch(data_iter=)``.
+            versions: which weights mini-batch ``i`` meets on stage ``j``, as the number of updates
+                that they have had. A mini-batch is then one piece, whatever ``chunks`` is.
+
+                - ``"stashing"``: ``max(0, i - (n-j) + 1)``, the newest at its forward. Stage ``j``
+                  holds ``n - j`` versions.
+                - ``"vertical_sync"``: ``max(0, i - n + 1)`` on all stages, so that it meets one
+                  model. Every stage holds ``n`` versions.
+                - ``"2bw"``: PipeDream-2BW. Mini-batches are cut into ``chunks`` micro-batches, at
+                  least as many as there are stages, whose gradients are added up; ``max(0, i-1)``
+                  on all stages, one too. Every stage holds two versions.
+            loss_reduction: as for ``train_batch``; of use for ``"2bw"``.
+            weight: as for ``train_batch``; of use for ``"2bw"``.
+
+        Returns:
+            A ``Streamed``: losses ``[steps]``, metrics, the optimizers, and for each micro-batch
+            and stage the version of the weights that was used.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
+                function gave; the message says which. The pipe cannot have tied weights across
+                stages, replicas, or ``deferred_batch_norm``.
+            RuntimeError: gradients are switched off; a loss needs none, or depends on what no stage
+                updates; or the pipe is called once more while it runs.
+
+        ``.grad`` of all parameters that are trained is None when it begins and ends. An exception
+        leaves each stage with the updates that it had made by then, which its note tells, and which
+        may be more on one stage than on another; the pipe goes on working.
+        """
+        steps = check_stream(data_iter, steps, versions)
+        if self._averaging is not None:
+            raise RuntimeError(
+                "this pipe is one of several processes (data_parallel), whose gradients are "
+                "averaged in each step, and train_stream has none: use train_batch"
+            )
+        self._check_own_calls("train_stream")
+        done: Streamed = driven(
+            stream,
+            self._ready(),
+            iter(data_iter),
+            pack=partial(batch_input, self),
+            chunks=self._chunks,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            steps=steps,
+            target=target,
+            versions=versions,
+            loss_reduction=loss_reduction,
+            weight=weight,
+            **self._running(),
+        )
+        return done
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Several calls before gradients are averaged over processes, by the first one after it::
+
+            with pipe.no_sync():
+                pipe.train_batch(a, target_a, loss_fn=loss_fn, accumulate=2)
+            pipe.train_batch(b, target_b, loss_fn=loss_fn, accumulate=2)
+            optimizer.step()
+
+        For ``train_batch``, and for ``pipe(x)`` inside of it, wherever its ``backward()`` is.
+
+        Raises:
+            RuntimeError: there are no other processes.
+        """
+        if self._alone():
+            raise RuntimeError(
+                "no_sync() is for a pipe in several processes: make it one of them by "
+                "syncpipe.distributed.data_parallel(pipe)"
+            )
+        return self._averaging.no_sync()  # type: ignore[no-any-return]
+
+    def trace(self, title: str = "") -> Trace:
+        """Records what this pipe does, and when::
+
+            with pipe.trace() as trace:
+                loss = pipe.train_batch(input, target, loss_fn=loss_fn)
+            print(trace.table(), trace.bubble, trace.busy)
+            trace.save("step.svg")    # or .png; or .json for https://ui.perfetto.dev
+
+        Every action (forward, backward, its halves, recomputation) and every transfer of
+        ``pipe(x)``, of the backward that follows, of ``train_batch`` and ``eval_batch`` is there,
+        if it happens before the block ends. A pipe that is not traced does no more than look
+        whether it is.
+
+        Args:
+            title: stands above pictures.
+
+        Raises:
+            RuntimeError: on entering, if the pipe is being traced already.
+        """
+        workers = dict.fromkeys(chain.from_iterable(self._layout.served))
+        names = [str(worker.device) for worker in workers]
+        rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
+        return Trace(rows, self._attach_trace, title)
+
+    def _attach_trace(self, trace: Trace | None) -> None:
+        if trace is not None and self._trace is not None:
+            raise RuntimeError("this pipe is being traced already: end that trace first")
+        self._trace = trace
+
+    def _running(self) -> dict[str, Any]:
+        """How to run a mini-batch."""
+        modes = self._layout.modes
+        return {
+            "checkpoint": modes if self.training else ("never",) * len(modes),
+            "inline": INLINE.get(),
+            "recorder": None if self._trace is None else self._trace.recorder(),
+        }
+
+    def _ready(self) -> Pipeline:
+        """The pipeline over the layers as they are now."""
+        layout = self._followed()
+        with _building:
+            # After a fork its threads are gone, and its locks may be held by nobody.
+            if self._pipeline is None or self._pipeline.process != os.getpid():
+                self._pipeline = Pipeline(layout.partitions, list(layout.layers), layout.served)
+            return self._pipeline
+
+    def _source(self, input: Any, target: Any, data_iter: Iterable[Any] | None) -> Source:
+        self._check_own_calls("train_batch and eval_batch")
+        device, pack = self._layout.workers[0].device, partial(batch_input, self)
+        source = source_of(input, target, data_iter, self._chunks, device, pack)
+        self._watch(source.entering())
+        return source
+
+    def _watch(self, input: Any, chunks: int = 1) -> None:
+        """In the first call, looks for modules to which dimension 0 is time."""
+        if not self._watched:
+            self._watched = watch_time_first(self.named_modules(), input, chunks)
+
+    def _check_own_calls(self, what: str) -> None:
+        """Refuses a pipe without layers, and one whose own hooks or forward would not run."""
+        if not self._modules:
+            raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
+        own = [kind for kind in _HOOKS if getattr(self, kind)]
+        if own:
+            raise RuntimeError(
+                f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in "
+                f"{what}: register them on layers, or on pipe.partitions"
+            )
+        if (method := own_call(self, Pipe)) is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} has a {method} of its own, which {what} "
+                "would not run: call pipe(x), or put it into layers and loss_fn"
+            )
+
+    def _alone(self, global_loss: bool = False) -> bool:
+        """Whether there are no other processes."""
+        if self._averaging is None and global_loss:
+            raise ValueError(
+                "global_loss=True, but this pipe knows of no other processes: "
+                "syncpipe.distributed.data_parallel(pipe) makes it one of several"
+            )
+        return self._averaging is None
+
+    def _warn_of_other_processes(self) -> None:
+        """Warns once where ``DistributedDataParallel``, say, would not see a ``train_batch``."""
+        if self._warned or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (size := distributed.get_world_size()) > 1:
+            self._warned = True
+            warnings.warn(
+                f"this is one of {size} processes, and train_batch of this pipe averages its "
+                "gradients with none of them, also inside of DistributedDataParallel: call "
+                "syncpipe.distributed.data_parallel(pipe) instead. If it is to train alone, ignore "
+                "this warning",
+                stacklevel=3,
+            )
+
+    # --- a module --------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``nn.Module.train``."""
+        super().train(mode)
+        for partition in self._layout.partitions:
+            partition.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # All that moves or casts a module comes here, that of a module around it as well.
+        if moves(fn, self.devices):
+            raise TypeError(
+                "this would move a Pipe (or a module that contains it), or forget its values, but "
+                "its partitions are on devices of their own: set pipe.devices = [...], or make the "
+                "Pipe with devices=[...]"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        translate_keys(state_dict, prefix, self)
+        if local_metadata.get("assign_to_params_buffers", False):
+            for partition, worker in zip(self.partitions, self._layout.workers, strict=True):
+                own = tuple(f"{prefix}{name}." for name in partition._modules)
+                for key, value in state_dict.items():
+                    if key.startswith(own) and isinstance(value, Tensor):
+                        state_dict[key] = value.to(worker.device)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return in_order(self, *args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = {"_pipeline": None, "_trace": None, "_averaging": None}
-        return {**self.__dict__, **gone, "_measured": Measured(), "_loss_counts": LossCounts()}
+        return {**self.__dict__, **gone, "_loss_counts": LossCounts()}
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            raise attribute_answered(name, error) from None
+            raise unknown_attribute(name, error) from None
 
     def __repr__(self) -> str:
-        shown = (
-            f"{type(self).__name__}(balance={self.balance}, {self._shown_replicas()}"
-            f"chunks={self.chunks}, "
-            f"checkpoint={self.checkpoint!r}{shown_schedule(self._schedule)}"
+        layout, lines = self._layout, []
+        replicas = f"replicas={self.replicas}, " if max(self.replicas, default=1) > 1 else ""
+        schedule = "" if self.schedule == "1f1b" else f", schedule={shown(self.schedule)}"
+        lines.append(
+            f"{type(self).__name__}(balance={self.balance}, {replicas}chunks={self.chunks}, "
+            f"checkpoint={self.checkpoint!r}{schedule}"
         )
-        return "\n".join([shown, *self._shown_stages(), ")"])
-
-
-Pipe._whole = Pipe
+        layers = iter(self._modules.items())
+        for j, (size, those) in enumerate(zip(layout.balance, layout.served, strict=True)):
+            lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:")
+            lines += [indent(f"({n}): {layer!r}", "    ") for n, layer in islice(layers, size)]
+        return "\n".join([*lines, ")"])

@@ -54,9 +54,7 @@ FLOORS = [
     ["state"],
     ["compare", "layers", "timeline"],
     ["balance", "stages"],
-    ["forward", "partitioned", "planner", "training"],
-    ["trained"],
-    ["streamed"],
+    ["forward", "layout", "planner", "training"],
     ["pipe"],
     ["distributed", "verification"],
     [""],  # the public names

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from syncpipe.balance.profile import Profile
-from syncpipe.options.replicas import consecutive
+from syncpipe.options import consecutive
 from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.replicas import Replicas

@@ -48,7 +48,7 @@ _BY_STAGE = (
     by_name.zb_h2,
 )
 
-#: What asks ``train_batch`` to measure, and to make a schedule of that.
+#: The name of :func:`syncpipe.schedules.auto`, which needs costs.
 AUTO = "auto"
 
 
@@ -97,8 +97,9 @@ def named(name: str) -> Callable[[int, Any], Schedule]:
     """
     if name == AUTO and name not in SCHEDULES:
         raise ValueError(
-            f"schedule={name!r} is made for costs, which train_batch measures in its first calls; "
-            "elsewhere give syncpipe.schedules.auto(m, device_of, costs=...)"
+            f"schedule={name!r} is made for costs: record some steps (with pipe.trace() as trace:) "
+            "and give syncpipe.schedules.auto(m, device_of, costs=trace.costs, "
+            "rematerialized=trace.rematerialized)"
         )
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.objects import hidden_tensor
-from syncpipe.options.checkpoint import ByLayer, Selective, StageMode
+from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.randomness.private_generator import others_may_draw

@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note, chained
-from syncpipe.options.checkpoint import Selective
+from syncpipe.options import Selective
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncpipe.options.checkpoint import Selective
+from syncpipe.options import Selective
 from syncpipe.runtime.randomness.generators import LOCKS, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.private_generator import is_random
 from syncpipe.runtime.randomness.turns import in_a_turn

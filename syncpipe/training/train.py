@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.microbatch import gather
-from syncpipe.options.checkpoint import StageMode
+from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import moved

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.options.arguments import checked_schedule
+from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
-from syncpipe.schedules.build import AUTO, SCHEDULES, ScheduleLike, build, shown
+from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.training.loss.known import known_loss
 from syncpipe.training.sources import input_and_target
@@ -121,7 +121,7 @@ def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
     if asked is not None:
         return [checked_schedule(schedule) for schedule in asked]
     own = pipe.schedule
-    named = isinstance(own, str) and (own in SCHEDULES or own == AUTO)
+    named = isinstance(own, str) and own in SCHEDULES
     return [*SCHEDULES, *([] if named else [own])]
 
 
@@ -135,9 +135,10 @@ class _Check:
         self._findings: dict[tuple[str, ...], Finding] = {}
         self._rounding = _rounding(runs)
         pipe = runs.pipe
+        replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
             f"syncpipe.verify: {len(pipe)} layers on {', '.join(map(str, pipe.devices))}; "
-            f"balance={pipe.balance}, {pipe._shown_replicas()}{runs.m} micro-batches, "
+            f"balance={pipe.balance}, {replicas}{runs.m} micro-batches, "
             f"checkpoint={pipe.checkpoint!r}"
         )
 

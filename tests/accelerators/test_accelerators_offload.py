@@ -119,8 +119,8 @@ def test_nothing_is_read_before_it_is_there_and_nothing_reused_before_it_was_rea
         if checkpoint == "never":
             found.append(results(pipe, how, x))
             continue
-        lanes = [worker.lane() for worker in pipe._workers[:2]]
-        for worker, lane in zip(pipe._workers, lanes, strict=False):
+        lanes = [worker.lane() for worker in pipe._layout.workers[:2]]
+        for worker, lane in zip(pipe._layout.workers, lanes, strict=False):
             for stream in (*worker.host_streams(lane.streams), lane.compute):
                 with simulated.delays(2.0, 0.7, seed=seed, stream=stream):
                     found.append(results(pipe, how, x))
@@ -173,7 +173,7 @@ def test_memory_of_a_copy_that_nobody_asked_for_is_not_used_before_it_is_there()
     device = acc.device(1)
     pipe = Pipe(nn.Sequential(Sines()), [1], devices=[device], chunks=1, checkpoint="offload")
     y = pipe(torch.ones(SIZE, device=device, requires_grad=True))
-    worker = pipe._workers[0]
+    worker = pipe._layout.workers[0]
     acc.synchronize()
     back = worker.host_streams(worker.lane().streams)[1]
     with simulated.delays(20.0, stream=back):

@@ -245,8 +245,8 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     m = len(call.sizes)
     if call.driver == "train":
         m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
-    workers = list(dict.fromkeys(pipe._workers))
-    return build(call.schedule, m, [workers.index(worker) for worker in pipe._workers])
+    workers = list(dict.fromkeys(pipe._layout.workers))
+    return build(call.schedule, m, [workers.index(worker) for worker in pipe._layout.workers])
 
 
 def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:

@@ -37,6 +37,17 @@ def test_without_balance_the_error_names_the_ways_to_find_one() -> None:
     assert "syncpipe.balance.balance_by_time" in str(caught.value)
 
 
+def test_a_schedule_made_to_measure_needs_costs_and_the_error_says_how_to_get_them() -> None:
+    pipe, way_out = Pipe(linear_model(2), [1, 1]), r"pipe\.trace\(\).*schedules\.auto\("
+    with pytest.raises(ValueError, match=way_out):
+        Pipe(linear_model(2), [1, 1], schedule="auto")
+    with pytest.raises(ValueError, match=way_out):
+        pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean, schedule="auto")
+    with pytest.raises(ValueError, match=way_out):
+        pipe.schedule = "auto"
+    assert pipe.schedule == "1f1b"
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there they are devices")
 @pytest.mark.parametrize("device", [0, "cuda:0", "cuda", torch.device("cuda", 0)])
 def test_without_an_accelerator_its_number_and_its_name_are_refused_alike(device: Any) -> None:

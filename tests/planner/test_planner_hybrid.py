@@ -11,7 +11,7 @@ from torch import nn
 import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile
-from syncpipe.options.replicas import consecutive
+from syncpipe.options import consecutive
 from syncpipe.planner.costs.chain import Chain, costs_of
 from syncpipe.planner.costs.machine import Machine
 from syncpipe.planner.hybrid import runnable

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import syncpipe.trained
+import syncpipe.pipe
 from tests.support.running import Do, assert_same, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -189,7 +189,7 @@ def test_a_fork_while_another_thread_is_inside_a_layer():
 def test_a_fork_while_another_thread_builds_a_pipe():
     ours, theirs = pipe_of(model()), pipe_of(model())
     building, go_on = threading.Event(), threading.Event()
-    built = syncpipe.trained.Pipeline
+    built = syncpipe.pipe.Pipeline
 
     def build(*args):
         building.set()
@@ -198,7 +198,7 @@ def test_a_fork_while_another_thread_builds_a_pipe():
 
     x = torch.randn(8, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(syncpipe.trained, "Pipeline", build)
+        patch.setattr(syncpipe.pipe, "Pipeline", build)
         thread = threading.Thread(target=theirs, args=(x,))
         thread.start()
         building.wait()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncpipe.options.replicas import consecutive
+from syncpipe.options import consecutive
 from syncpipe.schedules import (
     SCHEDULES,
     Costs,

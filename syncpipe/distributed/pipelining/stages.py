@@ -13,7 +13,7 @@ from syncpipe.distributed.pipelining.schedules import SCHEDULES, make
 from syncpipe.distributed.pipelining.tied import SharedWeights
 from syncpipe.distributed.pipelining.together import Together
 from syncpipe.layers.conversion.layer import in_order, index_keys
-from syncpipe.options.arguments import checked_chunks
+from syncpipe.options import checked_chunks
 from syncpipe.training.loss.known import known_loss
 
 __all__ = ["Stages"]

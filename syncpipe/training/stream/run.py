@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from syncpipe.layers.ties import overlapping
-from syncpipe.options.checkpoint import StageMode
+from syncpipe.options import StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder

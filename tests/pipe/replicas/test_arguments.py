@@ -91,14 +91,6 @@ def test_they_can_be_set():
     assert pipe.replicas == [1, 2, 1]
 
 
-def test_there_are_no_automatic_schedules_for_them():
-    with pytest.raises(ValueError, match=r"schedule='auto' .* replicas=\[2, 1\]"):
-        dealt(linear_model(), [2, 2], [2, 1], schedule="auto")
-    pipe = dealt(linear_model(), [2, 2], [2, 1])
-    with pytest.raises(ValueError, match=r"schedule='auto' .* replicas=\[2, 1\]"):
-        pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean, schedule="auto")
-
-
 def test_slots_are_those_of_each_device():
     with pytest.raises(ValueError, match=r"give it at most 2 \(the replicas are \[2, 1\]\)"):
         dealt(linear_model(), [2, 2], [2, 1], slots=[1, 3])

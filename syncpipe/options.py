@@ -1,0 +1,421 @@
+"""What the arguments ``chunks``, ``checkpoint``, ``schedule`` and ``replicas`` of a pipe may be."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
+from itertools import islice
+from numbers import Integral
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from syncpipe.schedules import one_f_one_b
+from syncpipe.schedules.build import ScheduleLike, named, shown
+from syncpipe.schedules.schedule import Devices, Schedule
+from syncpipe.schedules.stream import VERSIONS
+
+__all__ = [
+    "ByLayer",
+    "ReplicasLike",
+    "Selective",
+    "StageMode",
+    "check_slots",
+    "check_stream",
+    "checked_chunks",
+    "checked_modes",
+    "checked_replicas",
+    "checked_schedule",
+    "consecutive",
+    "counts_of",
+    "modes_of_stages",
+    "unknown_argument",
+    "unknown_attribute",
+]
+
+
+def checked_chunks(chunks: Any) -> int:
+    """The number of micro-batches as an int.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: less than one.
+    """
+    try:
+        count = operator.index(chunks)
+    except TypeError as error:
+        raise TypeError(f"chunks must be an integer, not {chunks!r}") from error
+    if isinstance(chunks, bool):
+        raise ValueError(f"chunks={chunks!r}: must be a number, at least 1, not a bool")
+    if count <= 0:
+        raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
+    return count
+
+
+# --- schedule ------------------------------------------------------------------------------------
+
+
+def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
+    """A schedule, as far as it can be checked without a mini-batch.
+
+    Args:
+        schedule: anything that :func:`syncpipe.schedules.build` takes.
+        slots: of 1F1B; short for ``schedule=functools.partial(one_f_one_b, slots=slots)``.
+
+    Raises:
+        TypeError: not a schedule.
+        ValueError: an unknown name, or slots for something else than 1F1B.
+    """
+    if not isinstance(schedule, str | os.PathLike | Schedule) and not callable(schedule):
+        raise TypeError(
+            f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
+            "function (m, device_of) -> Schedule"
+        )
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        named(schedule)
+    if slots is None:
+        return cast("ScheduleLike", schedule)
+    if schedule != "1f1b":
+        raise ValueError(f"slots={slots!r}: only schedule='1f1b' has slots, not {shown(schedule)}")
+    slots = tuple(slots) if isinstance(slots, list) else slots
+    try:
+        return _with_slots(slots)
+    except TypeError:  # it has no hash; what else is wrong with it, the schedule says
+        return partial(one_f_one_b, slots=slots)
+
+
+@lru_cache(maxsize=128)
+def _with_slots(slots: Any) -> partial[Schedule]:
+    """The same object for the same slots, so that its schedules are made once."""
+    return partial(one_f_one_b, slots=slots)
+
+
+def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
+    """Refuses slots that are wrong for so many replicas of each stage.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if isinstance(schedule, partial) and schedule.func is one_f_one_b:
+        schedule(1, consecutive(replicas))
+
+
+def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
+    """The number of steps that ``train_stream`` makes, once its arguments are checked.
+
+    Raises:
+        TypeError, ValueError: one of them does not fit.
+    """
+    if not isinstance(data_iter, Iterable) or isinstance(data_iter, Tensor | dict | str):
+        raise TypeError(
+            f"data_iter={type(data_iter).__name__}: it must give mini-batches one after another, "
+            "as a DataLoader, a list of pairs or an iterator does"
+        )
+    whole = isinstance(steps, Integral) and not isinstance(steps, bool)
+    if steps is not None and (not whole or steps < 1):
+        raise ValueError(f"steps={steps!r}: a number of mini-batches, at least 1, or None")
+    if versions not in VERSIONS:
+        raise ValueError(f"versions={versions!r}: must be one of {', '.join(map(repr, VERSIONS))}")
+    return None if steps is None else int(steps)
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+#: For all stages, or for each.
+ReplicasLike = int | tuple[int, ...]
+
+
+def checked_replicas(replicas: Any) -> ReplicasLike:
+    """A number for all stages, or one for each.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: less than one.
+    """
+    single = not isinstance(replicas, Iterable) or isinstance(replicas, str | bytes)
+    given = [replicas] if single else list(replicas)
+    try:
+        counts = [operator.index(count) for count in given]
+    except TypeError as error:
+        raise TypeError(
+            f"replicas={replicas!r}: must be a number of devices for each stage, such as "
+            "[2, 1, 1], or one number for all stages"
+        ) from error
+    if any(isinstance(count, bool) or count < 1 for count in given):
+        raise ValueError(f"replicas={replicas!r}: each stage is served by at least 1 device")
+    return counts[0] if single else tuple(counts)
+
+
+def counts_of(replicas: ReplicasLike, partitions: int) -> list[int]:
+    """For each partition the number of its replicas.
+
+    Raises:
+        ValueError: they are for another number of partitions.
+    """
+    if isinstance(replicas, int):
+        return [replicas] * partitions
+    if len(replicas) != partitions:
+        raise ValueError(
+            f"replicas={list(replicas)} has {len(replicas)} numbers, but balance has {partitions} "
+            "partitions: give one for each. (To set another balance, set pipe.replicas = 1 before)"
+        )
+    return list(replicas)
+
+
+def consecutive(counts: Sequence[int]) -> Devices:
+    """The stages on one device after another, as the argument ``device_of`` of schedules."""
+    following = iter(range(sum(counts)))
+    found = [tuple(islice(following, count)) for count in counts]
+    return tuple([those if len(those) > 1 else those[0] for those in found])
+
+
+# --- checkpoint: a mode for each stage, by name, by layer or by operation ------------------------
+
+_NAMES = ("always", "except_last", "never", "offload")
+_ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+class Selective:
+    """A ``checkpoint`` mode: everything is computed again but for the operations to save.
+
+    What ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes of a policy, for all
+    micro-batches of a stage::
+
+        ops = torch.ops.aten
+        save = [ops.mm.default, ops.addmm.default, ops.bmm.default]
+        pipe = Pipe(model, balance, checkpoint=Selective(save))
+
+    Args:
+        policy: the operations whose results are saved, or a function ``(context, op, *args,
+            **kwargs)`` that returns a ``torch.utils.checkpoint.CheckpointPolicy``. It is called
+            for each operation, so it has to be quick.
+
+    Raises:
+        TypeError: neither.
+    """
+
+    def __init__(self, policy: Callable[..., Any] | Sequence[Any]) -> None:
+        if not callable(policy) and not isinstance(policy, Sequence):
+            raise TypeError(
+                f"Selective({policy!r}): must be a list of operations (torch.ops.aten.mm.default) "
+                "or a function (context, op, *args, **kwargs) -> CheckpointPolicy"
+            )
+        if not callable(policy):
+            policy = list(policy)
+        self.contexts: _ContextFn = partial(create_selective_checkpoint_contexts, policy)
+        self.contexts()  # it looks at the list
+
+    @classmethod
+    def of(cls, context_fn: _ContextFn) -> Selective:
+        """From what ``torch.utils.checkpoint`` takes as ``context_fn``."""
+        made = cls.__new__(cls)
+        made.contexts = context_fn
+        return made
+
+    def __repr__(self) -> str:
+        args = getattr(self.contexts, "args", (self.contexts,))
+        return f"Selective({', '.join(map(repr, args))})"
+
+
+class ByLayer(NamedTuple):
+    """The layers of a stage that are computed again.
+
+    Attributes:
+        spans: the first layer and the one after the last of each run, counted in the stage. What
+            is in one run is computed again together, and only its input is kept.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+
+
+#: What a stage does.
+StageMode = str | Selective | ByLayer
+
+_WAYS = (
+    f"one of {', '.join(map(repr, _NAMES))}, a function (layer) -> bool, a list of layers, a "
+    "syncpipe.Selective, or one of these for each stage"
+)
+
+
+def checked_modes(checkpoint: Any) -> Any:
+    """What ``checkpoint`` is, in a form that nobody can change.
+
+    Raises:
+        ValueError: none of the possible ways.
+    """
+    if not _by_stage(checkpoint):
+        return _checked_mode(checkpoint, checkpoint)
+    for mode in checkpoint:
+        if _by_stage(mode):
+            raise ValueError(f"checkpoint={checkpoint!r}: {mode!r} is not one mode")
+    return tuple(_checked_mode(mode, checkpoint) for mode in checkpoint)
+
+
+def _by_stage(checkpoint: Any) -> bool:
+    return isinstance(checkpoint, (tuple, list)) and (
+        not checkpoint
+        or any(isinstance(mode, (str, Selective)) or callable(mode) for mode in checkpoint)
+    )
+
+
+def _checked_mode(mode: Any, checkpoint: Any) -> Any:
+    if isinstance(mode, str) and mode not in _NAMES:
+        raise ValueError(f"checkpoint={checkpoint!r}: {mode!r} is not {_WAYS}")
+    if isinstance(mode, (str, Selective)):
+        return mode
+    if isinstance(mode, partial) and mode.func is create_selective_checkpoint_contexts:
+        return Selective.of(mode)
+    if callable(mode) and not isinstance(mode, type):
+        return mode
+    try:
+        if not isinstance(mode, Sequence) or isinstance(mode, bytes) or not len(mode):
+            raise TypeError
+        return tuple(item if isinstance(item, bool) else _indices(item) for item in mode)
+    except TypeError:
+        raise ValueError(f"checkpoint={checkpoint!r}: must be {_WAYS}") from None
+
+
+def _indices(item: Any) -> int | tuple[int, ...]:
+    """A layer, or several that are computed again together."""
+    if isinstance(item, (tuple, list, range)) and len(item):
+        return tuple(map(operator.index, item))
+    return operator.index(item)
+
+
+def modes_of_stages(
+    checkpoint: Any, layers: Sequence[nn.Module], balance: Sequence[int]
+) -> tuple[StageMode, ...]:
+    """What each stage does.
+
+    Args:
+        checkpoint: what :func:`checked_modes` returned.
+        layers: all layers.
+        balance: for each stage the number of its layers.
+
+    Raises:
+        ValueError: modes for another number of stages, layers that do not exist, or a predicate
+            that no layer fulfils.
+    """
+    each = _by_stage(checkpoint)
+    if each and len(checkpoint) != len(balance):
+        raise ValueError(
+            f"checkpoint={checkpoint} has {len(checkpoint)} modes, but there are {len(balance)} "
+            "stages: give one for each stage, or one mode for all"
+        )
+    found: list[StageMode] = []
+    runs: list[tuple[int, ...]] = []
+    end = 0
+    for j, size in enumerate(balance):
+        stage, end = range(end, end + size), end + size
+        mode = checkpoint[j] if each else checkpoint
+        if not isinstance(mode, (str, Selective)):
+            if each:
+                runs = _runs(mode, layers, stage, f"stage {j}")
+            elif j == 0:
+                runs = _runs(mode, layers, range(len(layers)), "the model")
+            inside = [[k - stage.start for k in run if k in stage] for run in runs]
+            mode = ByLayer(tuple((run[0], run[-1] + 1) for run in inside if run))
+        found.append(mode)
+    return tuple(found)
+
+
+def _runs(
+    mode: Any, layers: Sequence[nn.Module], among: range, where: str
+) -> list[tuple[int, ...]]:
+    """The runs of layers that are computed again, in order."""
+    if callable(mode):
+        runs: list[tuple[int, ...]] = [(k,) for k in among if mode(layers[k])]
+        if not runs:
+            raise ValueError(
+                f"checkpoint={mode!r}: no layer of {where} fulfils it; their types are "
+                f"{', '.join(sorted({type(layers[k]).__name__ for k in among}))}. For none at all "
+                "write 'never'"
+            )
+        return runs
+    text, n = f"checkpoint={list(mode)}", len(layers)
+    if isinstance(mode[0], bool):
+        if len(mode) != n or not all(isinstance(flag, bool) for flag in mode):
+            raise ValueError(
+                f"{text}: give one bool for each of the {n} layers of the model, or the indices of "
+                "layers"
+            )
+        return [(k,) for k in among if mode[k]]
+    given = [run if isinstance(run, tuple) else (run,) for run in mode]
+    for k in [k for run in given for k in run]:
+        if isinstance(k, bool) or not -n <= k < n:
+            raise ValueError(f"{text}: {k!r} is no layer; there are {n}, from 0")
+    runs = sorted(tuple(int(k) % n for k in run) for run in given)
+    flat = [k for run in runs for k in run]
+    if len(set(flat)) < len(flat):
+        raise ValueError(f"{text}: a layer is in it twice")
+    for run in runs:
+        if run != tuple(range(run[0], run[0] + len(run))):
+            raise ValueError(f"{text}: {run} are no layers one after another")
+        if not all(k in among for k in run):
+            raise ValueError(
+                f"{text}: {where} has the layers {among[0]} to {among[-1]} "
+                "(layers are counted in the model, not in the stage)"
+            )
+    return runs
+
+
+# --- names that other libraries have for what is here under another one --------------------------
+
+_STAGES = (
+    "the number of stages is that of balance=[...], or of devices=[...] with balance='parameters'"
+)
+_LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
+_CHUNKS = "the number of micro-batches is chunks="
+_CHECKPOINT = (
+    "checkpoint='always', 'except_last' or 'never' says which micro-batches are re-materialized, "
+    "checkpoint=lambda layer: ... or a list which layers"
+)
+_SEED = "what a layer draws depends on its index anyway; seed= is for the weights of specs"
+_ARGUMENTS = {
+    "num_stages": _STAGES,
+    "topology": _STAGES,
+    "partition_method": "balance='parameters', 'uniform', 'type:regex' or 'time'",
+    "loss_fn": "the loss function is given to pipe.train_batch(input, target, loss_fn=...)",
+    "activation_checkpoint_interval": _CHECKPOINT,
+    "activation_checkpoint_func": _CHECKPOINT,
+    "checkpointable_layers": _CHECKPOINT,
+    "seed_layers": _SEED,
+    "base_seed": _SEED,
+    "dynamic_shape": "it is not needed: shapes may change from call to call",
+    "micro_batches": _CHUNKS,
+    "n_microbatches": _CHUNKS,
+    "num_microbatches": _CHUNKS,
+    "gradient_accumulation_steps": _CHUNKS,
+    "layers": "the layers are the first argument, Pipe(layers, ...)",
+}
+_ATTRIBUTES = {
+    "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
+    "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
+    "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
+    "train_micro_batch_size_per_gpu": "the batch size divided by pipe.chunks",
+    "train_batch_size": "it is that of the input of pipe.train_batch",
+    "micro_batches": "pipe.chunks is the number of micro-batches",
+    "backward": "pipe.train_batch goes back by itself; after pipe(input) it is loss.backward()",
+    "step": "the optimizer is yours: optimizer.step()",
+    "num_stages": "len(pipe.balance)",
+    "set_dataiterator": "pipe.train_batch(data_iter=...)",
+    **dict.fromkeys(("append", "extend", "insert", "pop"), _LAYERS),
+    "is_gradient_accumulation_boundary": "each pipe.train_batch takes a whole mini-batch",
+}
+
+
+def unknown_argument(name: str) -> TypeError:
+    """The error for an argument that ``Pipe`` does not have."""
+    answer = _ARGUMENTS.get(name)
+    text = f"Pipe() got an unexpected keyword argument {name!r}"
+    return TypeError(f"{text}: {answer}" if answer else text)
+
+
+def unknown_attribute(name: str, error: AttributeError) -> AttributeError:
+    """The error for an attribute that a pipe does not have."""
+    answer = _ATTRIBUTES.get(name)
+    return AttributeError(f"{error}: {answer}", name=name) if answer else error

@@ -1,1 +1,0 @@
-"""What the arguments of a pipe may be."""
