@@ -9,7 +9,7 @@ Example::
 """
 
 from syncpipe.layers.conversion.sequential import sequential
-from syncpipe.layers.spec import LayerSpec, TiedLayerSpec
+from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.microbatch import NoChunk
 from syncpipe.options import Selective

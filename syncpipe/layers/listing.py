@@ -1,18 +1,37 @@
-"""What a pipe can be made of: an ``nn.Sequential``, or a list of modules, callables and specs."""
+"""What a pipe can be made of: an ``nn.Sequential``, or a list of modules, callables and specs.
+
+``LayerSpec`` and ``TiedLayerSpec`` are known from DeepSpeed.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Set
+import functools
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
+from itertools import chain
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from syncpipe.layers.callables import Function, function_name
 from syncpipe.layers.placement import check_module
-from syncpipe.layers.spec import LayerSpec
 
-__all__ = ["Layer", "Layers", "as_layer", "as_sequential", "has_specs", "type_name"]
+__all__ = [
+    "Function",
+    "Layer",
+    "LayerSpec",
+    "Layers",
+    "TieKey",
+    "TiedLayerSpec",
+    "as_layer",
+    "as_sequential",
+    "has_specs",
+    "type_name",
+]
 
 Layer = nn.Module | Callable[..., Any]
 #: What ``Pipe``, ``plan`` and the functions of ``syncpipe.balance`` take.
@@ -105,3 +124,269 @@ def type_name(layer: nn.Module) -> str:
     if isinstance(layer, Function):
         return function_name(layer.function)
     return layer.type_name if isinstance(layer, LayerSpec) else type(layer).__name__
+
+
+# Specs
+
+
+class LayerSpec(nn.Module):
+    """A layer that is built when its stage is known, directly on the device of that stage::
+
+        pipe = Pipe([LayerSpec(nn.Linear, 4096, 4096) for _ in range(48)], balance="parameters")
+
+    It stands for the layer in lists and in an ``nn.Sequential``, and cannot run itself.
+
+    Args:
+        typename: a class of modules, or any function that returns a new module.
+        module_args: what to call it with.
+        module_kwargs: likewise.
+
+    Raises:
+        TypeError: ``typename`` cannot be called, or is a module already.
+    """
+
+    def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if isinstance(typename, nn.Module):
+            raise TypeError(
+                f"{kind}({type(typename).__name__}(...)): that is a module already; write "
+                f"{kind}({type(typename).__name__}, ...) to have it built, or leave {kind} out"
+            )
+        if not callable(typename):
+            raise TypeError(
+                f"{kind}({typename!r}): the first argument must be a class of modules, or a "
+                "function that returns a module"
+            )
+        self.typename = typename
+        self.module_args = args
+        self.module_kwargs = kwargs
+
+    @property
+    def type_name(self) -> str:
+        """The name of what will be built, for ``balance="type:regex"``."""
+        return function_name(self.typename)
+
+    def build(self) -> nn.Module:
+        """Makes the layer, on the default device (``with torch.device(...):``).
+
+        Raises:
+            TypeError: no module came out.
+        """
+        layer = self.typename(*self.module_args, **self.module_kwargs)
+        if not isinstance(layer, nn.Module) or isinstance(layer, LayerSpec):
+            raise TypeError(f"{self!r} built a {type(layer).__name__}, no nn.Module")
+        return layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there is no layer yet."""
+        raise TypeError(f"{self!r} is not built yet: give it to a Pipe, or call its build()")
+
+    def __repr__(self) -> str:
+        given = shown_arguments(self.module_args, self.module_kwargs)
+        shown = [*self._first(), self.type_name, *given]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _first(self) -> list[str]:
+        return []
+
+
+class TieKey:
+    """What a layer that a ``TiedLayerSpec`` built shares with others of the same key."""
+
+    def __init__(self, key: Any, attributes: tuple[str, ...]) -> None:
+        self.key = key
+        self.attributes = attributes
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares weights with those before it that have the same key::
+
+        layers = [
+            TiedLayerSpec("embed", nn.Embedding, 50257, 768),
+            *[LayerSpec(Block, 768) for _ in range(12)],
+            TiedLayerSpec("embed", nn.Embedding, 50257, 768, forward_fn=to_logits),
+        ]                       # def to_logits(module, x): return F.linear(x, module.weight)
+
+    The first layer with a key is the owner; each later one is a layer of its own, in which the
+    owner's parameter takes the place of its own, as if one had written
+    ``last.weight = first.weight``.
+
+    Args:
+        key: says which layers belong together.
+        typename: as for :class:`LayerSpec`.
+        module_args: likewise.
+        forward_fn: ``forward_fn(module, input)`` instead of the layer's own ``forward``.
+        tied_weight_attr: the parameter (or buffer) that is shared, or a list of these;
+            ``"inner.weight"`` for one of a submodule.
+        module_kwargs: likewise.
+
+    Raises:
+        TypeError: as for :class:`LayerSpec`; or ``forward_fn`` or ``tied_weight_attr`` is none.
+    """
+
+    def __init__(
+        self,
+        key: Any,
+        typename: Callable[..., nn.Module],
+        *args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *args, **kwargs)
+        if forward_fn is not None and not callable(forward_fn):
+            raise TypeError(f"forward_fn={forward_fn!r}: must be a function (module, input)")
+        names = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tied_weight_attr
+        if not (isinstance(names, Sequence) and names and all(type(n) is str for n in names)):
+            raise TypeError(
+                f"tied_weight_attr={tied_weight_attr!r}: must be the name of a parameter, or a "
+                "list of names"
+            )
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = tied_weight_attr
+        self._tie = TieKey(key, tuple(names))
+
+    def build(self) -> nn.Module:
+        """Makes the layer, whose weights are its own still."""
+        layer = super().build()
+        layer.__dict__["_syncpipe_tie"] = self._tie
+        if self.forward_fn is not None:
+            layer.__dict__["forward"] = functools.partial(_forward, layer, self.forward_fn)
+        return layer
+
+    def _first(self) -> list[str]:
+        return [repr(self.key)]
+
+
+_running: ContextVar[nn.Module | None] = ContextVar("syncpipe_tied_layer", default=None)
+
+
+def _forward(layer: nn.Module, forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``forward_fn``, within which the layer has its own forward."""
+    if _running.get() is layer:
+        return type(layer).forward(layer, *args, **kwargs)
+    token = _running.set(layer)
+    try:
+        return forward_fn(layer, *args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+# Callables
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 40
+
+
+class Function(nn.Module):
+    """A callable as a layer, without parameters.
+
+    It can be copied and pickled if the callable can; like any layer it may draw random numbers and
+    write into its input. Its ``repr`` shows what it calls and the line where that is written.
+
+    Args:
+        function: called with what the layer before returned.
+
+    Raises:
+        TypeError: a class, or a function that is no layer: a generator, or a coroutine.
+        ValueError: parameters or buffers go along inside, where the pipe would not see them.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{_shown(function)} returns a generator or a coroutine, no output: for skips "
+                "write a class with @skippable"
+            )
+        for where, owner in _owners_behind(function):
+            raise ValueError(
+                f"{_shown(function)} uses a {type(owner).__name__} ({where}), whose values would "
+                "be none of the pipe's: they would stay on their device, out of its parameters() "
+                "and state_dict(). Make it part of an nn.Module, and that the layer; for one "
+                "weight in two layers there is TiedLayerSpec"
+            )
+        self.function = function
+
+    def forward(self, input: Any) -> Any:
+        """Calls the function."""
+        return self.function(input)
+
+    def extra_repr(self) -> str:
+        return _shown(self.function)
+
+
+def function_name(function: Any) -> str:
+    """The name of a callable, without that of its module."""
+    plain = _innermost(function)
+    return str(getattr(plain, "__name__", type(plain).__name__))
+
+
+def shown_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call in words, each on one line."""
+    return [*map(_brief, args), *(f"{name}={_brief(value)}" for name, value in kwargs.items())]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (Tensor, nn.Module)):
+        return type(value).__name__
+    return str(getattr(value, "__name__", "")) or _SHORT.repr(value)
+
+
+def _innermost(function: Any) -> Any:
+    """What a ``functools.partial`` calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _shown(function: Any) -> str:
+    """A callable in words: its name, what a partial adds, and where it is written."""
+    plain = _innermost(function)
+    shown = function_name(function)
+    if isinstance(plain, FunctionType | MethodType):
+        shown = plain.__qualname__.rpartition("<locals>.")[2]
+    if isinstance(function, functools.partial):
+        shown = f"partial({', '.join([shown, *shown_arguments(function.args, function.keywords)])})"
+    code = getattr(inspect.unwrap(plain), "__code__", None)
+    if code is None and not isinstance(plain, BuiltinFunctionType):
+        code = getattr(type(plain).__call__, "__code__", None)
+    if code is not None:
+        shown += f", {PurePath(code.co_filename).name}:{code.co_firstlineno}"
+    return shown
+
+
+def _owners_behind(function: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters, and modules that have any, which a callable holds as far as one can see."""
+    own = [(f"its attribute {name!r}", value) for name, value in _attributes(function).items()]
+    pending: list[tuple[str, Any]] = [*own, ("it is called", function)]
+    seen: set[int] = set()
+    while pending:
+        where, thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Parameter):
+            yield where, thing
+        elif isinstance(thing, nn.Module):
+            if next(chain(thing.parameters(), thing.buffers()), None) is not None:
+                yield where, thing
+        elif isinstance(thing, functools.partial):
+            held = [thing.func, *thing.args, *thing.keywords.values()]
+            pending += [("an argument of the partial", value) for value in held]
+        elif isinstance(thing, MethodType):
+            pending += [("its method", thing.__self__), (where, thing.__func__)]
+        elif isinstance(thing, FunctionType):
+            names = thing.__code__.co_freevars
+            for name, cell in zip(names, thing.__closure__ or (), strict=True):
+                if cell != CellType():
+                    pending.append((f"the variable {name!r}", cell.cell_contents))
+            defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+            pending += [("a default argument", value) for value in defaults]
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    return dict(getattr(thing, "__dict__", {}))

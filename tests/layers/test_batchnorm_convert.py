@@ -16,8 +16,8 @@ from syncpipe.layers.batchnorm import (
     DeferredBatchNorm,
     DeferredBatchNorm2d,
     DeferredBatchNorm3d,
+    defer_batch_norm,
 )
-from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from tests.support.batchnorm import assert_same_buffers, assert_unchanged, run, snapshot
 
 

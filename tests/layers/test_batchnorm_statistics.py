@@ -17,8 +17,8 @@ from syncpipe.layers.batchnorm import (
     DeferredBatchNorm2d,
     MiniBatchStatistics,
     collect,
+    defer_batch_norm,
 )
-from syncpipe.layers.batchnorm_convert import defer_batch_norm
 from tests.support.batchnorm import assert_same_buffers, assert_unchanged, run, snapshot
 from tests.support.running import in_threads
 

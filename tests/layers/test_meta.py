@@ -41,6 +41,26 @@ class Half(Mask):
         self.weight.data.fill_(2.0)
 
 
+class Partly(Half):
+    """Sets a part of its buffer."""
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(2.0)
+        self.mask[1:] = 1.0
+
+
+class Typed(Half):
+    """Forgets a buffer of another kind."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(WIDTH, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(2.0)
+        self.mask.fill_(1.0)
+
+
 class Outer(nn.Module):
     """Its reset comes after those of its children, as in its constructor."""
 
@@ -207,9 +227,17 @@ def test_a_weight_in_two_modules_of_a_layer_stays_one() -> None:
 CANNOT: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no reset": (Mask, None, r"Mask has 'mask' on meta, without values, and it has no reset_para"),
     "inside": (lambda: nn.Sequential(nn.ReLU(), Mask()), None, r"Mask at '1' has 'mask' on meta"),
-    "half": (Half, None, r"Half has 'mask' .*its reset_parameters\(\) did not set it"),
-    "init_fn": (Mask, lambda module: None, r"Mask has 'mask' on meta.*init_fn did not set it"),
-    "both": (Half, lambda module: None, r"its reset_parameters\(\) and init_fn did not set it"),
+    "half": (Half, None, r"Half has 'mask' .*its reset_parameters\(\) did not set"),
+    "init_fn": (
+        Mask,
+        lambda module: None,
+        r"Mask has 'mask' on meta.*init_fn did not set",
+    ),
+    "both": (
+        Half,
+        lambda module: None,
+        r"its reset_parameters\(\) and init_fn did not set",
+    ),
 }
 
 

@@ -19,10 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.balance.estimation.fused import as_on_gpu
-from syncpipe.layers.building import build_alone
-from syncpipe.layers.callables import Function
-from syncpipe.layers.materialize import Materializer, waiting
-from syncpipe.layers.spec import LayerSpec
+from syncpipe.layers.building import Materializer, build_alone, waiting
+from syncpipe.layers.listing import Function, LayerSpec
 from syncpipe.microbatch import NoChunk
 from syncpipe.tree import flatten, tensors_in
 
