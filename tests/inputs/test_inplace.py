@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.tree import clones, overlap
+from syncpipe.data import clones, overlap
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do
 from tests.support.training import weigh
@@ -111,11 +111,19 @@ def test_parts_of_one_memory_that_do_not_overlap_may_be_written_into(checkpoint,
     torch.manual_seed(0)
     layers = nn.Sequential(Do(write_first), nn.Linear(2, 2))
     pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
-    x = torch.randn(4, 4)
-    pair = x[:, :2], x[:, 2:]
+    x = torch.randn(8, 2)
+    pair = x[:4], x[4:]
     expected = [both_drivers(pipe, (pair[0].clone(), pair[1].clone()))[0]] * 3
     for ours, theirs in zip(both_drivers(pipe, pair), expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def test_parts_that_lie_between_each_other_are_taken_for_overlapping():
+    pipe = Pipe(nn.Sequential(Do(write_first), nn.Linear(2, 2)), [1, 1], devices=DEVICES[1][:2])
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="whose memory others use"):
+        pipe((x[:, :2], x[:, 2:]))
+    pipe((x[:, :2].clone(), x[:, 2:]))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -255,13 +263,15 @@ def test_a_copy_has_strides_and_alignment_of_the_original(view):
     assert torch.equal(grad, ones)
 
 
-def test_overlap_is_told_to_the_element():
+def test_overlap_goes_by_storage_and_extent():
     x = torch.zeros(4, 6)
     assert overlap(x, x)
     assert overlap(x[:, :3], x[:, 2:])
-    assert not overlap(x[:, :3], x[:, 3:])
+    assert overlap(x[:, :3], x[:, 3:])  # not told apart
     assert not overlap(x[:2], x[2:])
     assert overlap(x[1].expand(3, 6), x[:2])
+    assert overlap(x.view(torch.int32)[:3], x[2:])
+    assert not overlap(x.view(torch.int16)[:2], x[2:])
     assert not overlap(x, torch.zeros(4, 6))
     assert not overlap(x[:0], x)
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import NoChunk, Pipe
-from syncpipe.microbatch import gather, scatter
-from syncpipe.tree import leaf_names
+from syncpipe.data import gather, leaf_names, scatter
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.training import weigh
 

@@ -101,7 +101,7 @@ class Boundary:
         """
         leaves, structure = flatten(tree)
         if structure is not self.structure:
-            alike = None not in (structure, self.structure) and structure.like(self.structure)  # type: ignore[union-attr,arg-type]
+            alike = structure == self.structure
             if not alike:
                 raise ValueError(
                     f"{self.where} now returns values of another structure than with the sample"
