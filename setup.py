@@ -32,7 +32,7 @@ setup(
     packages=find_packages(include=["syncpipe", "syncpipe.*"]),
     # An editable install is then a plain path, which editors and type checkers follow.
     package_dir={"": "."},
-    package_data={"syncpipe": ["py.typed"]},
+    package_data={"syncpipe": ["py.typed"], "syncpipe.planner": ["page.html"]},
     python_requires=">=3.11",
     entry_points={"console_scripts": ["syncpipe = syncpipe.commands.main:main"]},
     install_requires=["torch>=2.9"],

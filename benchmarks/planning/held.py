@@ -17,9 +17,8 @@ from benchmarks.group import Options
 from benchmarks.papers.fake_memory import actual_peaks
 from benchmarks.planning.models import MODELS
 from syncpipe.balance import estimated, profile
-from syncpipe.planner.costs.chain import Chain
-from syncpipe.planner.cuts.heuristics import even_split
-from syncpipe.planner.cuts.one_f_one_b import slots_of
+from syncpipe.planner.alternatives import even_split
+from syncpipe.planner.chain import Chain, Mode
 
 CHUNKS = 8
 STAGES = (1, 3)
@@ -57,11 +56,16 @@ def memory(options: Options) -> Part:
             STAGES, ("gpipe", "1f1b"), ("never", "always"), (False, True)
         ):
             balance = even_split(len(chain), n)
-            slots = (CHUNKS,) * n if schedule == "gpipe" else slots_of("overlap", n, CHUNKS)
+            slots = (
+                (CHUNKS,) * n
+                if schedule == "gpipe"
+                else tuple(min(CHUNKS, 2 * (n - s) - 1) for s in range(n))
+            )
             counted = _counted(model, options.quick, balance, samples, schedule, mode, there)
             planned, i = [], 0
             for s, size in enumerate(balance):
-                planned.append(chain.memory(i, i + size, slots[s], slots[0], mode == "always"))
+                again: Mode = "recompute" if mode == "always" else "store"
+                planned.append(chain.memory(i, i + size, slots[s], slots[0], again))
                 planned[s] += sum(trained[i : i + size]) * there
                 i += size
             ratio = max(planned) / max(counted)

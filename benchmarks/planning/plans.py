@@ -12,15 +12,17 @@ from benchmarks.planning.profiles import (
     PARAM_SCALE,
     PlanningOptions,
     Table,
+    given,
     quantiles,
     random_profile,
 )
 from syncpipe import Plan
 from syncpipe.balance.profile import Profile
-from syncpipe.planner.costs.machine import Machine
-from syncpipe.planner.cuts.heuristics import block_partitions, even_split
-from syncpipe.planner.search.search import Candidate, evaluate
-from syncpipe.planner.search.sizes import chunk_counts
+from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.planner.chain import Mode
+from syncpipe.planner.draft import Draft
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.sizes import chunk_counts
 
 MEMORY, BANDWIDTH, BATCH = 16e9, 12e9, 512
 DEVICES = (4, 8)
@@ -96,9 +98,9 @@ def _compared(profile: Profile, n: int, batch: int) -> dict[str, Any] | None:
     times = [layer.forward[size] + layer.backward[size] for layer in profile.layers]
     stages = len(plan.balance)
     even, blocks = even_split(len(times), stages), block_partitions(times, stages)
-    again = (True,) * stages
-    others = [rival.time for rival in plan.rivals if not rival.pipeline and rival.time is not None]
-    recomputing = sum(plan.chosen.recomputes)
+    again: tuple[Mode, ...] = ("recompute",) * stages
+    others = [a.time for a in plan.alternatives if not a.pipeline and a.time is not None]
+    recomputing = plan.chosen.modes.count("recompute")
     return {
         "plan": f"{plan.schedule}, {stages} stages, {plan.chunks} micro-batches, "
         f"{recomputing} re-materialize",
@@ -112,27 +114,24 @@ def _compared(profile: Profile, n: int, batch: int) -> dict[str, Any] | None:
 
 
 def _over(
-    plan: Plan, balance: Sequence[int], schedule: str, recomputes: Sequence[bool] | None = None
+    plan: Plan, balance: Sequence[int], schedule: str, modes: Sequence[Mode] | None = None
 ) -> float | None:
     """Predicted step time over the plan's, with the best number of micro-batches that fits."""
     usual, extra = chunk_counts(plan.profile, len(plan.machine), plan.batch_size)
     for counts in (usual, extra):
-        fitting = [c.time for m in counts for c in _ways(plan, balance, m, schedule, recomputes)]
+        fitting = [c.time for m in counts for c in _ways(plan, balance, m, schedule, modes)]
         if fitting:
             return min(fitting) / plan.step_time
     return None
 
 
 def _ways(
-    plan: Plan, balance: Sequence[int], m: int, schedule: str, recomputes: Sequence[bool] | None
-) -> Iterator[Candidate]:
+    plan: Plan, balance: Sequence[int], m: int, schedule: str, modes: Sequence[Mode] | None
+) -> Iterator[Draft]:
     """With either kind of slots, if it fits."""
-    for slots in ("overlap", "textbook") if schedule == "1f1b" else (None,):
-        found = evaluate(
-            plan.profile, plan.machine, plan.batch_size, balance=balance, chunks=m,
-            schedule=schedule, slots=slots, recomputes=recomputes, param_scale=PARAM_SCALE,
-        )  # fmt: skip
-        if found.fits(plan.machine):
+    for overlap in (True, False) if schedule == "1f1b" else (True,):
+        found = given(plan.terms, balance, m, schedule, overlap=overlap, modes=modes)
+        if found.excess <= 1:
             yield found
 
 

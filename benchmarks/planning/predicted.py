@@ -22,7 +22,7 @@ from benchmarks.planning.ways import (
     two_at_once,
 )
 from syncpipe import Plan
-from syncpipe.planner.costs.chain import Chain
+from syncpipe.planner.chain import Chain
 from syncpipe.schedules.simulation import Simulation
 
 DEVICES = ("cpu:0", "cpu:1")
@@ -121,7 +121,7 @@ def both_busy(simulation: Simulation) -> float:
 
 def _summed(plan: Plan, m: int) -> float:
     """Seconds of all layers and so many micro-batches, one after another."""
-    return Chain.of(plan.profile, plan.batch_size / m, PARAM_SCALE).total * m
+    return Chain.of(plan.profile, plan.batch_size / m, PARAM_SCALE).time_to[-1] * m
 
 
 def tell(

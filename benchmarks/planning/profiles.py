@@ -15,6 +15,9 @@ from pathlib import Path
 from benchmarks.common import Part
 from benchmarks.group import Options
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.planner.chain import Mode
+from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
+from syncpipe.schedules import gpipe
 
 #: Of a parameter: itself, its gradient and Adam's state.
 PARAM_SCALE = 4.0
@@ -97,6 +100,21 @@ def random_profile(layers: int, seed: str, *, skips: int = 0) -> Profile:
         stash, pop = sorted(draw.sample(range(layers), 2))
         crossing.append(SkipProfile(f"skip {index}", stash, pop, outputs[stash]))
     return Profile(tuple(drawn), tuple(crossing), input_bytes=linear(6e5))
+
+
+def given(
+    terms: Terms, balance: Sequence[int], m: int, schedule: str, *, overlap: bool = True,
+    modes: Sequence[Mode] | None = None,
+) -> Draft:  # fmt: skip
+    """What any given cut would take under GPipe or 1F1B, whether it fits or not."""
+    n, each = len(balance), 2 if overlap else 1
+    form = Form.of("gpipe", gpipe(m, n))
+    if schedule == "1f1b":
+        slots = tuple(min(m, each * (n - s) - (each - 1)) for s in range(n))
+        form = one_f_one_b_form(m, slots)
+    draft = terms.draft(form, balance, modes)
+    assert draft is not None
+    return draft
 
 
 def quantiles(ratios: Sequence[float]) -> dict[str, float]:

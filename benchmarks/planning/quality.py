@@ -18,7 +18,7 @@ from benchmarks.planning.profiles import (
     quantiles,
 )
 from syncpipe.balance import balance_cost
-from syncpipe.planner.cuts.heuristics import block_partitions, even_split
+from syncpipe.planner.alternatives import block_partitions, even_split
 
 Costs = list[int]
 #: Gives a balance, or None where it ends without one.

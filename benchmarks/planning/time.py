@@ -13,8 +13,9 @@ import syncpipe
 from benchmarks.common import Part, Spread
 from benchmarks.planning.profiles import PARAM_SCALE, PlanningOptions, random_profile
 from syncpipe.balance import balance_cost
-from syncpipe.planner.costs.machine import Machine
-from syncpipe.planner.search.search import search
+from syncpipe.planner.draft import Terms
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.search import search
 
 Result = TypeVar("Result")
 
@@ -56,7 +57,7 @@ def _planning(options: PlanningOptions) -> Part:
         },
         notes=["Each spread is over different profiles, so it is not that of the clock alone."],
     )
-    search(random_profile(20, "warm"), Machine.even(2), batch, param_scale=PARAM_SCALE)
+    search(Terms(random_profile(20, "warm"), Machine.even(2), batch, PARAM_SCALE))
     cases = [(*size, crossing) for size in sizes for crossing in {0, skips.get(size, 0)}]
     cases.sort()
     with tqdm(total=4 * repeats * len(cases), desc="time", disable=None) as bar:
@@ -94,7 +95,8 @@ class _Row:
     def measure(self, profile: Any, machine: Machine, batch: int) -> tuple[float, ...]:
         """The memory of the best plan's stages; empty if there is none."""
         choice: dict[str, Any] = {"chunks": self.chunks, "param_scale": PARAM_SCALE}
-        took, found = timed(lambda: search(profile, machine, batch, **choice))
+        terms = Terms(profile, machine, batch, PARAM_SCALE)
+        took, found = timed(lambda: search(terms, chunks=self.chunks))
         self.searched.append(1e3 * took)
         self.fits += bool(found)
 

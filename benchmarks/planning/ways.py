@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from benchmarks.common import timed
-from benchmarks.planning.profiles import PARAM_SCALE
+from benchmarks.planning.profiles import given
 from benchmarks.schedules.model import PipeStep, Problem
 from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe, Plan
-from syncpipe.planner.cuts.heuristics import block_partitions, even_split
-from syncpipe.planner.search.search import Candidate, evaluate
+from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.planner.draft import Draft
 
 ALONE, AT_ONCE = "one copy alone", "two copies at once"
 
@@ -36,33 +36,31 @@ def other_ways(plan: Plan, devices: Sequence[str], chunks: Sequence[int]) -> dic
         "the rest first, one layer each": {"balance": (layers - n + 1,) + (1,) * (n - 1)},
         "the plan's cut, gpipe": {"schedule": "gpipe"},
         "the plan's cut, 1f1b": {"schedule": "1f1b"},
-        "the plan's cut, re-materialized": {"recomputes": (True,) * len(plan.balance)},
-        **{f"the plan's cut, {k} micro-batches": {"chunks": k} for k in chunks if k != m},
+        "the plan's cut, re-materialized": {"modes": ("recompute",) * len(plan.balance)},
+        **{f"the plan's cut, {k} micro-batches": {"m": k} for k in chunks if k != m},
     }
     ways = {"the plan": plan}
     for label, choice in choices.items():
-        full = {"balance": plan.balance, "chunks": m, "schedule": schedule, **choice}
-        candidate = evaluate(
-            plan.profile, plan.machine, plan.batch_size, param_scale=PARAM_SCALE, **full
-        )
+        full = {"balance": plan.balance, "m": m, "schedule": schedule, **choice}
+        candidate = given(plan.terms, **full)
         way = Plan(plan.profile, plan.machine, plan.batch_size, candidate, (), tuple(devices))
         if all(_essence(candidate) != _essence(other.chosen) for other in ways.values()):
             ways[label] = way
     # A plan for a machine that is described does not know the devices it is run on.
     ways["the plan"] = Plan(
-        plan.profile, plan.machine, plan.batch_size, plan.chosen, plan.rivals, tuple(devices)
+        plan.profile, plan.machine, plan.batch_size, plan.chosen, plan.alternatives, tuple(devices)
     )
     return ways
 
 
-def _essence(candidate: Candidate) -> tuple[Any, ...]:
+def _essence(candidate: Draft) -> tuple[Any, ...]:
     """What makes two of them the same."""
     return (
         candidate.schedule,
         candidate.balance,
         candidate.chunks,
-        candidate.simulation.schedule.actions,
-        candidate.recomputes,
+        candidate.form.schedule.actions,
+        candidate.modes,
     )
 
 

@@ -4,11 +4,12 @@ from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_sca
 from syncpipe.balance.by_name import balance_by_parameters, balance_by_type, balance_uniform
 from syncpipe.balance.cut import balance_cost
 from syncpipe.balance.estimation.devices import DEVICES, DeviceSpec
-from syncpipe.balance.measure import estimated, profile
+from syncpipe.balance.measure import EFFICIENCY, estimated, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 
 __all__ = [
     "DEVICES",
+    "EFFICIENCY",
     "DeviceSpec",
     "LayerProfile",
     "Profile",

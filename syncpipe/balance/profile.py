@@ -108,6 +108,8 @@ class Profile:
             knows.
         whole: nobody knows how many samples were measured: sizes are in mini-batches, and all
             numbers are for 1.
+        spread: by what part of them measured times are uncertain; 0 if unknown.
+        load_average: processes that waited for a processor when it was measured; 0 if unknown.
         source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
             were counted, and times, if there are any, were put in later; empty if nobody knows.
     """
@@ -118,6 +120,8 @@ class Profile:
     device: str = ""
     whole: bool = False
     source: str = ""
+    spread: float = 0.0
+    load_average: float = 0.0
 
     def __post_init__(self) -> None:
         if self.source not in _SOURCES:

@@ -27,7 +27,7 @@ from syncpipe.commands.demo_gain import held, median_times, threads
 from syncpipe.commands.demo_model import BLOCKS, MOST_STAGES, crossing_skips, resnet
 from syncpipe.commands.demo_options import default_devices
 from syncpipe.commands.demo_training import train
-from syncpipe.planner.report.rivals import duration
+from syncpipe.planner.alternatives import duration
 from syncpipe.runtime.streams import accelerators
 from syncpipe.timeline import save_comparison
 
@@ -133,7 +133,7 @@ def _plan(
         found = accelerators()
         names += f" ({found[0]} is alone" if found else " (no accelerator here"
         names += ": CPU workers of one thread each)"
-    alone = [rival.time for rival in plan.rivals if rival.name == "one device" and rival.time]
+    alone = [a.time for a in plan.alternatives if a.name == "one device" and a.time]
     _say(
         f"   model      {len(plain)} layers, {count:,} parameters, {len(BLOCKS)} skip connections: "
         f"{crossing} from stage to stage"

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncpipe.balance import DEVICES, Profile, estimated
-from syncpipe.balance.measure import EFFICIENCY
+from syncpipe.balance import DEVICES, EFFICIENCY, Profile, estimated
+from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
-from syncpipe.planner.choose import measured_for
-from syncpipe.planner.costs.devices import machine_of
-from syncpipe.planner.schedules.layouts import ANY, LAYOUTS
-from syncpipe.planner.search.candidate import SCHEDULES
+from syncpipe.planner.machine import machine_of
+from syncpipe.planner.others import ANY, TITLES
+from syncpipe.planner.planning import measured_for
 
 __all__ = ["add_arguments", "run"]
 
@@ -38,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="PACKAGE.MODULE:FACTORY",
-        help="a function that returns the nn.Sequential or list of layers, or the pair of it and a "
-        "sample; or the nn.Sequential itself",
+        help="a function that returns the model, an nn.Sequential, a list of layers, or any module "
+        "that syncpipe.sequential converts; or the pair of it and a sample; or the model itself",
     )
     parser.add_argument(
         "--sample",
@@ -70,13 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=_count, required=True, metavar="N")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 20GB")
     parser.add_argument("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="SPEED",
+        help="between devices and the host, such as 25GB/s: stages may then offload activations",
+    )
     parser.add_argument("--chunks", type=_count, metavar="M", help="so many micro-batches")
     parser.add_argument("--stages", type=_count, metavar="N", help="so many stages")
     parser.add_argument(
         "--schedule",
-        choices=[*SCHEDULES, *LAYOUTS, ANY],
+        choices=[*TITLES, ANY],
         metavar="NAME",
-        help=f"this schedule only: {', '.join([*SCHEDULES, *LAYOUTS])}; or {ANY}, the fastest",
+        help=f"this schedule only: {', '.join(TITLES)}; or {ANY}, the fastest (default: 1f1b)",
     )
     parser.add_argument(
         "--param-scale",
@@ -88,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=10.0,
+        default=5.0,
         metavar="SECONDS",
         help="to measure for (default: %(default)s)",
     )
@@ -120,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="draw all of the plan, to be looked at in a browser: .html or .svg",
+        help="all of the plan as a page for a browser: .html",
     )
 
 
@@ -186,15 +190,14 @@ def _check_files(args: argparse.Namespace) -> None:
             raise _Refused(f"--{option}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise _Refused(f"--{option}: {path} is a folder, not a file")
-    for option, suffixes in (("picture", (".svg", ".png", ".json")), ("save", (".html", ".svg"))):
+    for option, suffixes in (("picture", (".svg", ".png", ".json")), ("save", (".html",))):
         path = getattr(args, option)
         if path is None:
             continue
         if args.replicas:
             raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
-        if path.suffix not in suffixes:
-            *others, last = suffixes
-            raise _Refused(f"--{option}: {path} must end in {', '.join(others)} or {last}")
+        if path.suffix.lower() not in suffixes:
+            raise _Refused(f"--{option}: {path} must end in {' or '.join(suffixes)}")
 
 
 def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Replicas:
@@ -205,7 +208,7 @@ def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Rep
         "bandwidth": args.bandwidth,
         "replicas": args.replicas,
     }
-    for name in ("chunks", "stages", "schedule", "param_scale"):
+    for name in ("chunks", "stages", "schedule", "param_scale", "host_bandwidth"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     found: Plan | Replicas = plan(layers, **options)
@@ -228,12 +231,15 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
         raise _Refused("--samples is for a --profile that is read, not for a model")
     with torch.device("meta") if args.on is not None else nullcontext():
         module, sample = _model(args.model)
+    layers = as_sequential(module) if isinstance(module, nn.Sequential | list) else module
     if args.sample is not None:
-        sample = _made(args, module)
+        sample = _made(args, layers)
     if sample is None:
         raise _Refused("--sample is missing: which shape has a micro-batch? Such as 64x3x224x224")
     try:
-        found = _costs(args, module, sample, devices)
+        if layers is module and not isinstance(layers, nn.Sequential):
+            layers = sequential(module, sample, verify=args.on is None)
+        found = _costs(args, layers, sample, devices)
     except Exception as error:
         if args.sample is None or not _raised_by_the_model(error):
             raise
@@ -251,7 +257,7 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
     return found
 
 
-def _costs(args: argparse.Namespace, module: nn.Sequential, sample: Any, devices: Any) -> Profile:
+def _costs(args: argparse.Namespace, module: Any, sample: Any, devices: Any) -> Profile:
     """What the layers cost, measured or estimated."""
     if args.on is None:
         if args.efficiency is not None:
@@ -261,7 +267,7 @@ def _costs(args: argparse.Namespace, module: nn.Sequential, sample: Any, devices
     return estimated(module, sample, on=args.on, efficiency=part)
 
 
-def _made(args: argparse.Namespace, module: nn.Sequential) -> torch.Tensor:
+def _made(args: argparse.Namespace, module: nn.Module) -> torch.Tensor:
     """A sample of the shape that was asked for."""
     shape, dtype = args.sample
     whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -282,8 +288,8 @@ def _shape(args: argparse.Namespace) -> str:
     return f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
 
 
-def _model(name: str) -> tuple[nn.Sequential, Any]:
-    """The module behind ``package.module:factory``, and a sample if there is one."""
+def _model(name: str) -> tuple[Any, Any]:
+    """The model behind ``package.module:factory``, and a sample if there is one."""
     package, colon, attribute = name.partition(":")
     if not colon or not attribute or not package or package.startswith("."):
         raise _Refused(f"{name!r} is not of the form package.module:factory")
@@ -302,11 +308,9 @@ def _model(name: str) -> tuple[nn.Sequential, Any]:
             raise _Refused(f"{name} is a {type(found).__name__}, no function and no nn.Sequential")
         found = found()
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(module, nn.Sequential | list):
-        raise _Refused(
-            f"{name} gives a {type(module).__name__}, not an nn.Sequential or a list of layers"
-        )
-    return as_sequential(module), sample
+    if not isinstance(module, nn.Module | list):
+        raise _Refused(f"{name} gives a {type(module).__name__}, no model and no list of layers")
+    return module, sample
 
 
 def _sample(text: str) -> tuple[list[int], torch.dtype]:

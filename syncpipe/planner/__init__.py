@@ -1,10 +1,17 @@
 """How to run a model on several devices: :func:`plan`."""
 
-from syncpipe.planner.choose import NoPlan, plan
-from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.alternatives import Alternative
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.planning import NoPlan, Plan, StagePlan, plan
 from syncpipe.planner.replicas import Replicas, replicated
-from syncpipe.planner.report.plan import Plan
-from syncpipe.planner.report.rivals import Rival
-from syncpipe.planner.report.stages import StagePlan
 
-__all__ = ["Machine", "NoPlan", "Plan", "Replicas", "Rival", "StagePlan", "plan", "replicated"]
+__all__ = [
+    "Alternative",
+    "Machine",
+    "NoPlan",
+    "Plan",
+    "Replicas",
+    "StagePlan",
+    "plan",
+    "replicated",
+]

@@ -11,20 +11,33 @@ Sources: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Tra
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019),
 section 3.1. PipeDream trains without a flush, on weights of different age; the times here are its
 times, of that steady state, and no promise for a synchronous pipeline; what a pipe makes of these
-stages is in ``options()`` and ``step`` (see ``hybrid``).
+stages is in ``options()`` and ``step``.
+
+The program over boundaries (:mod:`.search`) has a second state here, the devices that are used.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
-from syncpipe.balance.profile import Profile, in_bytes
-from syncpipe.planner.cuts.shared import SharedCosts, least_times, stages_within
+import torch
+from torch import Tensor
 
-__all__ = ["Replicas", "replicated"]
+from syncpipe.balance.profile import Profile, in_bytes, interpolate
+from syncpipe.options import consecutive
+from syncpipe.planner.chain import Chain, costs_of, doubles
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.sizes import sizes_of
+from syncpipe.schedules import one_f_one_b, simulate
+
+__all__ = ["Replicas", "replicated", "runnable"]
+
+_MOST_CHUNKS = 256
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Replicas:
         times: the best for 1, 2, .. machines, each number used in full; the last is this one.
         data_parallel: all layers on each of the machines.
         bandwidth: bytes per second of a machine's network.
-        samples: in a mini-batch; None if nobody knows.
+        samples: in a mini-batch; None if unknown.
         chunks: micro-batches with which a synchronous pipe is fastest; 0 if nobody asked.
         step: seconds that its step takes under 1F1B, with gradients exchanged.
         memory: bytes that it takes on each device, those of the first stage first.
@@ -112,7 +125,7 @@ class Replicas:
         parts = (
             ("computing in", self.compute),
             ("exchanging gradients between the replicas of", self.synchronization),
-            ("the way to", self.transfer),
+            ("transfers to", self.transfer),
         )
         what, times = max(parts, key=lambda part: max(part[1]))
         return f"{what} stage {times.index(max(times))}"
@@ -155,7 +168,7 @@ class Replicas:
         return names[first] if last - first == 1 else f"{names[first]} to {names[last - 1]}"
 
     def _table(self) -> list[str]:
-        rows = [["stage", "layers", "replicas", "computing", "gradients", "way in and back"]]
+        rows = [["stage", "layers", "replicas", "computing", "gradients", "transfers"]]
         for j, (first, last, replicas) in enumerate(self.stages):
             layers = self._layers(j)
             times = (self.compute[j], self.synchronization[j], self.transfer[j])
@@ -259,23 +272,159 @@ def replicated(
         samples = profile.sizes[-1]
     if samples is not None:
         profile = profile.of(samples)
-    costs = SharedCosts(profile, bandwidth, 1 if samples is None else samples)
-    table = least_times(costs, machines)
-    # What differs by rounding alone is as fast.
-    stages = stages_within(costs, machines, table[machines][-1] * (1 + 1e-12))
-    L = len(profile.layers)
+    costs = _Costs(profile, bandwidth, 1 if samples is None else samples)
+    count = len(profile.layers)
+    table, _ = _program(costs, machines, torch.maximum)
+    # What differs by rounding alone is as fast: the fewest stages, and then the fewest bytes.
+    limit = float(table[machines, count]) * (1 + 1e-12)
+    _, stages = _program(_Within(costs, limit), machines, torch.add)
     return Replicas(
         stages=stages,
         names=tuple(layer.name for layer in profile.layers),
-        compute=tuple(float(costs.compute(*stage)) for stage in stages),
-        synchronization=tuple(float(costs.synchronization(*stage)) for stage in stages),
-        transfer=tuple(float(costs.transfer(first, m)) if first else 0.0 for first, _, m in stages),
-        parameter_bytes=tuple(int(costs.weights(first, last)) for first, last, _ in stages),
-        times=tuple(table[m][L] for m in range(1, machines + 1)),
-        data_parallel=float(costs.stage(0, L, machines)),
+        compute=tuple(float(costs.compute(i, j, m)) for i, j, m in stages),
+        synchronization=tuple(float(costs.synchronization(i, j, m)) for i, j, m in stages),
+        transfer=tuple(float(costs.transfer(i, m)) if i else 0.0 for i, _, m in stages),
+        parameter_bytes=tuple(int(costs.weights[j] - costs.weights[i]) for i, j, _ in stages),
+        times=tuple(table[1:, count].tolist()),
+        data_parallel=float(costs.stage(0, count, machines)),
         bandwidth=bandwidth,
         samples=samples,
     )
+
+
+class _Costs:
+    """The times of the formula; ``i`` is a layer, or a slice of them."""
+
+    def __init__(self, profile: Profile, bandwidth: float, samples: int) -> None:
+        layers, self.bandwidth = profile.layers, bandwidth
+        times = [interpolate(x.forward, samples) + interpolate(x.backward, samples) for x in layers]
+        trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
+        self.times = doubles([*accumulate(times, initial=0.0)])
+        self.weights = doubles([*accumulate(trained, initial=0.0)])
+        #: Bytes that cross the cut before each layer; nothing before the first.
+        self.bytes = doubles([0.0, *(interpolate(x.output_bytes, samples) for x in layers[:-1])])
+        for skip in profile.skips:
+            self.bytes[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, samples)
+
+    def compute(self, i: int | slice, j: int, m: int) -> Tensor:
+        """Seconds of the layers' forward and backward, shared by ``m`` machines."""
+        return (self.times[j] - self.times[i]) / m
+
+    def synchronization(self, i: int | slice, j: int, m: int) -> Tensor:
+        """Seconds in which ``m`` machines add up the gradients of the layers."""
+        return 4 * (m - 1) * (self.weights[j] - self.weights[i]) / (m * self.bandwidth) / m
+
+    def transfer(self, i: int | slice, m: int) -> Tensor:
+        """Seconds to send activations over a cut to ``m`` machines, and gradients back."""
+        return 2 * self.bytes[i] / (self.bandwidth * m)
+
+    def stage(self, i: int | slice, j: int, m: int) -> Tensor:
+        """T(i..j, m)."""
+        return torch.maximum(self.compute(i, j, m), self.synchronization(i, j, m))
+
+
+class _Within(_Costs):
+    """One for each stage, and less than one for all bytes between stages; infinite for what takes
+    longer than a limit.
+    """
+
+    def __init__(self, costs: _Costs, limit: float) -> None:
+        self.__dict__.update(vars(costs))
+        self._limit = limit
+
+    def stage(self, i: int | slice, j: int, m: int) -> Tensor:
+        slow = super().stage(i, j, m) > self._limit
+        return torch.ones_like(slow, dtype=torch.float64).masked_fill(slow, math.inf)
+
+    def transfer(self, i: int | slice, m: int) -> Tensor:
+        slow = super().transfer(i, m) > self._limit
+        part = self.bytes[i] / (2 * float(self.bytes.sum()) or 1.0)
+        return part.masked_fill(slow, math.inf)
+
+
+def _program(
+    costs: _Costs, machines: int, both: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
+    """A(j, m), as ``[m, j]``, and the stages of the last one.
+
+    Args:
+        costs: of stages, and of the transfers between them.
+        machines: at most.
+        both: what a stage and those before it make together.
+    """
+    count = len(costs.times) - 1
+    table = torch.full((machines + 1, count + 1), math.inf, dtype=torch.float64)
+    came: dict[tuple[int, int], tuple[int, int]] = {}
+    sent = [costs.transfer(slice(1, count), m) for m in range(1, machines + 1)]
+    for j in range(1, count + 1):
+        alone = [costs.stage(slice(0, j), j, m) for m in range(1, machines + 1)]
+        for m in range(1, machines + 1):
+            best, came[j, m] = float(alone[m - 1][0]), (0, m)
+            for last in range(1, m) if j > 1 else ():
+                before = both(table[m - last, 1:j], sent[last - 1][: j - 1])
+                value, at = both(before, alone[last - 1][1:]).min(0)
+                if float(value) < best:
+                    best, came[j, m] = float(value), (int(at) + 1, last)
+            table[m, j] = best
+    found, j, m = [], count, machines
+    while j:
+        i, last = came[j, m]
+        found.append((i, j, last))
+        j, m = i, m - last
+    return table, tuple(reversed(found))
+
+
+def runnable(
+    plan: Replicas, profile: Profile, machine: Machine, batch_size: int, param_scale: float
+) -> Replicas:
+    """The same with what a pipe needs: the number of micro-batches with the shortest step.
+
+    Among those that fit into memory; where none does, that which takes the least of it. A replica
+    has parameters and gradients of its own, but no optimizer's state: that is with the first one.
+    Once a step the others are sent the parameters and send back gradients, which counts in full.
+
+    Args:
+        plan: stages and replicas.
+        profile: what the layers cost.
+        machine: the devices, all alike.
+        batch_size: samples in a mini-batch of all devices together.
+        param_scale: bytes for each byte of a parameter that is trained, on the first replica.
+    """
+    layers = profile.of(batch_size)
+    even = [m for m in range(1, min(batch_size, _MOST_CHUNKS) + 1) if batch_size % m == 0]
+    found = []
+    for chunks in [m for m in even if m >= max(plan.replicas)] or even[-1:]:
+        one = _run(plan, layers, machine, batch_size, chunks, param_scale)
+        over = [a - b for a, b in zip(one.memory, machine.memory, strict=True)]
+        found.append((max(0.0, *over), one.step, chunks, one))
+    return min(found, key=lambda entry: entry[:3])[-1]
+
+
+def _run(
+    plan: Replicas,
+    profile: Profile,
+    machine: Machine,
+    batch_size: int,
+    chunks: int,
+    param_scale: float,
+) -> Replicas:
+    """The same with so many micro-batches."""
+    chain = Chain.of(profile, sizes_of(batch_size, chunks)[0], param_scale)
+    schedule = one_f_one_b(chunks, consecutive(plan.replicas))
+    simulation = simulate(schedule, costs_of(chain, machine, plan.balance))
+    memory: list[float] = []
+    exchanged = 0.0
+    stages = pairwise(accumulate(plan.balance, initial=0))
+    for j, ((first, last), replicas) in enumerate(zip(stages, plan.replicas, strict=True)):
+        flight = schedule.in_flight[j], schedule.in_flight[0]
+        owner = chain.memory(first, last, *flight, "store")
+        layers = profile.layers[first:last]
+        trained = math.fsum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+        more = sum(layer.memory(2.0) - layer.memory(param_scale) for layer in layers)
+        memory += [owner + trained * (replicas > 1), *[owner + more] * (replicas - 1)]
+        exchanged = max(exchanged, 2 * (replicas - 1) * trained / plan.bandwidth)
+    step = simulation.makespan + exchanged
+    return replace(plan, chunks=chunks, step=step, memory=tuple(memory))
 
 
 def _ms(seconds: float) -> str:

@@ -11,7 +11,7 @@ from benchmarks.planning.predicted import both_busy, spearman, tell
 from benchmarks.planning.ways import ALONE, AT_ONCE, asleep, loop_of, other_ways
 from syncpipe import Pipe, plan
 from syncpipe.balance import LayerProfile, Profile
-from syncpipe.planner.costs.machine import Machine
+from syncpipe.planner.machine import Machine
 from syncpipe.schedules import gpipe
 from syncpipe.schedules.simulation import Costs, simulate
 

@@ -173,7 +173,7 @@ def test_replicas(measured: str, json_too: list[str], capsys: pytest.CaptureFixt
         (["--profile", "no_such_file.json"], "no_such_file.json"),
         (["--profile", "."], "--profile: . is a folder"),
         ([f"{HERE}:factory", "--sample", "8x3", "--profile", "."], "--profile: . is a folder"),
-        ([f"{HERE}:factory", "--sample", "8x3", "--save", "plan.pdf"], "must end in .html or .svg"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--save", "plan.pdf"], "must end in .html"),
         ([f"{HERE}:factory", "--sample", "8x3", "--save", "p.svg", "--replicas"], "--save"),
         ([f"{HERE}:factory", "--sample", "8x3", "--on", "abacus"], "on='abacus' is not known"),
         ([f"{HERE}:factory", "--sample", "8x3", "--efficiency", "0.3"], "give --on"),

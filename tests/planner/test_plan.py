@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_what_recomputes_is_marked() -> None:
 
 def test_rivals_are_worse_or_truly_better() -> None:
     plan = planned()
-    cuts = [rival for rival in plan.rivals if rival.pipeline and "replicas" not in rival.name]
+    cuts = [rival for rival in plan.alternatives if rival.pipeline and "replicas" not in rival.name]
     assert cuts
     assert all(rival.time >= plan.step_time * (1 - 1e-9) for rival in cuts if rival.time)
 
@@ -296,12 +297,31 @@ def test_it_does_not_say_what_was_not_looked_at() -> None:
     assert "No pipeline" not in str(planned(devices="1 x 1GB"))
 
 
-def test_the_best_plan_under_the_other_schedule_is_the_best() -> None:
-    profile, devices = profile_of([1 + k * 7 % 5 for k in range(30)]), "12 x 1GB, 0.5GB/s"
-    plan = planned(profile, devices)
-    other = {"gpipe": "1f1b", "1f1b": "gpipe"}[plan.schedule]
-    (rival,) = [rival for rival in plan.rivals if rival.name.startswith("the best plan under")]
-    assert rival.time == pytest.approx(planned(profile, devices, schedule=other).step_time)
+def test_text_dictionary_and_page_search_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = planned()
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this searches")
+
+    monkeypatch.setattr("syncpipe.planner.planning.variants", refused)
+    monkeypatch.setattr("syncpipe.planner.others.auto", refused)
+    monkeypatch.setattr("syncpipe.planner.draft.play", refused)
+    assert "plan.compare()" in str(plan)
+    assert plan.as_dict()["schedules"] == []
+    plan.save(tmp_path / "plan.html")
+    with pytest.raises(AssertionError, match="this searches"):
+        plan.compare()
+
+
+def test_replicas_know_the_optimizer() -> None:
+    given: dict[str, Any] = {"devices": FOUR, "batch_size": 64, "replicas": True}
+    adam = syncpipe.plan(PROFILE, **given)
+    sgd = syncpipe.plan(PROFILE, optimizer=torch.optim.SGD, **given)
+    scaled = syncpipe.plan(PROFILE, param_scale=2.0, **given)
+    assert sgd.memory == scaled.memory
+    assert max(sgd.memory) < max(adam.memory)
 
 
 @settings(max_examples=60, deadline=None)
@@ -354,6 +374,7 @@ def test_devices_may_come_one_by_one() -> None:
         ({"chunks": [4, 2.0]}, TypeError, "chunks=2.0"),
         ({"stages": 2.0}, TypeError, "stages=2.0"),
         ({"param_scale": "2"}, ValueError, "param_scale='2'"),
+        ({"param_scale": 0}, ValueError, "param_scale=0: must be a number, at least 1"),
         ({"schedule": "pipedream"}, ValueError, "schedule='pipedream'"),
         ({"chunks": 60}, ValueError, "chunks=60 does not divide batch_size=64"),
         ({"stages": 5}, ValueError, "stages=5"),

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncpipe.planner.costs.description import parse_bandwidth, parse_bytes
-from syncpipe.planner.costs.devices import (
+from syncpipe.planner.machine import (
+    Machine,
     machine_of,
+    parse_bandwidth,
+    parse_bytes,
 )
-from syncpipe.planner.costs.machine import Machine
 
 # --- numbers with units -------------------------------------------------------------------------
 
@@ -213,3 +214,48 @@ def test_numbers_that_are_none(given: dict[str, Any], match: str) -> None:
 def test_neither_number_nor_list(what: str) -> None:
     with pytest.raises(TypeError, match=f"{what}=<object"):
         machine_of("2 x 16GB, 1GB/s", **{what: object()})
+
+
+# --- machines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "bandwidth", "message"),
+    [
+        ((), (), "names no device"),
+        ((1.0, -2.0), ((math.inf, 1.0), (1.0, math.inf)), "memory of device 1 is -2"),
+        ((1.0, math.nan), ((math.inf, 1.0), (1.0, math.inf)), "memory of device 1 is nan"),
+        ((1.0,), ((math.inf, 1.0),), r"rows of \[2\] numbers, but memory is for 1"),
+        ((1.0, 1.0), ((math.inf, 0.0), (1.0, math.inf)), "bandwidth from device 0 to 1 is 0"),
+        ((1.0, 1.0), ((1.0, 1.0), (1.0, math.inf)), "device 0 to itself is 1"),
+    ],
+)
+def test_machines_that_are_none(
+    memory: tuple[float, ...], bandwidth: tuple[tuple[float, ...], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Machine(memory, bandwidth)
+
+
+def test_a_machine() -> None:
+    machine = Machine.even(3, 16e9, 12e9)
+    assert (len(machine), machine.uniform, machine.time(24e9, 0, 2)) == (3, True, 2.0)
+    assert machine.time(24e9, 1, 1) == 0
+    assert machine.head(2) == Machine.even(2, 16e9, 12e9)
+    assert not Machine((1.0, 2.0), Machine.even(2).bandwidth).uniform
+    assert not Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0, 2.0)).uniform
+    with pytest.raises(ValueError, match="there are 3 devices"):
+        machine.head(4)
+    with pytest.raises(ValueError, match="speed has 1 factors, but there are 2 devices"):
+        Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0,))
+
+
+def test_devices_in_another_order() -> None:
+    rows = ((math.inf, 1.0, 2.0), (3.0, math.inf, 4.0), (5.0, 6.0, math.inf))
+    machine = Machine((1.0, 2.0, 1.0), rows, speed=(1.0, 3.0, 1.0))
+    other = machine.ordered((1, 2))
+    assert (other.memory, other.speed) == ((2.0, 1.0), (3.0, 1.0))
+    assert other.bandwidth == ((math.inf, 4.0), (6.0, math.inf))
+    assert other.names == ("device 1", "device 2")  # each keeps what it was called
+    assert machine.orders() == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert Machine.even(3).orders() == [(0, 1, 2)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncpipe.planner.cuts.heuristics import block_partitions, even_split
+from syncpipe.planner.alternatives import block_partitions, even_split
 
 costs = st.lists(st.integers(0, 6) | st.floats(0, 10), min_size=1, max_size=30)
 

@@ -12,10 +12,9 @@ import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.options import consecutive
-from syncpipe.planner.costs.chain import Chain, costs_of
-from syncpipe.planner.costs.machine import Machine
-from syncpipe.planner.hybrid import runnable
-from syncpipe.planner.replicas import replicated
+from syncpipe.planner.chain import Chain, costs_of
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.replicas import replicated, runnable
 from syncpipe.schedules import build, simulate
 from tests.planner.test_planner_replicas import profile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import syncpipe
-import syncpipe.planner.search.candidate as candidate
+import syncpipe.planner.draft as candidate
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import Plan
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import syncpipe
 from benchmarks.papers.fake_memory import actual_peaks
 from syncpipe.balance import LayerProfile, Profile, profile
-from syncpipe.planner.costs.chain import Chain
-from syncpipe.planner.cuts.one_f_one_b import slots_of
+from syncpipe.planner.chain import Chain
 
 CHUNKS, SAMPLES = 6, 8
 
@@ -59,10 +58,14 @@ def test_the_planned_peak_is_near_the_counted_one(
     )  # fmt: skip
     found = profile(layers, x, sizes=[SAMPLES], time=False)
     chain = Chain.of(found, SAMPLES, 2.0, len(x))
-    slots = (CHUNKS,) * 2 if schedule == "gpipe" else slots_of("overlap", 2, CHUNKS)
+    slots = (CHUNKS,) * 2 if schedule == "gpipe" else (min(CHUNKS, 3), 1)
     planned, counted = [], []
     for s, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))):
-        planned.append(chain.memory(i, j, slots[s], slots[0], checkpoint == "always"))
+        planned.append(
+            chain.memory(
+                i, j, slots[s], slots[0], "recompute" if checkpoint == "always" else "store"
+            )
+        )
         own = sum(size(t) for x in layers[i:j] for t in (*x.parameters(), *x.buffers()))
         counted.append(peaks[s] + own)
     counted[0] += size(x)
@@ -113,19 +116,19 @@ def numbers(**layers: Any) -> Profile:
 def test_what_is_alive_for_a_moment_is_that_of_the_fullest_moment() -> None:
     chain = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
     # Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
-    assert chain.held(0, 3, 1, 1, False) == (0, 55, 100 - 55, 0, 0)
-    assert chain.held(1, 3, 1, 1, False) == (0, 35, 45 - 35, 0, 0)
-    assert chain.memory(1, 3, 4, 6, False) == 4 * 35 + 10 + 2 * 10  # two inputs came early
-    assert chain.memory(1, 3, 4, 6, True) == 3 * 10 + 35 + 10 + 2 * 10
+    assert chain.held(0, 3, 1, 1, "store") == (0, 55, 100 - 55, 0, 0)
+    assert chain.held(1, 3, 1, 1, "store") == (0, 35, 45 - 35, 0, 0)
+    assert chain.memory(1, 3, 4, 6, "store") == 4 * 35 + 10 + 2 * 10  # two inputs came early
+    assert chain.memory(1, 3, 4, 6, "recompute") == 3 * 10 + 35 + 10 + 2 * 10
 
 
 def test_the_mini_batch_is_on_the_first_device() -> None:
     chain = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
-    assert chain.held(0, 1, 3, 3, False).arrived == 7 * 8 - 7 * 3
-    assert chain.held(0, 1, 8, 8, False).arrived == 0
+    assert chain.held(0, 1, 3, 3, "store").arrived == 7 * 8 - 7 * 3
+    assert chain.held(0, 1, 8, 8, "store").arrived == 0
 
 
 def test_where_nobody_counted_a_moment_takes_nothing() -> None:
     chain = Chain.of(numbers(a=(10, 20, None), b=(10, 30, 45)), 1, 4.0, 8)
-    assert chain.memory(0, 2, 3, 3, False) == 3 * 50
-    assert chain.memory(0, 2, 3, 3, True) == 3 * 7 + 50
+    assert chain.memory(0, 2, 3, 3, "store") == 3 * 50
+    assert chain.memory(0, 2, 3, 3, "recompute") == 3 * 7 + 50

@@ -226,7 +226,7 @@ def test_the_page_says_where_the_time_goes() -> None:
         "computing in stage 1",
     )
     slow = replicated(profile([1, 1], [9, 1], [100, 100]), 2, 2.0)
-    assert slow.bottleneck == "the way to stage 1"
+    assert slow.bottleneck == "transfers to stage 1"
     alone = replicated(profile([1], [1], [100]), 2, 2.0)
     assert alone.bottleneck == "exchanging gradients between the replicas of stage 0"
 

@@ -14,14 +14,14 @@ import syncpipe
 from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import NoPlan, Plan
-from syncpipe.planner.schedules.footprint import footprints, over_time
-from syncpipe.planner.schedules.layouts import LAYOUTS
-from syncpipe.planner.search.candidate import SCHEDULES, Terms
+from syncpipe.planner.draft import levels
+from syncpipe.planner.others import LAYOUTS
 from syncpipe.schedules import auto, build, gpipe, simulate
 from syncpipe.schedules.simulation import Costs
 from tests.support.models import linear_model
 
-NAMES = [name for name in LAYOUTS if name != "auto"]
+NAMES = [name for name in LAYOUTS if name not in ("auto", "gpipe")]
+SCHEDULES = ("1f1b", "gpipe")
 
 
 def profile_of(times: list[float], stored: float = 1e6, parameters: int = 10**5) -> Profile:
@@ -50,11 +50,10 @@ def planned(profile: Profile = PROFILE, devices: str = "3 x 1GB, 10GB/s", **more
 
 def held(plan: Plan) -> list[float]:
     """The most that each device holds, counted along the simulated step."""
-    chain = Terms(plan.profile, plan.machine, plan.batch_size, 4.0).chain(plan.chunks)
-    chosen, schedule = plan.chosen, plan.simulation.schedule
-    outputs = [layer.output_bytes[8] * 64 / plan.chunks / 8 for layer in plan.profile.layers]
-    stages = footprints(chain, plan.balance, schedule.in_flight, chosen.recomputes, outputs)
-    return [max(level for _, level in row) for row in over_time(plan.simulation, stages)]
+    chosen = plan.chosen
+    stages = plan.terms.footprints(chosen.form, chosen.balance, chosen.modes)
+    lanes = levels(chosen.form, plan.simulation, stages)
+    return [max(level for _, level in lane) for lane in lanes]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +93,7 @@ def test_no_device_ever_holds_more_than_is_said(data: st.DataObject) -> None:
     said = plan.as_dict()["memory_of_devices"]
     for most, told, memory in zip(held(plan), said, plan.machine.memory, strict=False):
         assert most <= told * (1 + 1e-9) <= memory * (1 + 1e-8)
-    if name in NAMES or not any(plan.chosen.recomputes):
+    if name in NAMES or "recompute" not in plan.chosen.modes:
         assert held(plan) == pytest.approx(said)
 
 
@@ -125,7 +124,10 @@ def test_the_fastest_of_all_is_not_slower_than_any() -> None:
 
 
 def test_the_page_says_what_every_schedule_takes() -> None:
-    page = str(planned())
+    plan = planned()
+    assert "plan.compare()" in str(plan)
+    plan.compare()
+    page = str(plan)
     for name in LAYOUTS:
         line = next(line for line in page.splitlines() if line.strip().startswith(name))
         assert "MB at most" in line
@@ -134,6 +136,7 @@ def test_the_page_says_what_every_schedule_takes() -> None:
 def test_the_page_says_that_there_was_no_time_for_one_made_to_measure() -> None:
     times = [1.0] * 16
     plan = planned(profile_of(times), "8 x 1GB, 10GB/s", batch_size=128, chunks=128)
+    plan.compare()
     assert "not tried for so many stages and micro-batches" in str(plan)
 
 
@@ -141,7 +144,7 @@ def test_stages_with_replicas_are_one_of_the_ways() -> None:
     light = LayerProfile("light", {8: 4e-3}, {8: 8e-3}, {8: 10}, {8: 10}, parameter_bytes=10)
     heavy = LayerProfile("heavy", {8: 2e-3}, {8: 4e-3}, {8: 10}, {8: 10}, parameter_bytes=10**9)
     plan = planned(Profile((light, heavy)), "3 x 80GB, 1GB/s", batch_size=48)
-    rival = next(rival for rival in plan.rivals if "replicas" in rival.name)
+    rival = next(rival for rival in plan.alternatives if "replicas" in rival.name)
     assert rival.name == "stages with replicas, 2-1 (replicas=True)"
     replicas = syncpipe.plan(plan.profile, devices="3 x 80GB, 1GB/s", batch_size=48, replicas=True)
     assert rival.time == replicas.step
@@ -149,7 +152,9 @@ def test_stages_with_replicas_are_one_of_the_ways() -> None:
 
 
 def test_the_page_says_which_schedules_do_not_fit() -> None:
-    page = str(planned(devices="3 x 16MB, 10GB/s", chunks=8))
+    plan = planned(devices="3 x 16MB, 10GB/s", chunks=8)
+    plan.compare()
+    page = str(plan)
     assert "does not fit: device" in page
 
 

@@ -15,7 +15,7 @@ __all__ = ["MOST", "chunk_counts", "possible", "sizes_of", "stage_counts"]
 
 #: More micro-batches are tried only on demand; the simulator plays each of them through.
 MOST = 1024
-#: So many for each device are usual, where nobody knows what a small micro-batch costs.
+#: So many for each device are usual, where what a small micro-batch costs is unknown.
 _UNKNOWN = 4
 #: And where that was measured.
 _MEASURED = 16

@@ -1,1 +1,0 @@
-"""What devices and layers cost, as far as planning goes."""

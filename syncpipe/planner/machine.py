@@ -1,0 +1,609 @@
+"""What a pipeline runs on: how much each device holds, and what the links between them carry.
+
+Devices are described in words, ``"8 x 16GB, 12GB/s"``, eight of 16 GB each with 12 GB/s between any
+two, or they are here and measured:
+
+    devices   one or more of these, with "+" between them, then a comma and a bandwidth
+    one       "80GB", or faster than what layers are measured on, "80GB @ 2.0"
+    several   "8 x 80GB", or machines with links of their own, "16 x (8 x 80GB, 300GB/s)"
+
+Sizes are in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, permutations
+from numbers import Real
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
+from syncpipe.runtime.streams import AcceleratorStreams, same_memory
+
+__all__ = [
+    "RESERVE",
+    "Machine",
+    "clear_cache",
+    "kind_of",
+    "link_bandwidth",
+    "machine_of",
+    "measure_bandwidth",
+    "measure_memory",
+    "parse_bandwidth",
+    "parse_bytes",
+]
+
+EXAMPLE = "8 x 16GB, 12GB/s"
+_MOST_DEVICES = 1024
+
+#: The part of an accelerator's free memory that plans leave alone: for what the caching allocator
+#: loses between blocks, and for what libraries take for themselves at their first call.
+RESERVE = 0.06
+_COPY_BYTES = 64_000_000
+_ROUNDS = 5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in the order in which stages are put on them.
+
+    Attributes:
+        memory: bytes that a pipeline may use on each device; ``math.inf`` for no limit.
+        bandwidth: bytes per second from device ``a`` to device ``b``, as ``bandwidth[a][b]``;
+            ``math.inf`` where going there takes no time, as on the diagonal.
+        names: of the devices, to be printed; empty for none.
+        speed: by what factor each device is faster than the one that layers were measured on;
+            empty for equal ones.
+        host: bytes per second between a device and the memory of the host, in each direction; 0
+            where activations are not to be offloaded.
+
+    Raises:
+        ValueError: there is no device, numbers do not match, or one of them is none.
+    """
+
+    memory: tuple[float, ...]
+    bandwidth: tuple[tuple[float, ...], ...]
+    names: tuple[str, ...] = ()
+    speed: tuple[float, ...] = ()
+    host: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", tuple(self.memory))
+        object.__setattr__(self, "bandwidth", tuple(map(tuple, self.bandwidth)))
+        object.__setattr__(self, "names", tuple(self.names))
+        n = len(self.memory)
+        object.__setattr__(self, "speed", tuple(self.speed) or (1.0,) * n)
+        if n == 0:
+            raise ValueError("memory=() names no device; a pipeline needs at least one")
+        for d, memory in enumerate(self.memory):
+            _check(f"memory of device {d}", memory)
+        if self.host != 0:
+            _check("the bandwidth to the host", self.host)
+        if len(self.bandwidth) != n or any(len(row) != n for row in self.bandwidth):
+            shape = [len(row) for row in self.bandwidth]
+            raise ValueError(
+                f"bandwidth has rows of {shape} numbers, but memory is for {n} devices: give it "
+                f"{n} rows of {n}"
+            )
+        for a, row in enumerate(self.bandwidth):
+            for b, bandwidth in enumerate(row):
+                if a == b and bandwidth != math.inf:
+                    raise ValueError(
+                        f"bandwidth from device {a} to itself is {bandwidth}; what stays on a "
+                        "device takes no time: math.inf"
+                    )
+                _check(f"bandwidth from device {a} to {b}", bandwidth)
+        if len(self.speed) != n:
+            raise ValueError(f"speed has {len(self.speed)} factors, but there are {n} devices")
+        for d, speed in enumerate(self.speed):
+            _check(f"speed of device {d}", speed)
+            if speed == math.inf:
+                raise ValueError(f"speed of device {d} is inf; it must be finite")
+        if self.names and len(self.names) != n:
+            raise ValueError(f"names has {len(self.names)} of them, but there are {n} devices")
+
+    @classmethod
+    def even(
+        cls, n: int, memory: float = math.inf, bandwidth: float = math.inf, host: float = 0.0
+    ) -> Machine:
+        """Equal devices, and equal links between all of them.
+
+        Args:
+            n: how many.
+            memory: bytes that may be used on each.
+            bandwidth: bytes per second between any two, in each direction.
+            host: bytes per second to and from the host.
+        """
+        if n < 1:
+            raise ValueError(f"n={n}: a machine has at least one device")
+        rows = [[math.inf if a == b else bandwidth for b in range(n)] for a in range(n)]
+        return cls((memory,) * n, tuple(map(tuple, rows)), host=host)
+
+    @classmethod
+    def linked(cls, parts: Sequence[Machine], bandwidth: float) -> Machine:
+        """Several machines side by side.
+
+        Args:
+            parts: each with its own links.
+            bandwidth: bytes per second between devices of two of them, in each direction.
+        """
+        rows: list[tuple[float, ...]] = []
+        count = sum(map(len, parts))
+        for part in parts:
+            left = len(rows)
+            right = count - left - len(part)
+            rows += [(bandwidth,) * left + row + (bandwidth,) * right for row in part.bandwidth]
+        memory = tuple(size for part in parts for size in part.memory)
+        return cls(memory, tuple(rows), speed=tuple(v for part in parts for v in part.speed))
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def time(self, size: float, a: int, b: int) -> float:
+        """Seconds that so many bytes take from device ``a`` to device ``b``."""
+        return size / self.bandwidth[a][b]
+
+    def transfer(self, size: float, a: int, b: int) -> float:
+        """Seconds from device to device; what goes there comes back as a gradient, and the slower
+        direction stands for both.
+        """
+        return size / min(self.bandwidth[a][b], self.bandwidth[b][a])
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices and all links between two are alike."""
+        links = {w for a, row in enumerate(self.bandwidth) for b, w in enumerate(row) if a != b}
+        return len(set(self.memory)) == 1 and len(links) <= 1 and len(set(self.speed)) == 1
+
+    def head(self, n: int) -> Machine:
+        """The first ``n`` devices."""
+        if not 1 <= n <= len(self):
+            raise ValueError(f"n={n}: there are {len(self)} devices")
+        return self.ordered(range(n))
+
+    def ordered(self, devices: Sequence[int]) -> Machine:
+        """Some of the devices, or all, in another order; each keeps what it is called."""
+        names = tuple(self.name(d) for d in devices)
+        if not self.names and names == tuple(f"device {s}" for s in range(len(names))):
+            names = ()
+
+        def of(row: Sequence[T]) -> tuple[T, ...]:
+            return tuple(row[d] for d in devices)
+
+        rows = tuple(of(self.bandwidth[d]) for d in devices)
+        return Machine(of(self.memory), rows, names, of(self.speed), self.host)
+
+    def orders(self) -> list[tuple[int, ...]]:
+        """Orders of the devices that are worth a try: as given, and if there are two or three kinds
+        of devices (by memory and speed), those with each kind together.
+        """
+        kinds: dict[tuple[float, float], list[int]] = {}
+        for d, kind in enumerate(zip(self.memory, self.speed, strict=True)):
+            kinds.setdefault(kind, []).append(d)
+        given = tuple(range(len(self)))
+        if len(kinds) > 3:
+            return [given, given[::-1]]
+        together = [tuple(chain.from_iterable(some)) for some in permutations(kinds.values())]
+        return list(dict.fromkeys([given, *together]))
+
+    def name(self, d: int) -> str:
+        """What to call device ``d``: its name, or its number."""
+        return self.names[d] if self.names else f"device {d}"
+
+    def with_memory(self, memory: Sequence[float]) -> Machine:
+        """The same devices with other limits."""
+        return replace(self, memory=tuple(memory))
+
+
+def _check(what: str, number: float) -> None:
+    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not (ok and number > 0):  # not a number is not greater either
+        raise ValueError(f"{what} is {number!r}; it must be a number greater than 0, or math.inf")
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes from text: "16GB" is 16e9, "16GiB" 16 * 2**30; B, kB, MB and TB as well.
+
+    Case and spaces do not matter.
+
+    Raises:
+        ValueError: with the place where it cannot be read.
+    """
+    reader = _Reader("memory", text, "16GB")
+    found = reader.size(reader.number("a number"))
+    reader.end()
+    return found
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second from text: "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9.
+
+    Case and spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could
+    be either, and is refused.
+
+    Raises:
+        ValueError: with the place where it cannot be read.
+    """
+    reader = _Reader("bandwidth", text, "12GB/s")
+    found = reader.rate(reader.number("a number"))
+    reader.end()
+    return found
+
+
+def described(text: str, bandwidth: Any) -> Machine:
+    """The machine of a description.
+
+    Args:
+        text: such as ``"8 x 16GB, 12GB/s"``.
+        bandwidth: given besides; then it may be missing in the text.
+
+    Raises:
+        ValueError: with the place where it cannot be read.
+    """
+    reader = _Reader("devices", text, EXAMPLE)
+    machine, rated = _machine(reader)
+    reader.end("the end" if rated else "',' and a bandwidth, or '+' and more devices")
+    if not rated and bandwidth is None and len(machine) > 1:
+        raise ValueError(
+            f"devices={text!r} does not say what goes from device to device in a second: "
+            f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
+        )
+    return machine
+
+
+def _machine(reader: _Reader) -> tuple[Machine, bool]:
+    """The next devices, with what links them, and whether that was said."""
+    parts: list[Machine] = []
+    while True:
+        start, count, number = reader.at, 1, 0.0
+        inside = reader.take("[(]")
+        if not inside:
+            number = reader.number("a number")
+            if reader.take("[x\u00d7*]"):
+                most = _MOST_DEVICES - sum(map(len, parts))
+                if not (number.is_integer() and 1 <= number <= most):
+                    reader.at = start
+                    raise reader.error(f"a whole number of devices, {_MOST_DEVICES} at most")
+                count = int(number)
+                inside = reader.take("[(]")
+                number = 0.0 if inside else reader.number("the memory of one device")
+        if inside:
+            part, rated = _machine(reader)
+            if not rated and len(part) > 1:
+                raise reader.error("',' and the bandwidth inside the parentheses")
+            if not reader.take("[)]"):
+                raise reader.error("')'")
+            if sum(map(len, parts)) + count * len(part) > _MOST_DEVICES:
+                reader.at = start
+                raise reader.error(f"{_MOST_DEVICES} devices at most")
+        else:
+            size, speed = reader.size(number), 1.0
+            if reader.take("@"):
+                speed = reader.positive(reader.number("how many times as fast it is"))
+            part = Machine((size,), ((math.inf,),), speed=(speed,))
+        parts += [part] * count
+        if not reader.take("[+]"):
+            break
+    rated = reader.take(",") is not None
+    rate = reader.rate(reader.number("a bandwidth")) if rated else math.inf
+    return Machine.linked(parts, rate), rated
+
+
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class _Reader:
+    """Reads a text from left to right, and says where it could not go on."""
+
+    def __init__(self, what: str, text: str, example: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"{what}={text!r} is not text such as {example!r}")
+        self._what, self._text, self._example = what, text, example
+        self.at = 0
+
+    def take(self, pattern: str) -> re.Match[str] | None:
+        """What the text goes on with, spaces aside, if it is that."""
+        found = re.compile(rf"\s*({pattern})", re.IGNORECASE).match(self._text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def number(self, expected: str) -> float:
+        found = self.take(r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?")
+        if found is None:
+            raise self.error(expected)
+        return float(found[1])
+
+    def size(self, number: float) -> float:
+        """Bytes, after their number."""
+        found = self.take(r"(?:([kmgt])(i?))?B(?![a-z/])")
+        if found is None:
+            raise self.error("B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        return self.positive(number * _prefix(found[2], found[3]))
+
+    def rate(self, number: float) -> float:
+        """Bytes per second, after their number; of bits, if they are bits."""
+        found = self.take(r"(?:([kmgt])(i?))?(bits?|B)\s*(?:/\s*s(?:ec)?|ps)(?![a-z])")
+        if found is None:
+            raise self.error("a unit per second: GB/s or GiB/s, of bits Gbit/s or Gb/s")
+        prefix, binary, unit = found[2] or "", found[3], found[4]
+        if unit == "b" and not prefix.isupper():
+            self.at = found.start()
+            raise self.error(f"{prefix.upper()}B/s for bytes or {prefix.upper()}bit/s for bits")
+        return self.positive(number * _prefix(prefix, binary) / (1 if unit == "B" else 8))
+
+    def end(self, expected: str = "the end") -> None:
+        if self._text[self.at :].strip():
+            raise self.error(expected)
+
+    def error(self, expected: str) -> ValueError:
+        rest = self._text[self.at :].lstrip()
+        where = (
+            f"at character {len(self._text) - len(rest) + 1}, {rest!r}" if rest else "at the end"
+        )
+        return ValueError(
+            f"{self._what}={self._text!r} cannot be read {where}: expected {expected}; write it "
+            f"like {self._example!r}"
+        )
+
+    def positive(self, number: float) -> float:
+        """The number, if it is one that can be."""
+        if not 0 < number < math.inf:
+            raise ValueError(
+                f"{self._what}={self._text!r} has the size {number:g} before character "
+                f"{self.at + 1}; it must be greater than 0, and finite"
+            )
+        return number
+
+
+def _prefix(prefix: str | None, binary: str | None) -> float:
+    return float((1024 if binary else 1000) ** _POWERS[(prefix or "").upper()])
+
+
+_bandwidths: dict[tuple[str, str], float] = {}
+
+
+def machine_of(
+    devices: Any,
+    *,
+    memory: Any = None,
+    bandwidth: Any = None,
+    speed: Any = None,
+    host_bandwidth: Any = None,
+) -> Machine:
+    """The machine that a plan is made for.
+
+    Args:
+        devices: a description such as ``"8 x 16GB, 12GB/s"``, ``"2 x 80GB @ 2.0 + 4 x 24GB,
+            100Gbit/s"`` (the first two are twice as fast), ``"2 x (8 x 80GB, 300GB/s), 25GB/s"``
+            (two machines with faster links inside), or ``"8 x 16GB"`` together with ``bandwidth``;
+            or a list of devices as for ``Pipe``,
+            which are measured; or how many of the accelerators that are here, CPU workers where
+            there is none; or a ``Machine``.
+        memory: what may be used, in place of what is described or measured: bytes as a number or
+            as text ("16GB") for each device, or a list with one of them for each. Two places
+            on one device share what is given or measured for it, unless it is a list.
+        bandwidth: bytes per second as a number or as text ("12GB/s") between any two
+            devices, or rows of them, from the device of the row to that of the column.
+        speed: for each device by what factor it is faster than the one that layers are measured on;
+            that is the first of real ones. By default all are equal.
+        host_bandwidth: bytes per second between a device and the host, as a number or as text. By
+            default that of accelerators is measured; to described devices there is none, and
+            nothing is offloaded.
+
+    Raises:
+        TypeError, ValueError: a description that cannot be read, a device that is not here, a
+            number that is none, or something that is not said and cannot be measured.
+    """
+    if isinstance(devices, str):
+        with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
+            check_devices(str(torch.device(devices.strip())))
+        devices = described(devices, bandwidth)
+    host = None if host_bandwidth is None else _size("host_bandwidth", host_bandwidth, rate=True)
+    if isinstance(devices, Machine):
+        places = range(len(devices))
+        held = _given_memory(memory, places) or devices.memory
+        rows = _given_bandwidth(bandwidth, places) or devices.bandwidth
+        factors = _given_speed(speed, places) or devices.speed
+        return Machine(held, rows, devices.names, factors, devices.host if host is None else host)
+    found = _places(devices)
+    held = _given_memory(memory, found) or _measured_memory(found)
+    rows = _given_bandwidth(bandwidth, found) or tuple(
+        tuple(link_bandwidth(a, b) for b in found) for a in found
+    )
+    if host is None:
+        accelerators = [place for place in dict.fromkeys(found) if place.type != "cpu"]
+        host = min((link_bandwidth(a, torch.device("cpu")) for a in accelerators), default=0.0)
+    names = tuple(map(str, found))
+    return Machine(held, rows, names, _given_speed(speed, found) or (), host)
+
+
+def measure_memory(device: torch.device) -> float:
+    """Bytes that can be allocated on a device now.
+
+    On an accelerator what is free and what this process's caching allocator holds unused, less
+    ``RESERVE`` of it; on the CPU what the operating system says is available.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    try:
+        if device.type == "cpu":
+            text = Path("/proc/meminfo").read_text()
+            return 1024.0 * int(re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[0])
+        module = torch.get_device_module(device.type)
+        free = module.mem_get_info(device)[0]
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return float((free + unused) * (1 - RESERVE))
+    except (LookupError, AttributeError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"how much memory is free on {device} cannot be found out ({error}): give memory='16GB'"
+        ) from error
+
+
+def measure_bandwidth(source: torch.device, target: torch.device) -> float:
+    """Bytes per second from one device to another, one of them an accelerator.
+
+    The median of a few copies of 64 MB, made as a pipe makes them and timed by the device.
+
+    Raises:
+        ValueError: between these two nothing can be copied.
+    """
+    accelerator = target if source.type == "cpu" else source
+    if "meta" in (source.type, target.type) or accelerator.type == "cpu":
+        raise ValueError(
+            f"the way from {source} to {target} cannot be measured: give bandwidth='12GB/s'"
+        )
+    streams = AcceleratorStreams(accelerator)
+    stream = streams.current()
+    # Written to once: memory that nobody has touched may not be there yet.
+    given = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=source)
+    taken = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=target)
+    times = []
+    with streams.use(stream):
+        for _ in range(1 + _ROUNDS):
+            start = streams.stamp(stream)
+            taken.copy_(given, non_blocking=True)
+            end = streams.stamp(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    return _COPY_BYTES / max(median(times[1:]), 1e-9)  # the first one opened the way
+
+
+def link_bandwidth(source: torch.device, target: torch.device) -> float:
+    """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
+    if same_memory(source, target):
+        return math.inf
+    pair = (_memory_of(source), _memory_of(target))
+    if pair not in _bandwidths:
+        _bandwidths[pair] = measure_bandwidth(source, target)
+    return _bandwidths[pair]
+
+
+def clear_cache() -> None:
+    """Forgets all bandwidths that were measured."""
+    _bandwidths.clear()
+
+
+def _places(devices: Any) -> list[torch.device]:
+    """The devices of a list or a number."""
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ValueError(f"devices={devices}: there is at least one")
+        if devices > _MOST_DEVICES:
+            raise ValueError(f"devices={devices}: plans are made for {_MOST_DEVICES} at most")
+        here = default_devices(devices)
+        if len(here) < devices:
+            raise ValueError(
+                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
+                f"plan for others, describe them: devices={EXAMPLE!r}"
+            )
+        return here[:devices]
+    given = check_devices(devices)
+    if not given:
+        raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
+    return [worker.device for worker in resolve_workers(given, len(given))]
+
+
+def _memory_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(device)
+
+
+def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
+    """For each place its share of the memory that it is in."""
+    memories = [_memory_of(place) for place in places]
+    first = dict(zip(reversed(memories), reversed(places), strict=True))
+    measured = {name: measure_memory(place) for name, place in first.items()}
+    for name, size in measured.items():
+        if size <= 0:
+            raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
+    return tuple(measured[name] / memories.count(name) for name in memories)
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of what a device is, as its maker calls it, if that can be known."""
+    if device.type != "cpu":
+        with suppress(AttributeError, AssertionError, RuntimeError):
+            return f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
+    return device.type
+
+
+def _given_memory(memory: Any, places: Sequence[Any]) -> tuple[float, ...] | None:
+    """``memory=`` for each place."""
+    if memory is None:
+        return None
+    if isinstance(memory, (str, Real)):
+        size = _size("memory", memory)
+        return tuple(size / list(places).count(place) for place in places)
+    if not isinstance(memory, Iterable):
+        raise TypeError(f"memory={memory!r} is neither bytes (16e9, '16GB') nor a list of them")
+    sizes = tuple(_size(f"memory[{d}]", one) for d, one in enumerate(memory))
+    if len(sizes) != len(places):
+        raise ValueError(f"memory is for {len(sizes)} devices, but there are {len(places)}")
+    return sizes
+
+
+def _given_bandwidth(bandwidth: Any, places: Sequence[Any]) -> tuple[tuple[float, ...], ...] | None:
+    """``bandwidth=`` as rows; what stays on a device takes no time."""
+    if bandwidth is None:
+        return None
+    if isinstance(bandwidth, (str, Real)):
+        rate = _size("bandwidth", bandwidth, rate=True)
+        return tuple(tuple(math.inf if a == b else rate for b in places) for a in places)
+    if not isinstance(bandwidth, Iterable):
+        raise TypeError(
+            f"bandwidth={bandwidth!r} is neither bytes per second (12e9, '12GB/s') nor rows of them"
+        )
+    rows = [[row] if isinstance(row, (str, Real)) else list(row) for row in bandwidth]
+    n = len(places)
+    if len(rows) != n or any(len(row) != n for row in rows):
+        raise ValueError(
+            f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
+            f"devices: give one number for all, or {n} rows of {n}"
+        )
+
+    def entry(a: int, b: int) -> float:
+        return math.inf if a == b else _size(f"bandwidth[{a}][{b}]", rows[a][b], rate=True)
+
+    return tuple(tuple(entry(a, b) for b in range(n)) for a in range(n))
+
+
+def _given_speed(speed: Any, places: Sequence[Any]) -> tuple[float, ...] | None:
+    """``speed=`` for each place."""
+    if speed is None:
+        return None
+    if isinstance(speed, (str, Real)) or not isinstance(speed, Iterable):
+        raise TypeError(
+            f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
+        )
+    factors = tuple(speed)
+    for d, factor in enumerate(factors):
+        if (
+            isinstance(factor, bool)
+            or not isinstance(factor, Real)
+            or not 0 < float(factor) < math.inf
+        ):
+            raise ValueError(f"speed[{d}]={factor!r} must be a positive number")
+    if len(factors) != len(places):
+        raise ValueError(f"speed is for {len(factors)} devices, but there are {len(places)}")
+    return tuple(map(float, factors))
+
+
+def _size(what: str, given: Any, *, rate: bool = False) -> float:
+    """A positive number, of text or as it is."""
+    if isinstance(given, str):
+        return parse_bandwidth(given) if rate else parse_bytes(given)
+    unit = "bytes per second (12e9, '12GB/s')" if rate else "bytes (16e9, '16GB')"
+    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
+        raise ValueError(f"{what}={given!r} must be a positive number of {unit}")
+    return float(given)

@@ -1,0 +1,636 @@
+"""``plan``: from a model and devices to a :class:`Plan`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from numbers import Real
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import nn
+
+from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated, param_scale_of
+from syncpipe.balance import profile as measured
+from syncpipe.layers.listing import Layers
+from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
+from syncpipe.planner import page
+from syncpipe.planner.alternatives import Alternative, alternatives_of
+from syncpipe.planner.draft import Draft, Terms
+from syncpipe.planner.machine import Machine, kind_of, machine_of
+from syncpipe.planner.others import ANY, AUTO, GLANCE, TITLES, check_schedule, choose, variants
+from syncpipe.planner.replicas import Replicas, replicated, runnable
+from syncpipe.schedules.simulation import Simulation, simulate
+from syncpipe.timeline.timeline import Timeline
+
+__all__ = ["NoPlan", "Plan", "StagePlan", "measured_for", "plan"]
+
+#: The parameter, its gradient and Adam's two moments.
+_ADAM = 4.0
+
+
+class NoPlan(ValueError):
+    """Nothing fits into memory."""
+
+
+@overload
+def plan(
+    module: Layers | Profile,
+    sample: Any = None,
+    *,
+    devices: Any,
+    batch_size: int,
+    memory: float | str | Sequence[float | str] | None = None,
+    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
+    host_bandwidth: float | str | None = None,
+    chunks: int | Iterable[int] | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    param_scale: float | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
+    replicas: Literal[False] = False,
+    timeout: float = 5.0,
+    progress: bool | None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    module: Layers | Profile,
+    sample: Any = None,
+    *,
+    devices: Any,
+    batch_size: int,
+    memory: float | str | Sequence[float | str] | None = None,
+    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
+    param_scale: float | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
+    replicas: Literal[True],
+    timeout: float = 5.0,
+    progress: bool | None = None,
+) -> Replicas: ...
+
+
+def plan(
+    module: Layers | Profile,
+    sample: Any = None,
+    *,
+    devices: Any,
+    batch_size: int,
+    memory: float | str | Sequence[float | str] | None = None,
+    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
+    host_bandwidth: float | str | None = None,
+    chunks: int | Iterable[int] | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    param_scale: float | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
+    replicas: bool = False,
+    timeout: float = 5.0,
+    progress: bool | None = None,
+) -> Plan | Replicas:
+    """Finds how to run a model on several devices so that a step is as short as possible.
+
+    The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
+    activations, recomputes or offloads them, within the memory of each device::
+
+        plan = syncpipe.plan(model, sample, devices="4 x 16GB, 12GB/s", batch_size=512)
+        print(plan)
+        pipe = Pipe(model, **plan.options(), devices=[...])
+
+    What is found is played through, and ``plan.certificate`` says how far it is above a bound.
+
+    Args:
+        module: the layers, which are measured (:func:`syncpipe.balance.profile`) and stay as they
+            are, or what was measured before.
+        sample: an input to measure with, with at least as many samples as a micro-batch will have;
+            not for a profile.
+        devices: stages are put on them in this order, or, if they are of two or three kinds, in
+            the best order of the kinds (``plan.devices``, ``plan.machine``): real ones, as ``Pipe``
+            takes them, whose memory and bandwidth are measured; a number of those of this machine;
+            or a description of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as
+            fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x 24GB,
+            12GB/s"``, two of them twice as fast.
+        batch_size: samples in a mini-batch.
+        memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
+        bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
+        speed: for each device by what factor it is faster than the one that the layers were
+            measured on (the first of real ones); by default the layers are measured on each kind.
+        host_bandwidth: bytes per second between a device and the host, each way, for stages that
+            offload (``checkpoint="offload"``). That of accelerators is measured; for described
+            devices nothing is offloaded unless this is given.
+        chunks: the number of micro-batches, or those to choose from; by default all that divide
+            ``batch_size``.
+        stages: the number of stages; by default whatever is best, up to the number of devices (and
+            several on each, where a schedule wants that).
+        schedule: by default ``"1f1b"``; :meth:`Plan.compare` says what the others would take. Or
+            another one that is looked for: ``"gpipe"``, ``"zb_h1"``, ``"zb_h2"``,
+            ``"interleaved_1f1b"``, ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``,
+            ``"v_half"``, ``"v_min"``, ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the
+            fastest of them all.
+        param_scale: bytes for each byte of a parameter that is trained: parameter, gradient, and
+            the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
+        optimizer: instead of that, what makes the optimizer from a list of parameters, such as
+            ``torch.optim.AdamW``; its state is measured.
+        on: estimate the times instead of measuring them, for a device that is not here: a name in
+            ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta`` and too large
+            for this machine; see :func:`syncpipe.balance.estimated`.
+        efficiency: for that, the part of the device's peak that matrix products reach; by default
+            a half.
+        replicas: PipeDream's plan instead, in which several devices may share a stage. Each device
+            then takes mini-batches of ``batch_size / devices`` samples (those of the profile, if
+            it does not know its own); see :func:`syncpipe.planner.replicated`.
+        timeout: seconds to measure for.
+        progress: show a bar while measuring; by default if it takes longer than a second and a
+            terminal watches.
+
+    Returns:
+        The plan; ``print`` explains it.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument does not fit.
+        NoPlan: no plan fits into memory (a ``ValueError``): the message says which stage misses by
+            how much, and what would make it fit.
+    """
+    batch_size = _count("batch_size", batch_size)
+    stages = None if stages is None else _count("stages", stages)
+    if chunks is not None:
+        many = isinstance(chunks, Iterable) and not isinstance(chunks, str)
+        given = chunks if many else [chunks]
+        counts = [_count("chunks", number) for number in cast("Iterable[Any]", given)]
+        chunks = counts if many else counts[0]
+    if not isinstance(devices, int | str | Machine):
+        devices = check_devices(devices)
+    check_schedule(schedule)
+    if replicas:
+        one_slot = {"chunks": chunks, "stages": stages, "schedule": schedule}
+        for name, value in (one_slot | {"host_bandwidth": host_bandwidth}).items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
+    scale = _scale(param_scale, optimizer)
+    machine = machine_of(
+        devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
+    )
+    if efficiency is not None and on is None:
+        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
+    part = EFFICIENCY if efficiency is None else efficiency
+    layers = _profile(module, sample, devices, timeout, progress, on, part)
+    if speed is None and not isinstance(devices, Machine | str):
+        machine = _with_speed(machine, module, sample, devices, timeout)
+    if replicas:
+        if not machine.uniform:
+            raise ValueError("replicas=True is for devices that are alike, with links alike")
+        samples = None if layers.whole else max(1, batch_size // len(machine))
+        found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
+        return runnable(found, layers, machine, batch_size, scale)
+    terms = Terms(layers, machine, batch_size, scale)
+    choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
+    try:
+        order, chosen = choose(terms, schedule, **choice)
+    except LookupError as error:
+        raise NoPlan(*error.args) from None
+    terms, there = terms.on(machine.ordered(order)), _real(devices)
+    choice["schedule"] = None if schedule == ANY else schedule
+    fixed = frozenset(name for name, value in choice.items() if value is not None)
+    if there is not None:
+        plain = chosen.schedule == "1f1b"
+        there = tuple(there[order[d]] for d in (range(len(order)) if plain else
+                      chosen.form.device_of))  # fmt: skip
+    return Plan(
+        terms.profile, terms.machine, batch_size, chosen, alternatives_of(terms, chosen), there,
+        fixed, scale,
+    )  # fmt: skip
+
+
+def _count(name: str, number: Any) -> int:
+    """A whole number, at least 1."""
+    try:
+        count = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError as error:
+        raise TypeError(f"{name}={number!r}: must be a whole number") from error
+    if count < 1:
+        raise ValueError(f"{name}={number!r}: must be a number, at least 1")
+    return count
+
+
+def _scale(param_scale: float | None, optimizer: Callable[..., Any] | None) -> float:
+    """Bytes for each byte of a parameter that is trained."""
+    if optimizer is not None:
+        if param_scale is not None:
+            raise ValueError("param_scale and optimizer both say what a parameter takes: give one")
+        return param_scale_of(optimizer)
+    scale = _ADAM if param_scale is None else param_scale
+    if isinstance(scale, bool) or not (isinstance(scale, Real) and 1 <= scale < math.inf):
+        raise ValueError(
+            f"param_scale={scale!r}: must be a number, at least 1, for a parameter takes its own "
+            "bytes; 2 with its gradient, 4 with Adam"
+        )
+    return float(scale)
+
+
+def _real(devices: Any) -> tuple[Any, ...] | None:
+    """The devices that a pipe can be given; None if they were only described."""
+    if isinstance(devices, str | Machine):
+        return None
+    if isinstance(devices, int):
+        return tuple(default_devices(devices)[:devices])
+    return tuple(devices)
+
+
+def _profile(
+    module: Any,
+    sample: Any,
+    devices: Any,
+    timeout: float,
+    progress: bool | None,
+    on: str | DeviceSpec | None,
+    efficiency: float,
+) -> Profile:
+    """What the layers cost, with times."""
+    if isinstance(module, Profile):
+        for name, given in (("the sample", sample), ("on", on)):
+            if given is not None:
+                raise ValueError(f"a profile is measured already: leave out {name}")
+        layers = module
+    elif not isinstance(module, nn.Module | Iterable):
+        raise TypeError(
+            "module must be an nn.Sequential, a list of layers or a Profile, not "
+            f"{type(module).__name__}"
+        )
+    elif sample is None:
+        raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
+    elif on is not None:
+        layers = estimated(
+            cast("Layers", module), sample, on=on, efficiency=efficiency, progress=progress
+        )
+    else:
+        layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
+    if not layers.timed:
+        raise ValueError(
+            "the profile has no times (on meta and on fake devices only sizes are measured), so "
+            "there is nothing to plan by: measure the layers on a real device, or let times be "
+            "estimated for one that is not here, such as on='A100-80GB'"
+        )
+    return layers
+
+
+def measured_for(
+    devices: Any, module: Any, sample: Any, *, timeout: float, progress: bool | None = None
+) -> Profile:
+    """Measures layers for these devices: on the first of them, if they are real.
+
+    Args:
+        devices: as for :func:`plan`.
+        module: the layers.
+        sample: an input to measure with.
+        timeout: seconds to measure for.
+        progress: as for :func:`plan`.
+    """
+    device = threads = None
+    real = _real(devices)
+    if real is not None:
+        workers = dict.fromkeys(resolve_workers(real, len(real)))
+        device = next(iter(workers)).device
+        if device.type == "cpu":  # as the workers share them out
+            threads = max(1, torch.get_num_threads() // len(workers))
+    return measured(
+        module, sample, timeout=timeout, device=device, threads=threads, progress=progress
+    )
+
+
+def _with_speed(
+    machine: Machine, module: Any, sample: Any, devices: Any, timeout: float
+) -> Machine:
+    """The machine with the speed of its kinds of devices, as the layers run on them.
+
+    Raises:
+        ValueError: there are several kinds, and no layers to measure on them.
+    """
+    real = _real(devices) or ()
+    places = [worker.device for worker in resolve_workers(real, len(real))]
+    kinds = {kind_of(place): place for place in reversed(places)}
+    if len(kinds) == 1:
+        return machine
+    if isinstance(module, Profile):
+        raise ValueError(
+            f"devices are of {len(kinds)} kinds ({', '.join(kinds)}), and a profile is of one: "
+            "give speed= with a factor for each device, or the layers in place of the profile"
+        )
+    times = {}
+    for kind, place in kinds.items():
+        found = measured(module, sample, timeout=timeout / len(kinds), device=place)
+        size = found.sizes[-1]
+        times[kind] = sum(layer.forward[size] + layer.backward[size] for layer in found.layers)
+    first = times[kind_of(places[0])]
+    speed = tuple(first / times[kind_of(place)] for place in places)
+    return Machine(machine.memory, machine.bandwidth, machine.names, speed, machine.host)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        layers: the names of its layers.
+        device: what its device is called.
+        forward: seconds, for one micro-batch.
+        backward: seconds, for one micro-batch, without recomputation.
+        send: seconds, for the transfer of the output of one micro-batch to the next stage.
+        in_flight: the most micro-batches in flight.
+        mode: what it does with activations: ``"store"``, ``"recompute"`` or ``"offload"``.
+        memory: bytes, at most.
+        limit: bytes, that its device has for this and its other stages.
+        gradients: bytes, more than ``memory``, if a step finds gradients (no ``zero_grad()``
+            before): it copies them, to put them back if it fails.
+    """
+
+    layers: tuple[str, ...]
+    device: str
+    forward: float
+    backward: float
+    send: float
+    in_flight: int
+    mode: str
+    memory: float
+    limit: float
+    gradients: float
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it recomputes its forward before its backward."""
+        return self.mode == "recompute"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.
+
+    Attributes:
+        profile: what the layers cost.
+        machine: the devices.
+        batch_size: samples in a mini-batch.
+        chosen: the plan itself.
+        alternatives: what else could be done, with what it would take.
+        devices: the real devices to run on, as a pipe takes them; None if they were only described.
+        fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
+        param_scale: bytes for each byte of a parameter that is trained.
+    """
+
+    profile: Profile
+    machine: Machine
+    batch_size: int
+    chosen: Draft
+    alternatives: tuple[Alternative, ...]
+    devices: tuple[Any, ...] | None = None
+    fixed: frozenset[str] = frozenset()
+    param_scale: float = _ADAM
+
+    @property
+    def balance(self) -> list[int]:
+        """For each stage the number of its layers."""
+        return list(self.chosen.balance)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return self.chosen.chunks
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule; ``"auto"`` for one that was made to measure."""
+        return self.chosen.schedule
+
+    @property
+    def slots(self) -> list[int] | None:
+        """For each stage the most micro-batches in flight under 1F1B; None for other schedules."""
+        return None if self.chosen.form.slots is None else list(self.chosen.form.slots)
+
+    @property
+    def checkpoint(self) -> list[str]:
+        """For each stage the checkpoint mode.
+
+        A stage that recomputes does so for all micro-batches, as the last one stored would be
+        beside one that is being recomputed, but under GPipe for all but the last, which goes back
+        at once.
+        """
+        again = "except_last" if self.schedule == "gpipe" else "always"
+        modes = {"store": "never", "recompute": again, "offload": "offload"}
+        return [modes[mode] for mode in self.chosen.modes]
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule, played through with the times of the profile, in seconds."""
+        form, terms = self.chosen.form, self.terms
+        again = [form.again(mode) for mode in self.chosen.modes]
+        return simulate(form.schedule, terms.costs(form, self.chosen.balance), again)
+
+    @cached_property
+    def terms(self) -> Terms:
+        """Layers and devices, as the search sees them."""
+        return Terms(self.profile, self.machine, self.batch_size, self.param_scale)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds for forward and backward of one mini-batch, simulated; without the optimizer."""
+        return self.chosen.time
+
+    @property
+    def samples_per_second(self) -> float:
+        """What that makes."""
+        return self.batch_size / self.step_time if self.step_time else math.inf
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of the devices' time in which they are idle."""
+        return self.simulation.bubble
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no order of the same actions falls short of.
+
+        It says how well the schedule does what it could, not that no other plan is faster: another
+        cut, or another number of micro-batches, has a bound of its own.
+        """
+        return self.chosen.bound
+
+    @property
+    def certificate(self) -> float:
+        """Simulated time by the bound: 1 is perfect."""
+        return self.step_time / self.bound if self.bound else 1.0
+
+    @property
+    def interpreter_time(self) -> float:
+        """Seconds of Python in the forwards of all stages, which no two threads do at a time.
+
+        No step is shorter, but for free-threaded builds of CPython, where it is 0. What the pipe
+        itself does for each cell comes on top.
+        """
+        return self.chosen.interpreter
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """What each stage has and does."""
+        chosen, costs, layers = self.chosen, self.simulation.costs, self.profile.layers
+        sends, device_of = (*costs.transfer, 0.0), chosen.form.device_of
+        return tuple(
+            StagePlan(
+                layers=tuple(layer.name for layer in layers[i:j]),
+                device=self.machine.name(device_of[s]),
+                forward=costs.forward[s],
+                backward=costs.backward_input[s] + costs.backward_weight[s],
+                send=sends[s],
+                in_flight=chosen.form.in_flight[s],
+                mode=chosen.modes[s],
+                memory=chosen.memory[s],
+                limit=self.machine.memory[device_of[s]],
+                gradients=sum(x.parameter_bytes - x.frozen_bytes for x in layers[i:j]),
+            )
+            for s, (i, j) in enumerate(pairwise(accumulate(chosen.balance, initial=0)))
+        )
+
+    def compare(self) -> tuple[Draft, ...]:
+        """Looks for plans under the other schedules, for as many devices and micro-batches.
+
+        It takes seconds. From then on the page and :meth:`as_dict` have them, too. Some may not fit
+        into memory, and none is more than looked at: ``plan(schedule=...)`` looks longer.
+
+        Returns:
+            The best for each schedule, those that fit first, the fastest first.
+        """
+        if not self.compared and len(self.balance) > 1:
+            names = [name for name in TITLES if name not in (self.schedule, "1f1b")]
+            found = variants(self.terms, [self.chosen], names, GLANCE)
+            found.sort(key=lambda other: (other.excess > 1, other.time))
+            self.__dict__["compared"] = tuple(found)
+        return self.compared
+
+    @cached_property
+    def compared(self) -> tuple[Draft, ...]:
+        """What :meth:`compare` found; empty before."""
+        return ()
+
+    @property
+    def device_of(self) -> list[int]:
+        """For each stage the index of its device; some schedules want several stages on each."""
+        return list(self.chosen.form.device_of)
+
+    def on(self, devices: Sequence[Any]) -> list[Any]:
+        """For each stage its device, as a pipe takes them::
+
+        pipe = Pipe(model, **plan.options(), devices=plan.on(["cuda:0", "cuda:1"]))
+
+        Args:
+            devices: as many as the plan uses, or more.
+
+        Raises:
+            ValueError: these are too few.
+        """
+        if len(devices) <= max(self.device_of):
+            raise ValueError(
+                f"devices={list(devices)}: this plan uses {max(self.device_of) + 1} devices"
+            )
+        return [devices[d] for d in self.device_of]
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of a pipe that runs this plan::
+
+        pipe = Pipe(model, **plan.options(), devices=plan.devices)
+
+        The devices are not among them: a plan may be run on others than it was made for
+        (:meth:`on`).
+        """
+        made = self.chosen.form.schedule
+        return {
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+            "schedule": made if self.schedule == AUTO else self.schedule,
+            "slots": self.slots,
+        }
+
+    def timeline(self) -> Timeline:
+        """The simulated step, to be shown or saved as a picture or for Perfetto."""
+        names = [self.machine.name(d) for d in range(max(self.device_of) + 1)]
+        rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
+        title = f"{self.schedule}, {self.chunks} micro-batches, planned"
+        return Timeline.of(self.simulation, title, rows=rows, unit="s")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as a page of HTML: the verdict, the cut, the step, the memory of each
+        device against its limit, and the alternatives.
+
+        The file needs nothing else, and follows the reader's choice of light or dark. The step is
+        drawn by matplotlib; without it the page has no picture of it.
+
+        Args:
+            path: ends in ``.html``.
+
+        Raises:
+            ValueError: it ends in something else.
+        """
+        page.save(path, self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as numbers and strings, for JSON. Times are in seconds, memory in bytes."""
+        return {
+            "batch_size": self.batch_size,
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "schedule": self.schedule,
+            "slots": self.slots,
+            "device_of": self.device_of,
+            "checkpoint": self.checkpoint,
+            "step_time": self.step_time,
+            "spread": self.profile.spread,
+            "samples_per_second": _finite(self.samples_per_second),
+            "bubble": self.bubble,
+            "bound": self.bound,
+            "certificate": self.certificate,
+            "interpreter_time": self.interpreter_time,
+            "stages": [
+                {**vars(stage), "layers": list(stage.layers), "limit": _finite(stage.limit)}
+                for stage in self.stages
+            ],
+            "memory_of_devices": list(self.chosen.on_device),
+            "alternatives": [vars(alternative) for alternative in self.alternatives],
+            "schedules": [
+                {
+                    "schedule": other.schedule,
+                    "time": other.time,
+                    "memory_of_devices": list(other.on_device),
+                    "fits": other.excess <= 1,
+                    "balance": list(other.balance),
+                    "chunks": other.chunks,
+                }
+                for other in self.compared
+            ],
+        }
+
+    def __str__(self) -> str:
+        return page.text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan balance={self.balance} chunks={self.chunks} schedule={self.schedule!r} "
+            f"step_time={self.step_time:.4g} s certificate={self.certificate:.3f}>"
+        )
+
+
+def _finite(number: float) -> float | None:
+    """JSON knows no infinity."""
+    return number if math.isfinite(number) else None

@@ -1,1 +1,0 @@
-"""What is told of a plan: the plan, its page, and what else one could do."""

@@ -1,1 +1,0 @@
-"""The search over cuts, micro-batches, stages, schedules and slots; and why nothing fits."""

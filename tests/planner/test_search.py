@@ -1,0 +1,526 @@
+"""The search for plans, beside brute force and the simulator, and what it says if none fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planning.brute import case, compared
+from benchmarks.planning.profiles import random_profile
+from syncpipe import plan
+from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.planner.chain import Chain, Mode, costs_of
+from syncpipe.planner.draft import Draft, Terms, one_f_one_b_form
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.search import (
+    Program,
+    even_cut,
+    families,
+    least_load,
+    search,
+    search_orders,
+    shortage,
+)
+from syncpipe.planner.sizes import chunk_counts, stage_counts
+from syncpipe.schedules import gpipe, one_f_one_b, simulate
+
+numbers = st.integers(0, 12).map(float)
+batch_sizes = st.sampled_from([1, 2, 4, 6, 8, 12])
+KINDS = ("tight", "tight, slow links", "tight, unlike devices", "prime mini-batches")
+
+
+@st.composite
+def profiles(draw: st.DrawFn, skips: bool = True, most: int = 6) -> Profile:
+    """Measured with 4 samples, and everything in proportion."""
+    count = draw(st.integers(1, most))
+
+    def number() -> dict[int, float]:
+        return {4: draw(numbers)}
+
+    layers = []
+    for k in range(count):
+        stored = number()
+        shared = {4: min(stored[4], draw(numbers))}
+        parameters = draw(st.integers(0, 5))
+        layers.append(
+            LayerProfile(str(k), number(), number(), number(), stored, shared, parameters)
+        )
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)] if skips else []
+    chosen = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
+    return Profile(tuple(layers), tuple(SkipProfile("s", a, b, number()) for a, b in chosen))
+
+
+@st.composite
+def machines(draw: st.DrawFn, limited: bool = True) -> Machine:
+    n = draw(st.integers(1, 4))
+    limits = st.sampled_from([5.0, 10.0, 20.0, 40.0, 80.0] if limited else [math.inf])
+    memory = (draw(limits),) * n if draw(st.booleans()) else [draw(limits) for _ in range(n)]
+    bandwidth = draw(st.sampled_from([0.5, 2.0, 8.0, math.inf]))
+    return Machine(tuple(memory), Machine.even(n, 1.0, bandwidth).bandwidth)
+
+
+def best(profile: Profile, machine: Machine, batch: int, scale: float = 4.0, **choice: Any
+) -> Draft | None:  # fmt: skip
+    return next(iter(search(Terms(profile, machine, batch, scale), **choice)), None)
+
+
+def balances(length: int, n: int) -> Iterator[tuple[int, ...]]:
+    for ends in combinations(range(1, length), n - 1):
+        yield tuple(j - i for i, j in pairwise((0, *ends, length)))
+
+
+def divisors(batch_size: int) -> list[int]:
+    return [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+
+
+# --- against brute force ------------------------------------------------------------------------
+
+
+def bound_of(chain: Chain, speed: float, balance: Sequence[int], m: int, slots: Sequence[int]
+) -> float:  # fmt: skip
+    """The bound of the module's docstring, stage by stage, where nothing recomputes."""
+    found, total = 0.0, chain.time_to[-1]
+    for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0))):
+        q, f, b = slots[s], sum(chain.forward[i:j]), sum(chain.backward[i:j])
+        right, left = total - chain.time_to[j], chain.time_to[i]
+        own = m * (f + b) + max(0, right - (q - 1) * f) + max(0, right - (q - 1) * b)
+        if m <= q:
+            own = max(m * (f + b), f + right + b + (m - 1) * b, m * f + right + b)
+        found = max(found, left + own, total)
+    return found / speed
+
+
+@given(profiles(skips=False), st.integers(1, 4), st.sampled_from([1, 2, 4, 12]), st.data())
+def test_the_program_finds_the_least_bound(
+    profile: Profile, n: int, m: int, data: st.DataObject
+) -> None:
+    n = min(n, len(profile.layers))
+    terms = Terms(profile, Machine.even(n), 12, 4.0)
+    slots = data.draw(st.sampled_from(list(families(n, m))[1:]))
+    chain = terms.chain(m)
+    expected = min(bound_of(chain, 1.0, balance, m, slots) for balance in balances(len(chain), n))
+    cut = Program(terms, m).minimise(n, slots)
+    assert cut is not None
+    assert cut.value == pytest.approx(expected)
+    assert bound_of(chain, 1.0, cut.balance, m, slots) == pytest.approx(expected)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.sampled_from(KINDS), st.integers(0, 10**6))
+def test_nothing_is_faster_than_the_plan(kind: str, seed: int) -> None:
+    """Every cut, number of stages and of micro-batches, any slots."""
+    ratio = compared(*case(kind, seed))
+    assert ratio is None or 1 - 1e-9 <= ratio <= 1.02
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.sampled_from(KINDS), st.integers(0, 10**6), st.sampled_from([1.05, 1.4, 2.0, 4.0]))
+def test_more_is_never_slower(kind: str, seed: int, more: float) -> None:
+    profile, machine, batch = case(kind, seed)
+    found = best(profile, machine, batch)
+    if found is None:
+        return
+    faster = tuple(tuple(more * rate for rate in row) for row in machine.bandwidth)
+    speed = tuple(more * speed for speed in machine.speed)
+    others = {
+        "memory": machine.with_memory([more * size for size in machine.memory]),
+        "bandwidth": Machine(machine.memory, faster, speed=machine.speed),
+        "speed": Machine(machine.memory, machine.bandwidth, speed=speed),
+    }
+    for what, other in others.items():
+        again = best(profile, other, batch)
+        assert again is not None, what
+        assert again.time <= found.time * 1.005, what
+    smaller = best(profile, machine, batch, 4 / more)
+    assert smaller is not None
+    assert smaller.time <= found.time * 1.005
+    n = len(machine)
+    if n > 1 and (fewer := best(profile, machine.head(n - 1), batch)) is not None:
+        assert found.time <= fewer.time * 1.005
+
+
+def test_tight_memory_with_chunks_given_has_slots_between_the_textbooks_and_one() -> None:
+    """This took 9.94 s, where 5.45 s fit."""
+    found = best(random_profile(200, "x1"), Machine.even(16, 669e6, 12e9), 512, chunks=16)
+    assert found is not None
+    assert found.time < 5.2
+    assert 1 < found.form.in_flight[0] < 16
+
+
+def test_skips_that_wait_leave_room_for_a_plan_with_fewer_in_flight() -> None:
+    profile = random_profile(24, "x0", skips=20)
+    free = best(profile, Machine.even(8, math.inf, 12e9), 512, chunks=16)
+    assert free is not None
+    tight = best(profile, Machine.even(8, 0.35 * max(free.memory), 12e9), 512, chunks=16)
+    assert tight is not None
+    assert tight.time < 1.1 * free.time
+
+
+# --- what is found ------------------------------------------------------------------------------
+
+
+@given(profiles(), machines(), batch_sizes)
+def test_every_draft_is_what_it_says(profile: Profile, machine: Machine, batch: int) -> None:
+    terms = Terms(profile, machine, batch, 4.0)
+    found = search(terms)
+    for one in found:
+        m = one.chunks
+        assert one.excess <= 1
+        assert len(torch.empty(batch).chunk(m)) == m
+        slots, ends = one.form.in_flight, pairwise(accumulate(one.balance, initial=0))
+        memory = [
+            terms.chain(m).memory(i, j, slots[s], slots[0], one.modes[s])
+            for s, (i, j) in enumerate(ends)
+        ]
+        assert list(one.memory) == pytest.approx(memory)
+        assert all(a <= b for a, b in zip(one.memory, machine.memory, strict=False))
+        costs = terms.costs(one.form, one.balance)
+        again = [m * (mode == "recompute") for mode in one.modes]
+        played = simulate(one.form.schedule, costs, again)
+        assert one.time == pytest.approx(played.makespan)
+        assert one.bound <= one.time
+        assert all(map(int.__le__, played.in_flight, slots))
+    assert len({len(one.balance) for one in found}) == len(found)
+    assert all(a.time <= b.time * (1 + 1e-7) for a, b in pairwise(found))
+
+
+@given(profiles(), machines(), batch_sizes)
+def test_something_is_found_exactly_if_something_fits(
+    profile: Profile, machine: Machine, batch: int
+) -> None:
+    terms = Terms(profile, machine, batch, 4.0)
+    possible = any(
+        draft is not None and draft.excess <= 1
+        for m in divisors(batch)
+        for n in range(1, min(len(machine), len(profile.layers)) + 1)
+        for balance in balances(len(profile.layers), n)
+        for draft in [terms.draft(one_f_one_b_form(m, (1,) * n), balance)]
+    )
+    assert bool(search(terms)) == possible
+    assert (shortage(terms) is None) == possible
+
+
+@given(profiles(most=8), st.integers(1, 12), st.data())
+def test_no_order_of_the_actions_is_faster_than_the_bound(
+    profile: Profile, m: int, data: st.DataObject
+) -> None:
+    """Whatever the slots, whatever is recomputed; one small micro-batch in the end."""
+    n = data.draw(st.integers(1, min(4, len(profile.layers))))
+    batch = data.draw(st.sampled_from([m, 3 * m - 1 if m > 2 else m]))
+    machine = Machine.even(n, math.inf, data.draw(st.sampled_from([0.5, 2.0, math.inf])))
+    balance = data.draw(st.sampled_from(list(balances(len(profile.layers), n))))
+    slots = sorted(data.draw(st.lists(st.integers(1, m), min_size=n, max_size=n)), reverse=True)
+    mode = st.sampled_from(("store", "recompute"))
+    modes: list[Mode] = data.draw(st.lists(mode, min_size=n, max_size=n))  # type: ignore[arg-type]
+    terms = Terms(profile, machine, batch, 4.0)
+    form = one_f_one_b_form(m, tuple(slots))
+    draft = terms.draft(form, balance, modes)
+    assert draft is not None
+    schedule = one_f_one_b(m, n, slots=slots)
+    again = [m * (one == "recompute") for one in modes]
+    time = simulate(schedule, terms.costs(form, balance), again).makespan
+    assert draft.time == pytest.approx(time)
+    unclipped = terms._bound(
+        form, list(pairwise(accumulate(balance, initial=0))), terms.costs(form, balance), modes
+    )
+    assert unclipped <= time * (1 + 1e-9)
+
+
+def test_slots_are_made_to_suit_the_cut() -> None:
+    """A slow link: the textbook's slots wait for it, GPipe's hold everything."""
+    same = {8: 1.0}
+    layers = [LayerProfile(str(k), same, same, {8: 2.0}, same) for k in range(2)]
+    terms = Terms(Profile(tuple(layers)), Machine.even(2, math.inf, 1.0), 8, 4.0)
+    found = search(terms, chunks=8, stages=2)[0]
+    textbook = terms.draft(one_f_one_b_form(8, (2, 1)), (1, 1))
+    assert textbook is not None
+    assert 2 < found.form.in_flight[0] < 8
+    assert found.time < textbook.time
+
+
+def test_one_device_takes_micro_batches_in_turn() -> None:
+    layer = LayerProfile("a", {8: 2.0}, {8: 4.0}, {8: 1.0}, {8: 80.0}, {}, 10)
+    found = search(Terms(Profile((layer,)), Machine.even(1, 4 * 10 + 20.0), 16, 4.0))
+    assert [(one.form.in_flight, one.modes) for one in found] == [((1,), ("store",))]
+    assert found[0].chunks == 8  # more than 4 for each device, as these do not fit
+    assert found[0].time == pytest.approx(12)
+
+
+def test_memory_saved_by_small_micro_batches_is_worth_more_than_recomputation() -> None:
+    limit = 24.0 * 8 * 2  # as much as 24 samples store on a stage of two layers
+    found = best(a_profile(sizes=(64,)), Machine.even(4, limit, 1e9), 256)
+    given = best(a_profile(sizes=(64,)), Machine.even(4, limit, 1e9), 256, chunks=16)
+    assert found is not None
+    assert given is not None
+    assert "recompute" not in found.modes
+    assert "recompute" in given.modes
+    assert found.time < 0.9 * given.time
+
+
+# --- offload ------------------------------------------------------------------------------------
+
+
+def offloading(host: float) -> Draft:
+    layers = [LayerProfile(str(k), {8: 1.0}, {8: 2.0}, {8: 2.0}, {8: 40.0}) for k in range(4)]
+    machine = Machine.even(2, 175.0, 1.0, host)  # with two in flight the slow link waits
+    found = best(Profile(tuple(layers)), machine, 64, chunks=8, stages=2)
+    assert found is not None
+    return found
+
+
+def test_a_fast_link_to_the_host_is_better_than_recomputation() -> None:
+    without, slow, fast = (offloading(host) for host in (0.0, 5.0, 1000.0))
+    assert "offload" not in slow.modes
+    assert "offload" in fast.modes
+    assert fast.time < slow.time <= without.time
+
+
+def test_what_a_stage_that_offloads_holds() -> None:
+    chain = Chain((1.0,), (2.0,), (3.0,), (40.0,), (0.0,), (5.0,))
+    # Inputs, the running one and the one that leaves; and of the others what the link left.
+    assert chain.memory(0, 1, 4, 4, "offload", taken=40.0) == 5 + 4 * 3 + 40 + 40
+    assert chain.memory(0, 1, 4, 4, "offload", taken=30.0) == 5 + 4 * 3 + 40 + 40 + 2 * 10
+    assert chain.memory(0, 1, 1, 4, "offload") == 5 + 3 + 40
+
+
+def test_no_step_is_shorter_than_what_the_link_takes() -> None:
+    layers = [LayerProfile(str(k), {8: 1.0}, {8: 2.0}, {8: 1.0}, {8: 40.0}) for k in range(2)]
+    terms = Terms(Profile(tuple(layers)), Machine.even(2, math.inf, host=10.0), 64, 4.0)
+    draft = terms.draft(one_f_one_b_form(8, (2, 1)), (1, 1), ("offload", "store"))
+    assert draft is not None
+    assert draft.time == draft.bound == 8 * 2 * 40 / 10
+
+
+# --- nothing fits -------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(profiles(), machines(), batch_sizes)
+def test_a_shortage_comes_nearest_and_its_advice_is_right(
+    profile: Profile, machine: Machine, batch: int
+) -> None:
+    terms = Terms(profile, machine, batch, 4.0)
+    lack = shortage(terms)
+    if lack is None:
+        return
+    assert lack.missing > 0
+    assert lack.draft.memory[lack.stage] == pytest.approx(
+        lack.draft.excess * lack.limits[lack.stage]
+    )
+    for m in divisors(batch):
+        for n in range(1, min(len(machine), len(profile.layers)) + 1):
+            for balance in balances(len(profile.layers), n):
+                other = terms.draft(one_f_one_b_form(m, (1,) * n), balance)
+                assert other is not None
+                assert lack.draft.excess <= other.excess * (1 + 1e-3)
+    more = [lack.draft.excess * 1.001 * limit for limit in machine.memory]
+    assert best(profile, machine.with_memory(more), batch)
+    if lack.devices is not None:
+        for n in (lack.devices - 1, lack.devices):
+            fits = best(profile, Machine.even(n, machine.memory[0]), batch) is not None
+            assert fits == (n == lack.devices)
+    if lack.batch_size is not None:
+        assert best(profile, machine, lack.batch_size)
+
+
+def test_a_shortage_in_numbers() -> None:
+    layers = [LayerProfile(str(k), {8: 1.0}, {8: 1.0}, {8: 8.0}, {8: 16.0}, {}, 25) for k in "abcd"]
+    profile = Profile(tuple(layers))
+    lack = shortage(Terms(profile, Machine.even(2, 150.0), 8, 4.0))
+    assert lack is not None
+    assert (lack.draft.balance, lack.draft.chunks, lack.stage) == ((2, 2), 8, 0)
+    # 2 layers with 100 for parameters; 2 micro-batches of one sample recompute: 2 x 0 + 4 stored.
+    assert lack.draft.memory == (204.0, 204.0)
+    assert (lack.missing, lack.devices, lack.batch_size) == (54.0, 4, None)
+    fewer = shortage(Terms(profile, Machine.even(2, 212.0), 16, 4.0), chunks=2)
+    assert fewer is not None
+    assert fewer.batch_size == 6  # micro-batches of 3 samples store 12 beside the 200
+
+
+# --- micro-batches ------------------------------------------------------------------------------
+
+
+def a_profile(count: int = 8, sizes: tuple[int, ...] = (1, 64)) -> Profile:
+    def linear(each: float, fixed: float = 0.0) -> dict[int, float]:
+        return {size: fixed + each * size for size in sizes}
+
+    layers = [
+        LayerProfile(str(k), linear(1 + k % 3, 2), linear(2 + k % 2, 3), linear(1), linear(8))
+        for k in range(count)
+    ]
+    return Profile(tuple(layers))
+
+
+def test_a_prime_mini_batch_is_about_as_fast_as_one_that_is_even() -> None:
+    machine = Machine.even(4, math.inf, 100.0)
+    even, prime = (best(a_profile(), machine, batch) for batch in (256, 257))
+    assert even is not None
+    assert prime is not None
+    assert 1 < prime.chunks < 257
+    assert prime.time <= 1.05 * even.time
+
+
+@given(st.integers(1, 3000))
+def test_the_numbers_of_micro_batches_are_those_that_chunk_makes(batch: int) -> None:
+    usual, extra = chunk_counts(a_profile(1), 4, batch)
+    counts = [*usual, *extra]
+    assert counts == sorted(set(counts))
+    assert all(len(torch.empty(batch).chunk(m)) == m for m in counts)
+    assert {m for m in range(1, min(batch, 1024) + 1) if batch % m == 0} <= set(counts)
+    assert all(b <= 2.5 * a + 1 for a, b in pairwise(counts))
+
+
+def test_the_last_micro_batch_takes_what_its_samples_take() -> None:
+    """10 samples in 4 micro-batches are 3, 3, 3 and 1; memory is that of the large ones."""
+    one = {1: 1.0}
+    layers = tuple(LayerProfile(k, one, {1: 2.0}, one, {1: 5.0}) for k in "ab")
+    terms = Terms(Profile(layers), Machine.even(2), 10, 4.0)
+    draft = terms.draft(one_f_one_b_form(4, (2, 1)), (1, 1))
+    assert draft is not None
+    costs = terms.costs(draft.form, (1, 1))
+    assert costs.forward == (3.0, 3.0)
+    assert costs.last is not None
+    assert costs.last.forward == (1.0, 1.0)
+    assert draft.memory == (30.0, 15.0)
+    alone = best(Profile(layers), Machine.even(1), 10, chunks=4)
+    assert alone is not None
+    assert alone.time == alone.bound == 10 * 6
+
+
+def test_how_many_micro_batches_are_tried() -> None:
+    one, two = {8: 1.0}, {8: 1.0, 16: 2.0}
+    single = Profile((LayerProfile("a", one, one, one, one),))
+    double = Profile((LayerProfile("a", two, two, two, two),))
+    assert chunk_counts(single, 2, 24) == ((1, 2, 3, 4, 6, 8), (12, 24))
+    assert chunk_counts(double, 2, 24) == ((1, 2, 3, 4, 6, 8, 12, 24), ())
+    assert chunk_counts(single, 2, 24, 12) == ((12,), ())
+    assert max(chunk_counts(single, 2, 4096)[1]) == 1024
+    assert stage_counts(10, 4) == (1, 2, 3, 4)
+    assert stage_counts(3, 4) == (1, 2, 3)
+    assert stage_counts(100, 64) == tuple(range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunks": 6}, "chunks=6 does not divide batch_size=8 .* they are 4 of 2"),
+        ({"chunks": 0}, "chunks=0 does not divide"),
+        ({"chunks": []}, "chunks is empty"),
+        ({"stages": 3}, "stages=3 is not possible with 2 devices and 3 layers: give it 1 to 2"),
+        ({"stages": []}, "stages is empty"),
+    ],
+)
+def test_searches_that_make_no_sense(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search(Terms(a_profile(3), Machine.even(2), 8, 4.0), **arguments)
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_faster_gets_more_layers() -> None:
+    machine = Machine((math.inf,) * 2, Machine.even(2).bandwidth, speed=(3.0, 1.0))
+    found = best(a_profile(16), machine, 64, stages=2, chunks=8)
+    assert found is not None
+    assert found.balance[0] >= 11
+
+
+def test_the_order_of_the_kinds_is_chosen() -> None:
+    """The first stages store more, so the large devices come first, whatever was said."""
+    profile = a_profile()
+    given = Machine((600.0, 600.0, 2400.0, 2400.0), Machine.even(4, 1, 1e3).bandwidth)
+    order, found = search_orders(Terms(profile, given, 64, 4.0))
+    assert order == (2, 3, 0, 1)
+    as_given = best(profile, given, 64)
+    assert as_given is None or found[0].time < as_given.time
+    chosen = plan(profile, devices=given, batch_size=64)
+    assert chosen.machine.memory == (2400.0, 2400.0, 600.0, 600.0)
+    assert chosen.stages[0].device == "device 2"
+    assert chosen.step_time == found[0].time
+
+
+def test_speeds_given_to_plan() -> None:
+    slow = plan(a_profile(), devices="2 x 1GB, 1GB/s", batch_size=64)
+    fast = plan(a_profile(), devices="2 x 1GB, 1GB/s", batch_size=64, speed=[2, 2])
+    assert fast.step_time == pytest.approx(slow.step_time / 2, rel=1e-3)
+
+
+@given(st.lists(numbers, min_size=1, max_size=9), st.data())
+def test_no_cut_is_more_even(times: list[float], data: st.DataObject) -> None:
+    """Of devices of different speed none is more even than the bound says."""
+    n = data.draw(st.integers(1, len(times)))
+    sums = list(accumulate(times, initial=0.0))
+    speed = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=n, max_size=n))
+
+    def largest(balance: Sequence[int]) -> float:
+        stages = zip(pairwise(accumulate(balance, initial=0)), speed, strict=True)
+        return max(sum(times[i:j]) / v for (i, j), v in stages)
+
+    cut = even_cut(sums, n, speed)
+    assert (len(cut), sum(cut), min(cut) > 0) == (n, len(times), True)
+    least = min(map(largest, balances(len(times), n)))
+    assert least_load(sums, speed) <= least * (1 + 1e-9)
+    if len(set(speed)) == 1:
+        assert largest(cut) == pytest.approx(least)
+        assert least_load(sums, speed) == pytest.approx(least)
+
+
+# --- what a stage costs and holds ---------------------------------------------------------------
+
+
+def skip_profile() -> Profile:
+    """Three layers, measured with 2 and 4 samples; layer 1 stores layer 0's output as well."""
+    layers = [
+        LayerProfile("a", {2: 1, 4: 2}, {2: 2, 4: 4}, {2: 20, 4: 40}, {2: 30, 4: 60}),
+        LayerProfile(
+            "b", {2: 1, 4: 3}, {2: 2, 4: 2}, {2: 8, 4: 16}, {2: 25, 4: 50}, {2: 20, 4: 40}, 100
+        ),
+        LayerProfile("c", {2: 5, 4: 6}, {2: 1, 4: 1}, {2: 2, 4: 4}, {2: 6, 4: 12}, {}, 10, 4, 3),
+    ]
+    return Profile(tuple(layers), (SkipProfile("s", 0, 2, {2: 7, 4: 14}),), {2: 12, 4: 24})
+
+
+def test_a_chain_has_what_lies_between_the_sizes_that_were_measured() -> None:
+    chain = Chain.of(skip_profile(), 3, param_scale=4)
+    assert chain.forward == (1.5, 2, 5.5)
+    assert chain.backward == (3, 2, 1)
+    assert chain.inputs == (18, 30, 12)
+    assert chain.fixed == (0, 400, 4 * 6 + 4 + 3)
+    assert chain.skips == ((0, 2, 10.5),)
+
+
+def test_memory_of_a_stage() -> None:
+    chain = Chain.of(skip_profile(), 2, param_scale=4)
+    assert chain.stored_in(0, 2) == 30 + 25 - 20  # what b shares with a counts once
+    assert chain.stored_in(1, 2) == 25  # and is its own where a is elsewhere
+    assert chain.memory(0, 2, 3, 3, "store") == 400 + 3 * 35
+    assert chain.memory(0, 2, 3, 3, "recompute") == 400 + 3 * 12 + 35
+    # The skip into c waits from when stage 0 sent it.
+    assert chain.memory(2, 3, 1, 3, "store") == 31 + 6 + 3 * 7
+    assert chain.memory(0, 3, 1, 1, "store") == 431 + 41
+
+
+def test_skips_between_stages_take_the_link_between_their_devices() -> None:
+    rows = ((math.inf, 4.0, 2.0), (5.0, math.inf, 1.0), (1.0, 8.0, math.inf))
+    machine = Machine((math.inf,) * 3, rows)
+    chain = Chain.of(skip_profile(), 2, param_scale=4)
+    costs = costs_of(chain, machine, (1, 1, 1))
+    assert costs.transfer == (20 / 4.0, 8 / 1.0)  # there or back, whichever is slower
+    assert costs.skips == {(0, 2): 7 / 1.0}
+    assert costs_of(chain, machine, (3,)).skips == {}
+
+
+def test_gpipe_recomputes_all_but_the_last() -> None:
+    profile = Profile(tuple(LayerProfile(k, {8: 1.0}, {8: 2.0}, {8: 1.0}, {8: 40.0}) for k in "ab"))
+    one = plan(profile, devices="2 x 60B, 1GB/s", batch_size=16, chunks=8, schedule="gpipe")
+    assert "recompute" in one.chosen.modes
+    counts = [7 * (mode == "recompute") for mode in one.chosen.modes]
+    costs = one.simulation.costs
+    assert one.step_time == pytest.approx(simulate(gpipe(8, 2), costs, counts).makespan)
