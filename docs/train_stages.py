@@ -1,4 +1,7 @@
-"""The demo's model, a stage in each process: torchrun --nproc-per-node 4 docs/train_stages.py"""
+"""The demo's model, a stage in each process: torchrun --nproc-per-node 4 docs/train_stages.py
+
+It needs scikit-learn, for the demo's data: pip install "syncpipe[demo]".
+"""
 
 import sys
 

@@ -1,25 +1,25 @@
 """The schedules of ``torch.distributed.pipelining`` over our stages.
 
 Each is a subclass of PyTorch's own class, with a ``step`` around it that checks what it is given
-on all ranks before anything is sent, counts losses as ``train_batch`` does, adds up the gradients
-of tied weights, and ends all ranks with a reason when one fails.
+before anything is sent, counts losses as ``train_batch`` does, adds up the gradients of tied
+weights, and ends all ranks with a reason when one fails.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from syncpipe.distributed.pipelining.module import StageModule
-from syncpipe.distributed.pipelining.together import Together
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
 from syncpipe.microbatch import gather, scatter_pair
@@ -43,7 +43,7 @@ SCHEDULES = {
 }
 
 
-def make(owner: Any, name: str, chunks: int, loss: Loss | None) -> Any:
+def make(owner: Any, name: str, chunks: int, loss: Loss | None, group: Any) -> Any:
     """A schedule over the stages of this rank.
 
     Args:
@@ -51,12 +51,13 @@ def make(owner: Any, name: str, chunks: int, loss: Loss | None) -> Any:
         name: one of ``SCHEDULES``; that it fits the placement has been checked.
         chunks: the number of micro-batches.
         loss: the loss function; None for a schedule that only goes forward.
+        group: over which gradients are averaged besides; None for none.
     """
     kind, placement = SCHEDULES[name]
     sends_to_itself = placement == "v" and not issubclass(
         getattr(pipelining, kind), _PipelineScheduleRuntime
     )
-    if sends_to_itself and owner.together.by_host and len(owner.balance) > 2:
+    if sends_to_itself and owner.peers.by_host and len(owner.balance) > 2:
         raise ValueError(
             f"{name!r} of PyTorch {torch.__version__} sends from a rank to itself, which gloo "
             "cannot: take 'dualpipev', or a later PyTorch"
@@ -67,7 +68,7 @@ def make(owner: Any, name: str, chunks: int, loss: Loss | None) -> Any:
     schedule = _checked(getattr(pipelining, kind))(
         stages, chunks, loss_fn=None if loss is None else _found, scale_grads=False
     )
-    schedule._syncpipe = _Step(owner, chunks, loss)
+    schedule._syncpipe = _Step(owner, name, chunks, loss, group)
     if "return_outputs" in inspect.signature(getattr(pipelining, kind).step).parameters:
         schedule._syncpipe.quiet = {"return_outputs": False}
     return schedule
@@ -115,30 +116,35 @@ class _Checked:
                 can go on.
             RuntimeError: another rank has refused its arguments, or has failed.
         """
-        run = self._syncpipe
-        owner, together = run.owner, run.owner.together
-        together.check()
+        run, peers = self._syncpipe, self._syncpipe.owner.peers
         backward = self._has_backward
         step: Callable[..., Any] = super().step  # type: ignore[misc]
+        with_target = "" if backward or target is None else " with a loss"
+        peers.begin(f"{'step' if backward else 'eval'}(){with_target} of {run.what}")
         try:
-            together.agree(lambda: run.prepare(args, kwargs, target, backward, return_outputs))
-        except BaseException:
+            run.prepare(args, kwargs, target, backward, return_outputs)
+        except BaseException as error:
             run.forget()
+            peers.refused(error)
             raise
         _reset(self, backward)
-        shared = owner.shared if backward else None
-        before = [] if shared is None else shared.set_aside(owner)
+        shared = run.owner.shared
         try:
-            with nullcontext() if backward else torch.no_grad():
+            before = shared.set_aside() if backward else []
+            with nullcontext() if backward else _forward_only(self):
                 step(*run.first, target=run.index, **run.quiet)
-            if shared is not None:
-                shared.add_up(owner, before)
-            return run.results(losses, return_outputs)
+            if backward:
+                shared.add_up(before)
+            found = run.results(losses, return_outputs)
         except BaseException as error:
-            owner.let_go()
-            raise _to_raise(error, together) from None
+            cause = error.__cause__
+            if cause is not None and "failed to run" in str(error).lower():
+                error = cause  # PyTorch wraps it to show the arguments
+            raise peers.fail(error) from None
         finally:
             run.forget()
+        peers.finish()
+        return found
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a mini-batch forward only, without gradients; arguments as for ``step``.
@@ -151,18 +157,35 @@ class _Checked:
         finally:
             self._has_backward = backward
 
+    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        """PyTorch's vote whether all shapes are known: they are.
+
+        Gloo ends a process that gets the vote of another one in the place of a message.
+        """
+        from torch.distributed.pipelining._utils import InferenceMode  # PyTorch 2.12 or later
+
+        if not (p2p_done or self._syncpipe.owner.peers.by_host):
+            super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
+        for each in stages:
+            each._inference_mode = InferenceMode.STATIC
+
 
 class _Step:
     """One mini-batch on this rank.
 
     Args:
         owner: the ``Stages`` of this rank.
+        name: of the schedule.
         chunks: number of micro-batches.
         loss: the loss function.
+        group: over which gradients are averaged besides.
     """
 
-    def __init__(self, owner: Any, chunks: int, loss: Loss | None) -> None:
-        self.owner, self.chunks, self._loss = owner, chunks, loss
+    def __init__(
+        self, owner: Any, name: str, chunks: int, loss: Loss | None, group: dist.ProcessGroup | None
+    ) -> None:
+        self.owner, self.chunks, self._loss, self._group = owner, chunks, loss, group
+        self.what = f"{name!r} with {chunks} micro-batches"
         self._head: _Head | None = None
         #: What PyTorch cuts: the numbers of the micro-batches.
         self.index = torch.arange(chunks)
@@ -178,6 +201,12 @@ class _Step:
             )
         first: StageModule | None = self.owner.first
         last: StageModule | None = self.owner.last
+        # Also where it is not needed, so that all ranks refuse a batch that all are given.
+        for what, given in ("input", (args, kwargs)), ("target", target):
+            for tensor in tensors_in(given)[:1]:
+                whole = self.chunks * self.owner.size
+                if tensor.dim() and (len(tensor) % whole or not len(tensor)):
+                    raise ValueError(self._fit(what, len(tensor)))
         if first is not None:
             value = call_input(self.owner, args, kwargs)
             check_input(value, self.owner.device)
@@ -193,7 +222,17 @@ class _Step:
             loss = self._loss if backward or target is not None else None
             source = _Targets(targets, self.owner.size)
             objective = None if loss is None else objective_of(loss, source)
-            self._head = last.head = _Head(objective, source, backward, keep)
+            if objective is not None and objective.known is not None and self._group is not None:
+                objective.known = objective.known[0], self._mean(objective.known[1])
+            scale = 1 if self._group is None or loss is None or loss.reduction != "sum" else None
+            scale = dist.get_world_size(self._group) if scale is None else scale
+            self._head = last.head = _Head(objective, source, backward, keep, scale)
+
+    def _mean(self, total: Any) -> Tensor:
+        """The mean of the weights of the mini-batches over which gradients are averaged."""
+        mean = torch.as_tensor(total, dtype=torch.float32).to(self.owner.device, copy=True)
+        dist.all_reduce(mean, group=self._group)
+        return mean / dist.get_world_size(self._group)
 
     def _cut(self, value: Any, what: str) -> tuple[list[Any], list[int]]:
         pieces, _, sizes = scatter_pair(value, None, self.chunks)
@@ -250,6 +289,7 @@ class _Head:
         source: of the targets.
         backward: whether it goes back.
         keep: whether outputs are kept.
+        scale: by what losses are multiplied.
 
     Attributes:
         outputs: detached.
@@ -257,9 +297,14 @@ class _Head:
     """
 
     def __init__(
-        self, objective: Objective | None, source: Source, backward: bool, keep: bool
+        self,
+        objective: Objective | None,
+        source: Source,
+        backward: bool,
+        keep: bool,
+        scale: int,
     ) -> None:
-        self._objective, self._source = objective, source
+        self._objective, self._source, self._scale = objective, source, scale
         self._backward, self._keep = backward, keep
         self._calls = 0
         self.outputs: list[Any] = []
@@ -280,6 +325,7 @@ class _Head:
                 "are given by weight=... of schedule(), which can be counted before anything runs"
             )
         root = self._objective.root(i, result, self._source.size(i), output, target)
+        root = root * self._scale if self._scale != 1 else root
         if self._backward and not root.requires_grad:
             raise RuntimeError(
                 "the loss does not require grad, so there is nothing to train: loss_fn, or a layer "
@@ -298,18 +344,32 @@ class _Targets(Source):
         self.total = size * len(targets)
 
 
-def _to_raise(error: BaseException, together: Together) -> BaseException:
-    """The reason why a step has failed: what a layer raised here, or what another rank says.
+@contextmanager
+def _forward_only(schedule: Any) -> Iterator[None]:
+    """Takes what goes back out of a schedule; PyTorch leaves halves of backward in."""
+    kept = {name: vars(schedule)[name] for name in _ORDERS if name in vars(schedule)}
+    for name, orders in kept.items():
+        fill = name == "pipeline_order"  # which goes by time steps
+        found = {rank: _forward_actions(actions, fill) for rank, actions in orders.items()}
+        setattr(schedule, name, found)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        vars(schedule).update(kept)
 
-    No frame may hold it in a circle with its traceback: there are references to the process group,
-    which has to die with the last one, or else the others wait in it for ever.
-    """
-    cause = error.__cause__
-    if cause is not None and ("failed to run" in str(error) or "Failed to run" in str(error)):
-        error.__cause__ = None  # PyTorch wraps it to show the arguments
-        error = cause
-    instead = together.failed(error)
-    return error if instead is None or not isinstance(error, Exception) else instead
+
+_ORDERS = ("pipeline_order", "pipeline_order_with_comms")
+_FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+
+
+def _forward_actions(actions: list[Any], fill: bool) -> list[Any]:
+    found: list[Any] = []
+    for action in actions:
+        parts = [] if action is None else getattr(action, "sub_actions", None) or [action]
+        kept = [part for part in parts if part.computation_type.value in _FORWARD]
+        found += kept[:1] or [None] if fill else kept
+    return found
 
 
 def _reset(schedule: Any, backward: bool) -> None:

@@ -23,9 +23,18 @@ from torch import distributed as dist
 SECONDS = 180
 
 
-def results_of(function: Callable[[int, Path], Any], ranks: int, folder: Path) -> list[Any]:
-    """What a function at the top level of a module returns on each rank."""
-    where = [function.__module__, function.__name__, str(ranks), str(folder)]
+def results_of(
+    function: Callable[[int, Path], Any], ranks: int, folder: Path, *, killed: bool = False
+) -> list[Any]:
+    """What a function at the top level of a module returns on each rank.
+
+    Args:
+        function: is called in each.
+        ranks: how many.
+        folder: where they meet.
+        killed: whether the others go on when one is killed, which has left its result before.
+    """
+    where = [function.__module__, function.__name__, str(ranks), str(folder), str(int(killed))]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", __name__, *where],
@@ -35,7 +44,7 @@ def results_of(function: Callable[[int, Path], Any], ranks: int, folder: Path) -
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def main(module: str, name: str, ranks: int, folder: Path) -> int:
+def main(module: str, name: str, ranks: int, folder: Path, killed: bool) -> int:
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)
     children = []
@@ -48,6 +57,8 @@ def main(module: str, name: str, ranks: int, folder: Path) -> int:
     while children:  # as torchrun does, it ends all when one has failed
         child, status = os.wait()
         children.remove(child)
+        if killed and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            continue
         if status and not failed:
             failed = 1
             for other in children:
@@ -73,4 +84,6 @@ def _live(function: Callable[[int, Path], Any], rank: int, ranks: int, folder: P
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    sys.exit(
+        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5] == "1")
+    )

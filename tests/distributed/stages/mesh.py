@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from syncpipe.distributed import stage
 from syncpipe.skip import pop, skippable, stash
 
-WIDTH, M = 8, 4
+WIDTH, M, RATE = 8, 4, 0.5
 
 
 @skippable(stash=["start"])
@@ -62,14 +64,18 @@ def model() -> nn.Sequential:
     return layers
 
 
-def everything(rank: int, folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
-    generator = torch.Generator().manual_seed(1)
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Indices and classes, of which the second half has fewer that count."""
+    generator = torch.Generator().manual_seed(step)
     x, y = torch.randint(0, WIDTH, (2, 16, WIDTH), generator=generator)[:, :, 0]
-    plain = model()
-    F.cross_entropy(plain(x), y).backward()
+    y[2] = y[9:14] = -100
+    return x, y
 
-    mine = stage(model(), [2, 2], sample=x[:2], group=mesh["pp"])
+
+def everything(rank: int, folder: Path) -> dict[str, Any]:
+    """Three steps with masked targets and clipping, a validation, and a checkpoint."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    mine = stage(model(), [2, 2], sample=batch(0)[0][:2], group=mesh["pp"])
     for each in mine.stages:
         for name, layer in each.submod.named_children():
             if isinstance(layer, Mlp):
@@ -77,15 +83,54 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
                 parallelize_module(each.submod, mesh["tp"], plan)
                 fully_shard(layer, mesh=mesh["dp"])
         fully_shard(each.submod, mesh=mesh["dp"])
-    schedule = mine.schedule("1f1b", chunks=M, loss_fn=F.cross_entropy)
+    assert all(isinstance(parameter, DTensor) for parameter in mine.parameters())
+    optimizer = torch.optim.SGD(mine.parameters(), lr=RATE)
+    schedule = mine.schedule("1f1b", chunks=M, loss_fn=F.cross_entropy, data_parallel=mesh["dp"])
+    sums = mine.schedule(
+        "1f1b", chunks=M, loss_fn=nn.CrossEntropyLoss(reduction="sum"), data_parallel=mesh["dp"]
+    )
     half = slice(8) if mesh["dp"].get_local_rank() == 0 else slice(8, 16)
-    found = {}
-    for _ in range(2):  # and once more, without the gradients of the first time
-        mine.zero_grad()
-        schedule.step(x[half], target=y[half])
-        wanted = dict(plain.named_parameters(remove_duplicate=False))
+    plain, found = model(), {"differences": {}, "norms": [], "losses": []}
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+
+    def compare(what: str) -> None:
         for name, parameter in mine.named_parameters(remove_duplicate=False):
-            assert isinstance(parameter, DTensor)
-            found[name] = float((parameter.grad.full_tensor() - wanted[name].grad).abs().max())
-    sharded = copy.copy(next(p for p in mine.parameters() if p.ndim == 2)).to_local().shape
-    return {"differences": found, "sharded": tuple(sharded)}
+            ours, theirs = (p.grad if what == "sums" else p for p in (parameter, wanted[name]))
+            far = (ours.full_tensor() - theirs).abs().max() / theirs.abs().max()
+            found["differences"][f"{what} {name}"] = float(far)
+
+    for step, norm_type in enumerate((2.0, 1.0, math.inf)):
+        x, y = batch(step)
+        mine.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(x[half], target=y[half], losses=losses)
+        norm = mine.clip_grad_norm_(0.05, norm_type)
+        optimizer.step()
+        plain.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= RATE * parameter.grad
+        found["norms"].append(float(norm / expected))
+        if losses:
+            mean = torch.stack(losses).sum()
+            dist.all_reduce(mean, group=mesh["dp"].get_group())
+            found["losses"].append(float(mean / 2 / loss.detach()))
+    compare("step")
+    mine.eval()
+    output = schedule.eval(x[half])
+    if output is not None:
+        found["validated"] = float((output - plain(x[half]).detach()).abs().max())
+    mine.train()
+    dcp.save({"model": mine.state_dict()}, checkpoint_id=folder / "checkpoint")
+    if rank == 0:
+        torch.save(plain.state_dict(), folder / "plain.pt")
+    mine.zero_grad()
+    plain.zero_grad()
+    sums.step(x[half], target=y[half])
+    F.cross_entropy(plain(x), y, reduction="sum").backward()
+    compare("sums")
+    tensor = next(p for p in mine.parameters() if p.ndim == 2).to_local()
+    return {**found, "sharded": tuple(tensor.shape)}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
 from torch.distributed import pipelining
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from syncpipe import Pipe
 from syncpipe.distributed import stage
@@ -31,6 +32,8 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     pipe = Pipe(model(), [3, 3, 3, 3], devices=["cpu"] * 4)
     torch.save(pipe.state_dict(), folder / "plain.pt")
     dcp.save({"model": pipe.state_dict()}, checkpoint_id=folder / "pipe", no_dist=True)
+    states = get_optimizer_state_dict(pipe, four.optimized(pipe), options=four.BY_NAME)
+    dcp.save({"optim": states}, checkpoint_id=folder / "pipe's optimizer", no_dist=True)
     return results_of(four.everything, 4, folder)
 
 
@@ -55,8 +58,10 @@ REFUSALS = {
     "batch": r"ValueError: the input has 12 samples, and chunks=8 micro-batches of 2 .* are 16",
     "no multiple": r"ValueError: the input has 9 samples, .*drop_last=True",
     "target": r"ValueError: the target has 15 samples, and chunks=8",
-    "dtype": r"ValueError: a micro-batch of the input is int32\[2, 3\], which is not",
-    "no input": r"TypeError: .*forward\(\) missing 1 required positional argument",
+    "schedules": "ValueError: schedules differ between processes: rank 0 has 1f1b, rank 2 has gp",
+    "chunks": "ValueError: chunks differ between processes: rank 0 has 16, rank 1 has 8",
+    "group": "TypeError: data_parallel must be a process group, or a DeviceMesh",
+    "shared": "ValueError: 'interleaved_zero_bubble' runs backward in halves, and '4.weight' is",
     "no grad": "RuntimeError: step.. needs gradients, but grad mode is off",
 }
 
@@ -67,13 +72,6 @@ def test_what_cannot_be_is_refused_on_all_ranks_with_the_reason(ranks, what):
     assert any(re.search(REFUSALS[what], each) for each in found), found
     for each in found:
         assert re.match(r"RuntimeError: rank \d of the pipeline|\w+Error: ", each), found
-
-
-def test_a_batch_that_only_the_first_rank_has_wrong_is_an_error_on_all(ranks):
-    found = [rank["refused"]["first rank alone"] for rank in ranks]
-    assert found[0].startswith("ValueError: the input has 9 samples")
-    for other in found[1:]:
-        assert other.startswith("RuntimeError: rank 0 of the pipeline refused, so all do: ValueEr")
 
 
 def test_after_refusals_the_ranks_go_on(ranks):
@@ -119,9 +117,10 @@ def test_each_rank_builds_its_own_specs_with_the_values_of_one_process(ranks):
         assert loss is None or abs(float(loss)) < 1e-6
 
 
-def test_evaluation_and_training_alternate(ranks):
+@pytest.mark.parametrize("name", four.RUNS)
+def test_evaluation_and_training_alternate(ranks, name):
     for rank in ranks:
-        alike, loss, difference = rank["evaluated"]
+        alike, loss, difference = rank["evaluated"][name]
         assert alike
         assert loss
         assert difference < 1e-6
@@ -141,7 +140,9 @@ def test_checkpoints_move_between_a_pipe_and_processes_of_any_shape_and_the_plai
     ranks, folder
 ):
     for rank in ranks:
-        assert rank["checkpoints"] == {"four": True, "two": True, "again": True}
+        assert rank["checkpoints"] == dict.fromkeys(("optimizer", "four", "two", "again"), True)
+    pipe = Pipe(model(), [3, 3, 3, 3], devices=["cpu"] * 4)
+    assert four.loaded(pipe, folder / "four's optimizer", no_dist=True)
     for name in ("four", "two"):
         plain = torch.nn.Sequential(*[spec.build() for spec in specs()])
         plain[-1].weight = plain[0].words.weight
@@ -153,7 +154,9 @@ def test_checkpoints_move_between_a_pipe_and_processes_of_any_shape_and_the_plai
 def test_ranks_that_were_told_different_things_say_so(ranks):
     for k, rank in enumerate(ranks):
         found = rank["disagreed"]
-        assert "balance differ between ranks: rank 0 has [2, 4, 3, 3], rank 1" in found["balance"]
-        assert "differ between ranks" in found["layers"]
+        assert (
+            "balances differ between processes: rank 0 has [2, 4, 3, 3], rank 1" in found["balance"]
+        )
+        assert "layers differ between processes" in found["layers"]
         assert "nonsense" in found["one rank"]
         assert ("rank 3 of the pipeline refused" in found["one rank"]) == (k != 3)
