@@ -250,6 +250,11 @@ def trees() -> tuple[float, list[str], Any]:
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+def linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+
+
 def optimized(module: nn.Module) -> torch.optim.Optimizer:
     """An optimizer that has made a step with the parameters as their gradients."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
@@ -275,8 +280,9 @@ def checkpoints(folder: Path) -> dict[str, bool]:
     four = stage(specs(), BALANCES["one"], sample=x[:2])
     dcp.load({"model": four.state_dict()}, checkpoint_id=folder / "pipe")
     dcp.save({"model": four.state_dict()}, checkpoint_id=folder / "four")
-    optimizer = loaded(four, folder / "pipe's optimizer")
-    states = get_optimizer_state_dict(four, optimized(four), options=BY_NAME)
+    untied = stage(linears(), [1] * 4, sample=torch.randn(2, 4))
+    optimizer = loaded(untied, folder / "pipe's optimizer")
+    states = get_optimizer_state_dict(untied, optimized(untied), options=BY_NAME)
     dcp.save({"optim": states}, checkpoint_id=folder / "four's optimizer")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     two = stage(specs(), [5, 7], sample=x[:2], group=mesh["pp"])
