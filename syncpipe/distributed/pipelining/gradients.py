@@ -127,8 +127,9 @@ def grad_norm(
         grad, own = parameter.grad, local(parameter.grad)
         groups: tuple[Any, ...] = ()
         if isinstance(grad, DTensor):
-            sharded = [k for k, placement in enumerate(grad.placements) if placement.is_shard()]
-            groups = tuple(grad.device_mesh.get_group(k) for k in sharded)
+            # Of two dimensions that shard one dimension of a tensor one is no Shard by is_shard().
+            whole = [placement.is_replicate() for placement in grad.placements]
+            groups = tuple(grad.device_mesh.get_group(k) for k, all in enumerate(whole) if not all)
         part = torch.zeros((), device=device)
         if own.numel() and id(parameter) not in elsewhere:
             part = torch.linalg.vector_norm(own, norm_type, dtype=torch.float32)
