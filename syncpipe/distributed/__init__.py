@@ -8,8 +8,8 @@ Example::
 """
 
 from syncpipe.distributed.data_parallel import broadcast_buffers, data_parallel
+from syncpipe.distributed.peers import LostProcess, RemoteError
 from syncpipe.distributed.pipelining.stage import Stages, stage
-from syncpipe.distributed.processes import LostProcess, RemoteError
 
 __all__ = [
     "LostProcess",

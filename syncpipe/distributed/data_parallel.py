@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.distributed.attached import Attached
-from syncpipe.distributed.processes import Processes
-from syncpipe.distributed.reduction import Reduction
+from syncpipe.distributed.averaging import Averaging
 from syncpipe.pipe import Pipe
 
 __all__ = ["broadcast_buffers", "data_parallel"]
@@ -34,9 +30,10 @@ def data_parallel(
     """Trains one model by several processes, each with a pipe over devices of its own.
 
     To be called in every process, with the same model; all get the values that parameters and
-    buffers have in process 0. From then on ``train_batch``, and ``backward()`` after ``pipe(x)``,
-    end with the gradients of the mini-batches of all processes: those of one process that was
-    given all of them, to rounding. Under ``torchrun``::
+    buffers have in process 0. From then on ``train_batch`` ends with the gradients of the
+    mini-batches of all processes: those of one process that was given all of them, to rounding.
+    (For ``pipe(x)`` and ``backward()`` there is ``DistributedDataParallel(pipe)``.) Under
+    ``torchrun``::
 
         dist.init_process_group()
         pipe = data_parallel(Pipe(model, [2, 2], devices=mine, chunks=8))
@@ -45,14 +42,17 @@ def data_parallel(
             loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
             optimizer.step()
 
-    Gradients are summed in buckets, those of a stage as soon as it is through with its last
-    micro-batch, while the stages before it still go back (Li et al. 2020, "PyTorch Distributed").
-    See docs/distributed.md.
+    Each stage has a process group of its own, in which its gradients are summed as soon as it is
+    through with its last micro-batch, while the stages before it still go back (Li et al. 2020,
+    "PyTorch Distributed"). Where a call fails in one process, those of the others raise with the
+    reason, ``.grad`` is what it was everywhere, and the processes have to start again. See
+    docs/distributed.md.
 
     Args:
         pipe: the pipe, which is changed. Copies of it (``deepcopy``, pickle) know no processes.
         process_group: of these processes; None for all. It is made use of, but never blocked:
-            collectives are those of two groups that are made here, of the same processes.
+            collectives are those of groups that are made here, of the same processes, one for each
+            stage. They end with the pipe.
         bucket_mb: megabytes of gradients that are reduced at a time, at most.
         timeout: seconds that a process waits for another one, before it raises.
 
@@ -84,14 +84,16 @@ def data_parallel(
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError("process_group: this process is not one of it")
-    processes = Processes(process_group, float(timeout))
+    group = dist.group.WORLD if process_group is None else process_group
+    stages, capacity = len(pipe.balance), float(bucket_mb) * 2**20
+    averaging = Averaging(group, stages, capacity, float(timeout))
     try:
         own: Any = _description(pipe)
     except (TypeError, ValueError) as error:
         own = error
-    _compare(processes.objects(own))
-    _broadcast(processes, chain(pipe.parameters(), pipe.buffers()))
-    pipe._averaging = Attached(processes, float(bucket_mb) * 2**20)
+    _compare(averaging.peers.everywhere(own))
+    averaging.broadcast(chain(pipe.parameters(), pipe.buffers()))
+    pipe._averaging = averaging
     return pipe
 
 
@@ -104,25 +106,10 @@ def broadcast_buffers(pipe: Pipe) -> None:
     Raises:
         ValueError: the pipe is not data-parallel.
     """
-    averaging: Attached | None = pipe._averaging
+    averaging: Averaging | None = pipe._averaging
     if averaging is None:
         raise ValueError("broadcast_buffers takes a pipe that data_parallel has returned")
-
-    def step(reduction: Reduction) -> None:
-        reduction.begin(1, True)
-        averaging.finish(reduction)
-        _broadcast(averaging.processes, pipe.buffers())
-
-    averaging.run("broadcast_buffers", step)
-
-
-@torch.no_grad()
-def _broadcast(processes: Processes, tensors: Iterator[Tensor]) -> None:
-    for tensor in tensors:
-        dense = tensor.detach().contiguous()
-        processes.wait(processes.broadcast(dense), dense)
-        if processes.rank and dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
+    averaging.broadcast_buffers(pipe.buffers())
 
 
 def _description(pipe: Pipe) -> _Description:

@@ -10,6 +10,7 @@ the same, so all raise with the reason.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ class Peers:
     Args:
         group: their process group.
         what: what they have in common, for messages: "pipeline", say.
+        unit: what each of them is called there.
 
     Attributes:
         group: the same.
@@ -55,8 +57,8 @@ class Peers:
         ended: why no further call can be made; empty if it can.
     """
 
-    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
-        self.group, self._what = group, what
+    def __init__(self, group: dist.ProcessGroup, what: str, unit: str = "rank") -> None:
+        self.group, self._what, self._unit = group, what, unit
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self.by_host = "cpu:" in str(dist.get_backend_config(group))
@@ -70,7 +72,8 @@ class Peers:
         self._begun: float | None = None
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
-        weakref.finalize(self, _leave, self._stop, self._store, self._path(self.rank), self._row)
+        key, name = self._path(self.rank), self._name(self.rank)
+        weakref.finalize(self, _leave, self._stop, self._store, key, name, os.getpid(), self._row)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -118,9 +121,11 @@ class Peers:
             What to raise: the error, or the reason that another process gave before.
         """
         self._begun = None
-        reason = self.ended or self.difference()
-        if not reason and isinstance(error, Exception) and _is_of_connection(error):
-            reason = self._who_is_gone(error)
+        reason = self.ended
+        if not reason and isinstance(error, LostProcess):
+            reason = str(error)
+        elif not reason and isinstance(error, Exception) and _is_of_connection(error):
+            reason = self.difference() or self._who_is_gone(error)
         self.ended = reason or f"{self._name(self.rank)} failed with {described(error)}"
         if not reason:
             self._row["calls"][-1][1] = f"failed with {described(error)}"
@@ -157,15 +162,32 @@ class Peers:
                 return str(row["gone"])
         return ""
 
-    def close(self) -> None:
-        """Closes the connections of the group, so that nobody waits in it any more."""
+    def missing(self, seconds: float) -> str:
+        """What to say when the others did not come in time."""
+        rows = [(rank, self._read(rank)) for rank in range(self.size) if rank != self.rank]
+        late = [
+            self._name(rank)
+            for rank, row in rows
+            if not row or not row["calls"] or row["calls"][-1][0] < self.calls
+        ]
+        return (
+            f"{', '.join(late) or 'another ' + self._unit} did not come to call {self.calls} of a "
+            f"{self._what} within {seconds:g} s, in which {self._name(self.rank)} waited for it. "
+            "All make the same calls: did its data end earlier? If it only takes longer, give a "
+            "larger timeout"
+        )
+
+    def close(self, group: dist.ProcessGroup | None = None) -> None:
+        """Closes the connections of a group, so that nobody waits in it any more."""
+        group = self.group if group is None else group
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         with suppress(Exception):
-            if self.by_host and others:  # gloo closes all when one receive takes too long
-                work = dist.irecv(torch.empty(1), others[0], self.group, tag=2**20)
+            if others and "cpu:gloo" in str(dist.get_backend_config(group)):
+                # It closes all when one receive takes too long.
+                work = dist.irecv(torch.empty(1), others[0], group, tag=2**20)
                 work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
-            elif others:
-                self.group.abort()
+            if others and "nccl" in str(dist.get_backend_config(group)):
+                group.abort()
 
     # --- what all do together --------------------------------------------------------------------
 
@@ -274,7 +296,7 @@ class Peers:
         self._write()
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank}"
+        return f"{self._unit} {rank}"
 
     def _path(self, rank: int) -> str:
         return f"{self._key}/{rank}"
@@ -298,13 +320,17 @@ def _written(store: Any, key: str, row: dict[str, Any]) -> None:
         store.set(key, json.dumps({**row, "calls": list(row["calls"])}))
 
 
-def _leave(stop: threading.Event, store: Any, key: str, row: dict[str, Any]) -> None:
+def _leave(
+    stop: threading.Event, store: Any, key: str, name: str, process: int, row: dict[str, Any]
+) -> None:
     """The process ends, or lets go of what it had in common with the others."""
     stop.set()
+    if process != os.getpid():
+        return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     with_error = "" if error is None else f" with {described(error)}"
     row["gone"] = row["gone"] or (
-        f"rank {key.rpartition('/')[2]} has ended{with_error}, after call "
+        f"{name} has ended{with_error}, after call "
         f"{row['calls'][-1][0] if row['calls'] else 0}, and the others wait for it"
     )
     _written(store, key, row)

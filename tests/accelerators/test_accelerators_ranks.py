@@ -1,11 +1,14 @@
-"""Data-parallel pipes on accelerators: buckets are reduced on streams of their own.
+"""Data-parallel pipes on accelerators: sums of gradients are started on the workers' streams.
 
 There is one process here. The other one, which has the same gradients, is made up: a collective is
-a kernel on the stream on which it was started, as with NCCL.
+a kernel on the stream on which it was started, and whoever waits for it waits with his own stream.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe.distributed.attached import Attached
+from syncpipe.distributed.averaging import Averaging
 from tests.accelerators.four import LAYOUTS, data, model, pipe_of
 from tests.support import accelerator as acc
 from tests.support.running import on_gradient
@@ -21,21 +24,54 @@ from tests.support.running import on_gradient
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 
-class Twins:
-    """Two processes that do the same."""
+class Done:
+    """A collective that is through at once; others may still do theirs."""
 
-    rank, size, ended, inherited = 0, 2, 0, False
+    def __init__(self, at_once: bool = True) -> None:
+        self._at_once = at_once
 
-    def exchange(self, numbers: list[float]) -> list[list[float]]:
-        return [list(map(float, numbers))] * 2
+    def is_completed(self) -> bool:
+        return self._at_once
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            acc.sleep()
+    def wait(self, *_: Any) -> None:
+        self._at_once = True
+
+
+class Queued(Done):
+    """A kernel on the stream that is the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._event = device, torch.Event(device)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    def wait(self, *_: Any) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+def all_reduce(tensor: Tensor, **_: Any) -> Any:
+    if tensor.device.type == "cpu":
         tensor.mul_(2)
+        return Done()
+    acc.sleep()
+    tensor.mul_(2)
+    return Queued(tensor.device)
 
-    def wait(self, work: Any, tensor: Tensor) -> None:
-        pass
+
+class Twins(Averaging):
+    """Two processes that do the same; the other one may begin late."""
+
+    def __init__(self, stages: int, late: bool) -> None:
+        self.groups: Any = [None] * stages
+        nothing = lambda *_, **__: None  # noqa: E731
+        self.peers: Any = SimpleNamespace(
+            rank=0, size=2, begin=nothing, finish=nothing, difference=str, waited=float
+        )
+        self.capacity, self.syncs, self._late, self._process = 2**20, True, late, os.getpid()
+        self._busy = threading.Lock()
+
+    def started(self, numbers: Any) -> Any:
+        return [torch.tensor(numbers, dtype=torch.float64)] * 2, Done(not self._late)
 
 
 def _late(grad: Tensor) -> Tensor:
@@ -51,27 +87,26 @@ class Late(nn.Linear):
         return on_gradient(super().forward(x), _late)
 
 
-def trained(pipe: Any, how: str, x: Tensor, target: Tensor) -> list[Tensor]:
-    if how == "pipe(x)":
-        F.mse_loss(pipe(x), target).backward()
-    else:
-        pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=how)
+def trained(pipe: Any, schedule: str, x: Tensor, target: Tensor) -> list[Tensor]:
+    pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
     found = [2 * p.grad for p in pipe.parameters()]  # at once, on the caller's streams
     return [grad.cpu() for grad in found]
 
 
-@pytest.mark.parametrize("how", ["1f1b", "zb_h1", "pipe(x)"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_there_for_the_caller(layout, how):
+def test_gradients_are_there_for_the_caller(layout, schedule, late, monkeypatch):
     layers = model()
     layers[4] = Late(*layers[4].weight.shape).double()
     x, target = data()
     plain = pipe_of(layers, layout)
     there, answer = x.to(plain.devices[0]), target.to(plain.devices[-1])
-    expected = trained(plain, how, there, answer)
+    expected = trained(plain, schedule, there, answer)
     pipe = pipe_of(layers, layout)
-    pipe._averaging = Attached(Twins(), 2**20)
+    pipe._averaging = Twins(len(pipe.balance), late)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     for _ in range(2):
-        for ours, theirs in zip(trained(pipe, how, there, answer), expected, strict=True):
+        for ours, theirs in zip(trained(pipe, schedule, there, answer), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
         pipe.zero_grad()

@@ -181,25 +181,6 @@ def whole_loss(kind: str, plain: nn.Sequential, pairs: Any, loss: Any, step: int
     return loss(torch.cat(outputs), whole(pairs)[1])
 
 
-def backward(kind: str = "layers", no_sync: int = 0, **options: Any) -> float:
-    """The same for ``pipe(x)``, whose loss is a mean over samples."""
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    pipe, plain = pipe_of(kind, chunks=2 + rank, **options)
-    worst = 0.0
-    for step in range(2):
-        if kind == "sometimes":
-            pipe[2].used = "b" if rank == size - 1 and step else "a"
-        for k in range(no_sync + 1):
-            pairs = batches([8] * size, 10 * step + k, masked=False)
-            context = pipe.no_sync() if k < no_sync else nullcontext()
-            with context:
-                output = pipe(pairs[rank][0])
-            weigh(output, pairs[rank][1]).backward()
-            whole_loss(kind, plain, pairs, weigh, step).backward()
-        worst = max(worst, differences(pipe, plain))
-    return worst
-
-
 def loss_with_parameters() -> tuple[float, float]:
     """Parameters of the loss, its own and one of the pipe's."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -254,8 +235,3 @@ def grad_scaler() -> float:
 def train(options: dict[str, Any]) -> tuple[float, float]:
     """:func:`train_batch` with options from a file."""
     return train_batch(**options)
-
-
-def back(options: dict[str, Any]) -> float:
-    """:func:`backward` with options from a file."""
-    return backward(**options)

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,14 +107,15 @@ def draws(alike: bool) -> float:
     return float(pipe.train_batch(torch.ones(64, 6), loss_fn=lambda y: y.pow(2).mean()))
 
 
-def overlap(driver: str) -> list[int]:
+def overlap() -> list[int]:
     """How many numbers there are in each bucket, in order.
 
-    The first stage waits in its last backward until a bucket of the last stage is on its way.
+    The first stage waits in its last backward until a bucket of the last stage is on its way, and
+    the last stage before its last one until all processes have begun.
     """
     pipe, _ = pipe_of("layers", chunks=3)
-    on_its_way, sizes = threading.Event(), []
-    all_reduce = distributed.all_reduce
+    on_its_way, sizes, told_all = threading.Event(), [], []
+    all_reduce, all_gather = distributed.all_reduce, distributed.all_gather
 
     def watched(tensor: Tensor, *args: Any, **options: Any) -> Any:
         work = all_reduce(tensor, *args, **options)
@@ -121,23 +123,31 @@ def overlap(driver: str) -> list[int]:
         on_its_way.set()
         return work
 
-    left = [3]
+    def noted(*args: Any, **options: Any) -> Any:
+        told_all.append(all_gather(*args, **options))
+        return told_all[-1]
 
-    def wait(grad: Tensor) -> None:
-        left[0] -= 1
-        assert left[0] or on_its_way.wait(20), "no bucket before the last stage is through"
+    left = {0: 3, 2: 3}
 
-    pipe.partitions[0].register_forward_hook(lambda *given: on_gradient(given[2], wait))
+    def wait(stage: int, grad: Tensor) -> None:
+        left[stage] -= 1
+        if not left[stage] and stage:
+            while not told_all[0].is_completed():
+                threading.Event().wait(0.01)
+        elif not left[stage]:
+            assert on_its_way.wait(20), "no bucket before the last stage is through"
+
+    for stage in left:
+        pipe.partitions[stage].register_forward_hook(
+            lambda *given, stage=stage: on_gradient(given[2], partial(wait, stage))
+        )
     pipe.checkpoint = "never"
     x, target = batches([6] * 3, 2, masked=False)[distributed.get_rank()]
-    distributed.all_reduce = watched
+    distributed.all_reduce, distributed.all_gather = watched, noted
     try:
-        if driver == "train_batch":
-            pipe.train_batch(x, target, loss_fn=F.cross_entropy)
-        else:
-            F.cross_entropy(pipe(x), target).backward()
+        pipe.train_batch(x, target, loss_fn=F.cross_entropy)
     finally:
-        distributed.all_reduce = all_reduce
+        distributed.all_reduce, distributed.all_gather = all_reduce, all_gather
     return sizes
 
 
@@ -157,24 +167,44 @@ def subgroup() -> float:
     return differences(pipe, plain)
 
 
-def threads() -> tuple[int, int]:
-    """How many threads talk to other processes, while there is a pipe and after it."""
+def dropped() -> list[int]:
+    """Threads, process groups and stores, with no pipe, with five, and when these are gone."""
 
     def count() -> int:
         gc.collect()
-        found = [t for t in threading.enumerate() if t.name == "syncpipe data parallel"]
-        return len(found)
+        stores = sum(isinstance(o, distributed.Store) for o in gc.get_objects())
+        return stores + len(distributed.distributed_c10d._world.pg_map) + _threads()
 
+    def five() -> int:
+        pipes = [pipe_of("layers", chunks=4)[0] for _ in range(5)]
+        x, target = batches([8] * 3, 1, masked=False)[distributed.get_rank()]
+        for pipe in pipes:
+            pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+        return count()
+
+    five()
     before = count()
-    pipe, _ = pipe_of("layers", chunks=4)
+    during = five()
+    return [before, during, count()]
+
+
+def _threads() -> int:
+    """Of all kinds, gloo's as well, but not those of pipes, which end by themselves."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def pipe_x() -> tuple[str, str, float]:
+    """What the backward of pipe(x) says, and that under no_sync it is that of this process."""
+    pipe, plain = pipe_of("layers", chunks=4)
     x, target = batches([8] * 3, 1, masked=False)[distributed.get_rank()]
-    pipe.train_batch(x, target, loss_fn=F.cross_entropy)
-    during = count() - before
-    thread = pipe._averaging._threads[0]
-    del pipe
-    gc.collect()
-    thread.join(10)
-    return during, count() - before
+    refused = told(lambda: F.cross_entropy(pipe(x), target).backward())
+    with torch.no_grad():
+        evaluated = told(lambda: pipe(x))
+    pipe.zero_grad()
+    with pipe.no_sync():
+        F.cross_entropy(pipe(x), target).backward()
+    F.cross_entropy(plain(x), target).backward()
+    return refused, evaluated, differences(pipe, plain)
 
 
 def fork() -> str:
@@ -206,6 +236,5 @@ def many_steps() -> bool:
         for _ in range(10):
             pipe.zero_grad()
             pipe.train_batch(x, target, loss_fn=F.cross_entropy)
-            F.cross_entropy(pipe(x), target).backward()
         counts.append(count())
     return counts[2] < counts[1] + 10  # the thread may still have some of the last call

@@ -12,9 +12,8 @@ REASONS = {
     "interrupt": "KeyboardInterrupt",
     "iterator": "ValueError: data_iter ended when asked for micro-batch 2",
     "loss": "ArithmeticError: no loss",
-    "target": "ValueError: ",
 }
-LOST = "RuntimeError: the processes of this data-parallel pipe have lost each other"
+ENDED = "RuntimeError: this data-parallel pipe has ended: "
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -27,54 +26,46 @@ LOST = "RuntimeError: the processes of this data-parallel pipe have lost each ot
         ("interrupt", 1),
         ("iterator", 0),
         ("loss", 2),
-        ("target", 0),
     ],
 )
 def test_an_exception_in_one_process(two, how, stage, before):
-    (theirs, *after), (guilty, *its_after) = two.run("failing:recovers", how, stage, before)
+    (theirs, *after), (guilty, *its_after) = two.run("failing:fails", how, stage, before)
     assert guilty.startswith(REASONS[how])
-    assert theirs.startswith(f"RemoteError: the call failed in process 1: {REASONS[how]}")
-    for same, difference in after, its_after:
+    assert theirs.startswith(f"RemoteError: process 1 failed with {REASONS[how]}")
+    for same, next_one in after, its_after:
         assert same
-        assert difference < 1e-12
+        assert next_one.startswith(ENDED)
+
+
+def test_arguments_that_one_process_refuses(two):
+    (theirs, same, after), (guilty, *_) = two.run("failing:fails", "target", 0, True)
+    assert guilty.startswith("ValueError: ")
+    assert theirs.startswith("RemoteError: process 1 refused with ValueError: ")
+    assert same
+    assert after.startswith(ENDED)
 
 
 def test_an_exception_in_one_process_of_three(three):
-    found = three.run("failing:recovers", "backward", 1, True)
+    found = three.run("failing:fails", "backward", 1, True)
     assert [told.split(":")[0] for told, *_ in found] == [
         "RemoteError",
         "ArithmeticError",
         "RemoteError",
     ]
-    assert all(same and difference < 1e-12 for _, same, difference in found)
-
-
-def test_an_exception_in_the_backward_of_pipe_x(two):
-    (theirs, one), (guilty, other) = two.run("failing:backward_recovers")
-    assert guilty == "ArithmeticError: no way back"
-    assert theirs.startswith("RemoteError: the call failed in process 1: RuntimeError: backward()")
-    assert max(one, other) < 1e-12
+    assert all(same for _, same, _ in found)
 
 
 def test_ctrl_c_while_another_process_is_late(two):
-    (first, one), (second, other) = two.run("failing:interrupted_while_it_waits")
+    first, second = two.run("failing:interrupted_while_it_waits")
     assert first.startswith("KeyboardInterrupt")
-    assert second == "RemoteError: the call failed in process 0: KeyboardInterrupt"
-    assert max(one, other) < 1e-12
-
-
-def test_ctrl_c_while_gradients_are_summed(two):
-    (first, one), (second, other) = two.run("failing:interrupted_while_gradients_are_summed")
-    assert first == "RemoteError: the call failed in process 1: KeyboardInterrupt"
-    assert second.startswith("KeyboardInterrupt")
-    assert max(one, other) < 1e-12
+    assert second.startswith("RemoteError: process 0 failed with KeyboardInterrupt")
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
         ("accumulate", "accumulate is 2 there and 1 in process 0"),
-        ("backward", "the call is 'backward() of pipe(x)' there and 'train_batch' in process 0"),
+        ("evaluates", "the call is 'eval_batch' there and 'train_batch' in process 0"),
         ("frozen", "what its parameters are is "),
     ],
 )
@@ -82,23 +73,19 @@ def test_calls_that_differ(two, how, what):
     for first, second in two.run("failing:calls_that_differ", how):
         assert first.startswith("ValueError: processes 1 and 0 do not make the same call")
         assert what in first
-        assert second == "nothing"
+        assert second.startswith(ENDED)
 
 
 def test_other_tensors_in_another_process(two):
     for first, second in two.run("failing:calls_that_differ", "found"):
         assert first.startswith("RuntimeError: loss_fn or a layer uses tensors that require grad")
-        assert second == "nothing"
+        assert second.startswith(ENDED)
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
         ("sparse", "TypeError: a parameter of shape [5, 6] has a sparse gradient"),
-        ("create_graph", "RuntimeError: backward(create_graph=True) through a data-parallel pipe"),
-        ("reentrant", "RuntimeError: backward added to a parameter"),
-        ("hidden", "RuntimeError: backward added to a parameter"),
-        ("inside", "RuntimeError: a data-parallel pipe is used inside of another pipe"),
         ("nested", "RuntimeError: a data-parallel pipe is trained inside of a call of a pipe"),
     ],
 )
@@ -137,20 +124,22 @@ def test_models_that_cannot_be_trained_so(two, how, what):
         assert told.startswith(what)
 
 
-@pytest.mark.parametrize("waits", ["train_batch", "eval_batch", "backward"])
+@pytest.mark.parametrize("waits", ["train_batch", "eval_batch"])
 def test_a_process_that_makes_fewer_calls(three, waits):
     first, _, third = three.run("failing:does_not_come", waits)
     for told, again in first, third:
-        assert told.startswith("LostProcess: process 1 did not come to call 2 ")
-        assert again.startswith(LOST)
+        assert told.startswith(
+            "LostProcess: process 1 did not come to call 2 of a data-parallel pipe"
+        )
+        assert again.startswith(ENDED)
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("killed", "lost the connection to another process"),
+        ("killed", "process 1 does not answer any more, and has probably been killed"),
         ("raises", "process 1 has ended with OSError: the disk is full"),
-        ("ends", "process 1 has ended, after 1 calls"),
+        ("ends", "process 1 has ended, after call 1"),
     ],
 )
 def test_a_process_that_is_gone(tmp_path, how, what):
@@ -160,4 +149,4 @@ def test_a_process_that_is_gone(tmp_path, how, what):
     for told, again in first, third:
         assert told.startswith("LostProcess: ")
         assert what in told
-        assert again.startswith(LOST)
+        assert again.startswith(ENDED)

@@ -45,21 +45,6 @@ def test_train_batch_in_three_processes(three, case):
         assert loss < TINY
 
 
-@pytest.mark.parametrize("kind", ["layers", "tied", "skip", "frozen", "sometimes"])
-@pytest.mark.parametrize("no_sync", [0, 2])
-def test_backward_of_pipe_x(two, kind, no_sync):
-    options = {"kind": kind, "no_sync": no_sync, "checkpoint": "always" if no_sync else "never"}
-    assert max(two.run("equal:back", options)) < TINY
-
-
-def test_backward_of_pipe_x_in_three_processes(three):
-    assert max(three.run("equal:back", {"bucket_mb": 1e-4})) < TINY
-
-
-def test_backward_of_pipe_x_with_replicas(two):
-    assert max(two.run("equal:back", {"kind": "skip", "replicas": [1, 3, 2]})) < TINY
-
-
 def test_a_loss_has_parameters_of_its_own_and_one_of_another_stage(two):
     for found in two.run("equal:loss_with_parameters"):
         assert max(found) < TINY

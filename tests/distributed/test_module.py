@@ -40,20 +40,29 @@ def test_what_layers_draw_is_alike_where_seeds_are(two):
     assert a != b
 
 
-@pytest.mark.parametrize("driver", ["train_batch", "backward"])
-def test_the_last_stage_is_reduced_while_the_first_one_goes_back(two, driver):
-    # 6 x 6 + 6 of the first layer; then that of the second stage, then two layers of the third.
-    for sizes in two.run("module:overlap", driver):
+def test_the_last_stage_is_reduced_while_the_first_one_goes_back(two):
+    # 6 x 6 + 6 of the first layer and of the second stage; two layers of the third.
+    for sizes in two.run("module:overlap"):
         assert sizes[0] == 42 + 42 // 2
         assert sizes[1:] == [42, 42]
+
+
+def test_backward_of_pipe_x_is_refused_and_that_of_one_process_alone_is_not(two):
+    for refused, evaluated, difference in two.run("module:pipe_x"):
+        assert refused.startswith("RuntimeError: backward through pipe(x) of a data-parallel pipe")
+        assert "DistributedDataParallel" in refused
+        assert evaluated == "nothing"
+        assert difference < 1e-12
 
 
 def test_some_of_the_processes(three):
     assert max(three.run("module:subgroup")) < 1e-12
 
 
-def test_the_thread_ends_with_the_pipe(two):
-    assert two.run("module:threads") == [[1, 0]] * 2
+def test_nothing_is_left_of_a_pipe_that_is_gone(two):
+    for before, during, after in two.run("module:dropped"):
+        assert during > before
+        assert after <= before
 
 
 def test_a_fork_is_refused(two):
