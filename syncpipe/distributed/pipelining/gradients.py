@@ -128,8 +128,10 @@ def grad_norm(
         groups: tuple[Any, ...] = ()
         if isinstance(grad, DTensor):
             # Of two dimensions that shard one dimension of a tensor one is no Shard by is_shard().
-            whole = [placement.is_replicate() for placement in grad.placements]
-            groups = tuple(grad.device_mesh.get_group(k) for k, all in enumerate(whole) if not all)
+            replicated = [placement.is_replicate() for placement in grad.placements]
+            groups = tuple(
+                grad.device_mesh.get_group(k) for k, all in enumerate(replicated) if not all
+            )
         part = torch.zeros((), device=device)
         if own.numel() and id(parameter) not in elsewhere:
             part = torch.linalg.vector_norm(own, norm_type, dtype=torch.float32)
