@@ -39,11 +39,10 @@ WAYS = {
         "train_batch, averaged after it",
         DDP_LOOP,
         DDP,
-        "pipe(x)",
         OURS,
         "train_batch zb_h1",
     ),
-    2: (ALONE, DDP_LOOP, DDP, "pipe(x)", OURS),
+    2: (ALONE, DDP_LOOP, DDP, OURS),
 }
 
 
@@ -180,7 +179,6 @@ _STEPS: dict[str, Callable[..., Callable[[], list[Tensor]]]] = {
     "train_batch, averaged after it": _after,
     DDP_LOOP: _loop,
     DDP: lambda pipe, *rest: _backward(DistributedDataParallel(pipe), *rest),
-    "pipe(x)": lambda pipe, *rest: _backward(data_parallel(pipe), *rest),
     OURS: _train_batch,
     "train_batch zb_h1": partial(_train_batch, schedule="zb_h1"),
 }

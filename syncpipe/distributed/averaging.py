@@ -174,7 +174,7 @@ class Averaging:
                 "would begin in any order in each process. Make them one by one"
             )
         try:
-            self.peers.begin(name, watched=False)
+            self.peers.begin("a call", watched=False)  # which one, they tell each other
             call = _Call(self, name, what)
             try:
                 return run(call)
@@ -386,6 +386,9 @@ class _Call:
                 self._start(j, own, self._whole)
         for bucket in [bucket for j in sorted(self._sent) for bucket in self._sent[j]]:
             owner.wait(bucket.work, bucket.flat)
+            if bucket.flat.device.type != "cpu":  # made on a worker's stream, read on the caller's
+                stream = torch.accelerator.current_stream(bucket.flat.device)
+                bucket.flat.record_stream(stream)
         nowhere = self._without_gradient() if any(row[1] for row in ended) else set()
         for buckets in self._sent.values():
             for bucket in buckets:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -64,9 +64,9 @@ class Peers:
         self.by_host = "cpu:" in str(dist.get_backend_config(group))
         self.ended = ""
         self.calls = 0
-        numbers = _NUMBERS.setdefault(group, [0])  # alike everywhere: all make the same, in turn
-        numbers[0] += 1
-        self._key = f"syncpipe/{group.group_name}/{numbers[0]}"
+        name = f"syncpipe/{group.group_name}/{'-'.join(map(str, self.ranks))}"
+        _NUMBERS[name] += 1  # alike everywhere: all make the same, in turn
+        self._key = f"{name}/{_NUMBERS[name]}"
         self._store = dist.distributed_c10d._get_default_store()
         self._row: dict[str, Any] = {"calls": deque(maxlen=_KEPT), "gone": "", "lost": False}
         self._begun: float | None = None
@@ -311,8 +311,7 @@ class Peers:
         return None
 
 
-#: How many have been made over a process group.
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
+_NUMBERS: Counter[str] = Counter()  # how many have been made over a process group
 
 
 def _written(store: Any, key: str, row: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ CASES = {
     "weights with the loss": {"loss": "counted", "sizes": [12, 7, 9]},
     "sums": {"loss": "sum", "sizes": [12, 7, 9]},
     "iterator": {"iterator": True, "sizes": [12, 8, 10], "schedule": "zb_h1"},
-    "auto": {"schedule": "auto", "steps": 6},
     "accumulated": {"no_sync": 2, "sizes": [12, 7, 4]},
     "accumulated, weights with the loss": {"no_sync": 1, "loss": "counted", "sizes": [12, 7, 9]},
     "accumulated sums": {"no_sync": 1, "loss": "sum"},
