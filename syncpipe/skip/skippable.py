@@ -1,19 +1,70 @@
-"""``@skippable``: layers with skips, written as generators."""
+"""``@skippable``: layers with skips, written as generators that yield ``stash`` and ``pop``."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
-from .declaration import Declaration, check_names, declaration_of, key_of, says_all
-from .driver import driven
-from .namespace import Namespace, SkipKey
-from .old_keys import accept_old_keys
+from . import store
+from .namespace import Namespace, SkipKey, describe
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class stash:
+    """Sends a value to the later layer that pops this name: ``yield stash(name, value)``.
+
+    By itself it does nothing, the ``yield`` hands it over.
+
+    Args:
+        name: one of the names declared as ``@skippable(stash=[...])``.
+        value: a tensor, None, or anything else that the popping layer understands.
+    """
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"stash({self.name!r})"
+
+
+class pop:
+    """Takes the value that an earlier layer stashed: ``value = yield pop(name)``.
+
+    By itself it does nothing, the ``yield`` hands it over.
+
+    Args:
+        name: one of the names declared as ``@skippable(pop=[...])``.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"pop({self.name!r})"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The names that a forward stashes and pops, in the order in which they were declared."""
+
+    stash: tuple[str, ...] = ()
+    pop: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, each once."""
+        return tuple(dict.fromkeys(self.stash + self.pop))
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
@@ -26,11 +77,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     The class is changed in place and returned: its ``forward`` can be called like that of any
     other layer, and it gets a method ``isolate(namespace, *, only=None)``. A subclass inherits
-    the skips along with the forward. If it overrides forward with another generator, decorate it
-    again; the skips of a base class count only where the new forward calls ``super().forward``. If
-    it overrides forward with one that is no generator, and calls the base's in a way that cannot
-    be seen in its code (or names it and does not call it), decorate it with the names of all skips
-    that then happen.
+    the skips along with the forward. If it overrides forward, decorate it again, with the names of
+    all skips that then happen: those of ``super().forward``, if it calls that, as well.
 
     Args:
         stash: names of the skips that the layer sends.
@@ -41,7 +89,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             names were declared and forward is not a generator function.
         ValueError: a name is listed twice.
     """
-    declaration = Declaration(check_names(stash, "stash"), check_names(pop, "pop"))
+    declaration = Declaration(_checked_names(stash, "stash"), _checked_names(pop, "pop"))
 
     def decorate(cls: type[M]) -> type[M]:
         _refuse_unfit(cls, declaration)
@@ -49,12 +97,12 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         if "forward" not in cls.__dict__ and hasattr(forward, "_syncpipe_skips"):
             forward = vars(forward)["__wrapped__"]  # the base's generator, under new names
         if inspect.isgeneratorfunction(forward):
-            _set(cls, "forward", driven(forward, declaration))
+            _set(cls, "forward", _driven(forward, declaration, _inherited(cls)))
         elif "forward" in cls.__dict__ and is_skippable(cls):
-            _set(cls, "forward", says_all(forward, declaration))
+            _set(cls, "forward", _declared(forward, declaration))
         if not is_skippable(cls):
             _set(cls, "isolate", _isolate)
-        accept_old_keys(cls)
+        _accept_old_keys(cls)
         _set(cls, "_syncpipe_skippable", True)
         return cls
 
@@ -69,18 +117,64 @@ def is_skippable(module: nn.Module | type) -> bool:
 
 def stashes(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module stashes, in order; submodules are not asked."""
-    return [key_of(module, name) for name in _declared(module).stash]
+    return [_key_of(module, name) for name in _declaration_of(module).stash]
 
 
 def pops(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module pops, in order; submodules are not asked."""
-    return [key_of(module, name) for name in _declared(module).pop]
+    return [_key_of(module, name) for name in _declaration_of(module).pop]
 
 
-def _declared(module: nn.Module) -> Declaration:
-    """What a module says for itself, or else its class."""
-    own: Declaration | None = module.__dict__.get("skips") if is_skippable(module) else None
-    return declaration_of(type(module)) if own is None else own
+def overrides_undeclared(module: nn.Module) -> bool:
+    """Whether a forward that is not decorated overrides one with skips."""
+    if not is_skippable(module) or "skips" in module.__dict__:
+        return False
+    return not hasattr(type(module).forward, "_syncpipe_skips") and bool(_inherited(type(module)))
+
+
+def _declaration_of(module: nn.Module) -> Declaration:
+    """What a module says for itself, or else its forward."""
+    if not is_skippable(module):
+        return Declaration()
+    own: Declaration | None = module.__dict__.get("skips")
+    found: Declaration = getattr(type(module).forward, "_syncpipe_skips", Declaration())
+    return found if own is None else own
+
+
+def _inherited(cls: type) -> frozenset[str]:
+    """The names of skips of all forwards that a class overrides."""
+    forwards = [base.__dict__.get("forward") for base in cls.__mro__[1:]]
+    declared = [getattr(forward, "_syncpipe_skips", Declaration()) for forward in forwards]
+    return frozenset(name for declaration in declared for name in declaration.names)
+
+
+def _key_of(module: nn.Module, name: str) -> SkipKey:
+    """The skip that a layer means by a name, given how it was isolated."""
+    namespaces: Mapping[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
+    return namespaces.get(name), name
+
+
+def _checked_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    """Returns the names as a tuple, once it is sure that they are names.
+
+    Raises:
+        TypeError: a lone string, not an iterable, or something in it that is not a string.
+        ValueError: a name that is listed twice.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"{argument}={names!r}: write {argument}=[{names!r}], a list of names")
+    if isinstance(names, type) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument} must be a list of names, such as ['skip'], not {names!r}")
+    checked = tuple(names)
+    for name in checked:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{argument} must be a list of names, but holds {name!r}, "
+                f"of type {type(name).__name__}"
+            )
+        if checked.count(name) > 1:
+            raise ValueError(f"{argument} lists {name!r} more than once: leave one")
+    return checked
 
 
 def _set(cls: type, name: str, value: object) -> None:
@@ -127,8 +221,8 @@ def _isolate(
     """
     if not isinstance(namespace, Namespace):
         raise TypeError(f"isolate() takes a Namespace(), not {namespace!r}")
-    declared = declaration_of(type(self)).names
-    chosen = declared if only is None else check_names(only, "only")
+    declared = _declaration_of(self).names
+    chosen = declared if only is None else _checked_names(only, "only")
     unknown = [name for name in chosen if name not in declared]
     if unknown:
         raise ValueError(
@@ -143,3 +237,124 @@ def _isolate(
 
 _isolate.__name__ = "isolate"
 _isolate.__qualname__ = "skippable.isolate"
+
+
+def _declared(forward: Callable[..., Any], declaration: Declaration) -> Callable[..., Any]:
+    """A forward that is no generator, with the skips of those that it calls."""
+
+    @functools.wraps(forward)
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    declared._syncpipe_skips = declaration  # type: ignore[attr-defined]
+    return declared
+
+
+def _driven(
+    generator_forward: Callable[..., Generator[Any, Any, Any]],
+    declaration: Declaration,
+    inherited: frozenset[str],
+) -> Callable[..., Any]:
+    """The forward that callers see: it runs the generator and does what it yields.
+
+    What a forward that it overrides stashes or pops, may be done by that one.
+    """
+
+    @functools.wraps(generator_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        generator = generator_forward(self, *args, **kwargs)
+        open_stashes, open_pops = list(declaration.stash), list(declaration.pop)
+        reply: Any = None
+        try:
+            while True:
+                try:
+                    command = generator.send(reply)
+                except StopIteration as stop:
+                    output = stop.value
+                    break
+                if type(command) is stash:
+                    _cross_off(self, "stash", command.name, open_stashes, declaration.stash)
+                    store.put(_key_of(self, command.name), command.value, self)
+                    reply = None
+                elif type(command) is pop:
+                    _cross_off(self, "pop", command.name, open_pops, declaration.pop)
+                    reply = store.take(_key_of(self, command.name), self)
+                else:
+                    raise TypeError(_not_a_command(self, command))
+        finally:
+            generator.close()  # leaves the 'with' blocks of the generator now, whatever happened
+        left = [[n for n in names if n not in inherited] for names in (open_stashes, open_pops)]
+        if any(left):
+            raise RuntimeError(_left_open(self, *left))
+        return output
+
+    forward._syncpipe_skips = declaration  # type: ignore[attr-defined]
+    return forward
+
+
+def _cross_off(
+    layer: nn.Module, verb: str, name: str, still_open: list[str], declared: tuple[str, ...]
+) -> None:
+    if name in still_open:
+        still_open.remove(name)
+        return
+    cls = type(layer).__name__
+    if name in declared:
+        what = describe(_key_of(layer, name))
+        raise RuntimeError(f"{cls} {_VERBS[verb]} {what} twice in one forward: do it once")
+    names = [*declared, name]
+    raise RuntimeError(
+        f"{cls} {_VERBS[verb]} {name!r} without having declared it: "
+        f"add it to the decorator, @skippable({verb}={names!r})"
+    )
+
+
+_VERBS = {"stash": "stashes", "pop": "pops"}
+
+
+def _not_a_command(layer: nn.Module, command: object) -> str:
+    return (
+        f"{type(layer).__name__}.forward yielded an object of type {type(command).__name__}: "
+        "a skippable layer yields stash(name, value) or pop(name), and returns its output"
+    )
+
+
+def _left_open(layer: nn.Module, stashes: list[str], pops: list[str]) -> str:
+    faults = []
+    if stashes:
+        faults.append(f"stash {stashes} (stash None if there is nothing to send)")
+    if pops:
+        faults.append(f"pop {pops} (pop it even if its value is not used)")
+    return f"{type(layer).__name__} declares skips, but its forward did not {' nor '.join(faults)}"
+
+
+# In torchgpipe the decorator put a wrapper around the layer, so a state dict that it wrote says
+# ``0.module.conv.weight`` where ours says ``0.conv.weight``.
+_OLD = "module."
+_METHOD = "_load_from_state_dict"
+
+
+def _accept_old_keys(cls: type[nn.Module]) -> None:
+    """Lets the layers of a class load state dicts of either kind."""
+    own: Any = cls.__dict__.get(_METHOD)
+    if own is None and getattr(cls, "_syncpipe_skippable", False):
+        return  # inherits it
+
+    def load(
+        self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        _rename_old_keys(self, state_dict, prefix)
+        inner = own.__get__(self) if own else getattr(super(cls, self), _METHOD)
+        inner(state_dict, prefix, *args, **kwargs)
+
+    setattr(cls, _METHOD, functools.wraps(getattr(cls, _METHOD))(load))
+
+
+def _rename_old_keys(layer: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    if any("module" in own for own in (layer._modules, layer._parameters, layer._buffers)):
+        return
+    old_prefix = prefix + _OLD
+    for old in [key for key in state_dict if key.startswith(old_prefix)]:
+        new = prefix + old[len(old_prefix) :]
+        if new not in state_dict:
+            state_dict[new] = state_dict.pop(old)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .declaration import overrides
 from .namespace import SkipKey, describe
-from .skippable import is_skippable
+from .skippable import is_skippable, overrides_undeclared
 from .walk import declared_both_ways, layer_skips, own_modules
 
 Fault = tuple[int, str]
@@ -69,24 +68,10 @@ def verify_skippables(module: nn.Sequential) -> None:
             uses.setdefault(key, _Uses()).internal.append(index)
     for key, use in uses.items():
         faults += _faults_between(describe(key), use, labels)
-        faults += [
-            (index, labels[index] + _unsaid(module, key[1], "stash" if use.popped else "pop"))
-            for index, (_, layer) in enumerate(layers)
-            if layer is not None and not (use.stashed and use.popped)
-            for _, module in own_modules(layer)
-            if overrides(type(module), key[1])
-        ]
     if faults:
         faults.sort(key=lambda fault: fault[0])
         lines = "".join(f"\n  {text}" for _, text in faults)
         raise TypeError(f"the skips of this model do not match:{lines}")
-
-
-def _unsaid(module: nn.Module, name: str, verb: str) -> str:
-    return (
-        f" overrides a forward that uses {name!r}, and is taken not to call it. If it does, say "
-        f"so: decorate {type(module).__name__} with @skippable({verb}=[{name!r}])"
-    )
 
 
 def _label(index: int, name: str, layer: nn.Module | None) -> str:
@@ -102,6 +87,11 @@ def _faults_inside(layer: nn.Module) -> Iterator[str]:
             yield f"{where} declares {describe(key)} both as stash and as pop"
         if (not path or is_skippable(module)) and inspect.isgeneratorfunction(module.forward):
             yield f"{where} has a generator as forward, but no @skippable of its own"
+        elif overrides_undeclared(module):
+            yield (
+                f"{where} overrides a forward with skips: decorate {type(module).__name__} with "
+                "@skippable, naming all skips that then happen (none: @skippable())"
+            )
 
 
 def _faults_between(skip: str, use: _Uses, labels: list[str]) -> Iterator[Fault]:

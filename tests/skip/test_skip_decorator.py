@@ -115,36 +115,37 @@ def test_subclass_with_skips_of_its_own():
     assert stashes(Send()) == [(None, "skip")]
 
 
-def test_plain_forward_of_a_subclass_has_no_skips():
+def test_a_forward_that_overrides_one_with_skips_has_to_be_decorated():
     class Child(Send):
         def forward(self, x):
             return 2 * x
 
-    verify_skippables(nn.Sequential(Child()))
-    assert stashes(Child()) == []
-    assert torch.equal(nn.Sequential(Child())(X), 2 * X)
+    class Grandchild(Child):
+        pass
+
+    for layer in Child(), Grandchild():
+        with pytest.raises(TypeError, match=rf"decorate {type(layer).__name__} with @skippable"):
+            verify_skippables(nn.Sequential(layer))
+    declared = skippable()(Child)
+    verify_skippables(nn.Sequential(declared()))
+    assert stashes(declared()) == []
+    assert torch.equal(nn.Sequential(declared())(X), 2 * X)
 
 
 def test_plain_forward_of_a_subclass_that_calls_the_base():
-    class Child(Send):
-        def forward(self, x):
-            return super().forward(2 * x)
-
-    model = nn.Sequential(Child(), Receive())
-    verify_skippables(model)
-    assert torch.equal(model(X), 4 * X)
-
-
-def test_base_called_by_its_name_counts_too():
+    @skippable(stash=["skip"])
     class Child(Send):
         def forward(self, x):
             return Send.forward(self, 2 * x)
 
+    model = nn.Sequential(Child(), Receive())
+    verify_skippables(model)
     assert stashes(Child()) == [(None, "skip")]
+    assert torch.equal(model(X), 4 * X)
 
 
-def test_generator_of_a_subclass_that_calls_the_base_has_the_skips_of_both():
-    @skippable(stash=["other"])
+def test_generator_of_a_subclass_that_calls_the_base_declares_the_skips_of_both():
+    @skippable(stash=["other", "skip"])
     class Child(Send):
         def forward(self, x):
             yield stash("other", x)

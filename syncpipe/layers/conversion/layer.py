@@ -19,7 +19,7 @@ from torch.fx.graph import _custom_builtins
 from syncpipe.layers.conversion.segments import Segment
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.skip import Namespace, store
-from syncpipe.skip.declaration import Declaration
+from syncpipe.skip.skippable import Declaration
 
 __all__ = ["ConvertedLayer", "Holder", "distribute", "in_order", "index_keys"]
 
