@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutations import mutants
+from tests.mutations import DETECTORS, mutants
 
 TESTS = Path(__file__).parent
 # Each makes pipes without naming devices.
@@ -57,3 +58,12 @@ def test_mutants_are_found_wherever_the_package_waits_locks_and_orders():
     for mutant in found:
         assert mutant.source != mutant.before
         compile(mutant.source, mutant.file, "exec")
+
+
+def test_files_that_are_run_by_name_are_there():
+    ci = (TESTS.parent / ".ci" / "run").read_text(encoding="utf-8")
+    named = re.findall(r"tests/[\w/.]+", ci[ci.index("torch_tests=") :])
+    named += [a for d in DETECTORS.values() for a in d.arguments if a.startswith("tests/")]
+    assert len(named) > 20
+    for name in named:
+        assert (TESTS.parent / name).exists(), name
