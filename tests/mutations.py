@@ -383,10 +383,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             told = f"{name}: {red.removeprefix('tests/')}" if red else "NOBODY"
             print(f"{mutant.file}:{mutant.line}: {mutant.what[:90]}\n    {told}", flush=True)
     seconds = time.monotonic() - begun
-    print(f"\n{len(chosen)} mutants in {seconds:.0f} s, killed by", dict(killed))
-    print(f"{len(missed)} that nobody noticed:")
+    print("\nNobody noticed:")
     for mutant in missed:
         print(f"  {mutant.file}:{mutant.line}: {mutant.what[:100]}")
+    noticed = ", ".join(f"{count} by {name}" for name, count in killed.most_common())
+    print(f"{len(chosen)} mutants in {seconds:.0f} s: {len(missed)} unnoticed, {noticed or 'none'}")
     return len(missed)
 
 

@@ -19,23 +19,19 @@ FILES = [
     *sorted(TESTS.glob("simulated/test_*.py")),
 ]
 FILES = [path for path in dict.fromkeys(FILES) if path != Path(__file__)]
-#: Short ones share a process, which takes as long to start as they to run.
-SHORT = ("losses", "verify", "module", "stream_accelerators", "real_devices", "operators")
-TOGETHER = [path for path in FILES if path.stem.endswith(SHORT)]
-PROCESSES = [[path] for path in FILES if path not in TOGETHER] + [TOGETHER]
+#: A process takes as long to start as some of them to run.
+PROCESSES = 4
 
 
 @pytest.mark.simulated
 @pytest.mark.timeout(3600)  # tests in there have limits of their own
-@pytest.mark.parametrize(
-    "files", PROCESSES, ids=lambda files: files[0].stem if len(files) == 1 else "short ones"
-)
-def test_on_simulated_devices(files):
+@pytest.mark.parametrize("k", range(PROCESSES))
+def test_on_simulated_devices(k):
     reason = simulated.unavailable()
     if reason is not None:
         pytest.skip(reason)
     faulthandler.cancel_dump_traceback_later()  # the process has limits of its own
-    names = [str(path.relative_to(TESTS.parent)) for path in files]
+    names = [str(path.relative_to(TESTS.parent)) for path in FILES[k::PROCESSES]]
     command = [sys.executable, "-m", "pytest", *names, "-m", "gpu", "-n0", "-q", "--durations=5"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],

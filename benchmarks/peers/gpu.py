@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import Part
-from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet, resnext101_32x8d
 from benchmarks.models.unet import unet
@@ -84,16 +83,6 @@ def _unet(quick: bool) -> Case:
         return Case("U-Net (1, 4)", build, partial(pictures, 16, None), loss, 16)
     samples = partial(pictures, 192, None)
     return Case("U-Net (5, 64), 192x192 pixels", partial(unet, 5, 5, 64), samples, loss, 32)
-
-
-def _amoebanet(quick: bool) -> Case:
-    if quick:
-        build = partial(amoebanetd, num_classes=10, num_layers=3, num_filters=8)
-        samples = partial(pictures, 64, 10)
-        return Case("AmoebaNet-D (3, 8), 64x64 pixels", build, samples, F.cross_entropy, 16)
-    build = partial(amoebanetd, num_layers=18, num_filters=256)
-    samples = partial(pictures, 224, 1000)
-    return Case("AmoebaNet-D (18, 256), 224x224 pixels", build, samples, F.cross_entropy, 64)
 
 
 def _gpt2(quick: bool) -> Case:
@@ -196,6 +185,5 @@ def _definitions(count: int) -> dict[str, str]:
 PARTS: dict[str, Callable[[PeerOptions], Part]] = {
     "gpu-resnext101": partial(run, _resnext, "ResNeXt-101"),
     "gpu-unet": partial(run, _unet, "U-Net (5, 64)"),
-    "gpu-amoebanet": partial(run, _amoebanet, "AmoebaNet-D (18, 256)"),
     "gpu-gpt2": partial(run, _gpt2, "GPT-2 small"),
 }

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.amoebanet import NORMAL, REDUCTION, CellKind, _operations, amoebanetd
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet, resnet101, resnext101_32x8d
 from benchmarks.models.unet import unet
@@ -31,12 +30,8 @@ PUBLISHED: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], tuple[
             (48, 160): "15.82 B",
         }.items()
     },
-    **{
-        f"AmoebaNet-D {size}": (partial(amoebanetd, 1000, *size), count, (3, 224, 224), (1000,))
-        for size, count in {(18, 208): "82 M", (18, 256): "122.5 M", (72, 512): "1.8 B"}.items()
-    },
 }  # fmt: skip
-LONG = {"AmoebaNet-D (72, 512)", "U-Net (48, 160)"}  # with nothing in them that smaller ones lack
+LONG = {"U-Net (48, 160)"}  # with nothing in them that smaller ones lack
 
 
 # -- the published sizes --------------------------------------------------------------------------
@@ -78,7 +73,6 @@ SMALL: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Tensor], list[i
         lambda: pictures(16), [5, 3, 6], 2,
     ),
     "unet": (lambda: unet(2, 2, 4), lambda: pictures(16), [5, 6, 8], 2),
-    "amoebanet": (lambda: amoebanetd(5, 3, 8), lambda: pictures(64), [20, 30, 33], 2),
     "gpt2": (lambda: gpt2_small(layers=2, **TEXT), words, [2, 3, 2], 0),
     "gpt2_tied": (lambda: gpt2_small(tied=True, layers=2, **TEXT), words, [2, 3, 2], 1),
 }  # fmt: skip
@@ -104,22 +98,3 @@ def test_every_cut_of_it_is_possible(family):
     for cut in range(1, len(model)):
         pipe = Pipe(model, [cut, len(model) - cut], devices=["cpu:0", "cpu:0"])
         torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", [NORMAL, REDUCTION], ids=["normal", "reduction"])
-def test_flattened_cell_computes_what_its_table_says(kind: CellKind):
-    torch.manual_seed(0)
-    layers = list(_operations(kind, 8))
-    start = {0: torch.randn(2, 8, 8, 8), 1: torch.randn(2, 8, 8, 8)}
-    flat = start
-    for layer in layers:
-        flat = layer(flat)
-    operations = (layer.operation for layer in layers)
-    states = dict(start)
-    for target, pair in enumerate(kind.pairs, start=2):
-        states[target] = sum(
-            states[source] if name == "none" else next(operations)(states[source])
-            for source, name in pair
-        )
-    assert set(flat) == set(kind.output)
-    torch.testing.assert_close(flat, {state: states[state] for state in kind.output})

@@ -14,7 +14,6 @@ from torch import nn
 
 import syncpipe.skip
 from benchmarks.common import Part
-from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet
 from benchmarks.models.unet import unet
@@ -33,7 +32,6 @@ WITH_SKIPS = {
         IMAGES,
     ),
     "unet": (partial(unet, 2, 1, 4), partial(torch.rand, 4, 3, 16, 16)),
-    "amoebanet": (partial(amoebanetd, 3, 3, 8), IMAGES),
     "tied gpt2": (
         partial(gpt2_small, tied=True, layers=1, width=8, heads=2, vocabulary=9, length=4),
         partial(torch.randint, 9, (4, 4)),
@@ -149,7 +147,7 @@ def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_a_line_that_says_so(capsys):
     assert GROUP.main(["--quick", "--only", *gpu.PARTS]) == 0
-    assert capsys.readouterr().out.count("Skipped: PyTorch finds no CUDA GPU here.") == 4
+    assert capsys.readouterr().out.count("Skipped: PyTorch finds no CUDA GPU here.") == 3
 
 
 def test_out_of_memory_is_told_of():

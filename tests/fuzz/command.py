@@ -51,7 +51,7 @@ def by_hand(
             if options.stop:
                 break
         done = k - options.first + 1
-        if done % 50 == 0:
+        if done % 50 == 0 or done == options.models:
             seconds = time.monotonic() - begun
             print(f"{done} models, {failed} failed, {seconds:.0f} s", flush=True)
     faulthandler.cancel_dump_traceback_later()

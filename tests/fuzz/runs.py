@@ -21,6 +21,7 @@ from syncpipe.schedules import build
 from syncpipe.schedules.schedule import Schedule
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.models import leaves
+from tests.support.compare import assert_same
 from tests.support.models import CHANNELS, LENGTH, concatenate, loss_of
 from tests.support.training import orders_of, weigh
 
@@ -230,7 +231,8 @@ def check(case: Case) -> None:
         else:
             expected = run_plain(case, other, call, k, schedule)
             rounded = to_rounding(case, call, schedule)
-        compare(actual, expected, rounded, f"call {k}", 0.1 if call.autocast else 1e-4)
+        tolerance = 0.1 if call.autocast else 1e-4
+        assert_same(actual, expected, f"call {k} ", rounded=rounded, rtol=tolerance, atol=tolerance)
         exact = not rounded
         for module in (pipe, other):
             own_gradients(module)
@@ -285,21 +287,3 @@ def step(module: nn.Module) -> None:
     for leaf in leaves(module).values():
         if leaf.grad is not None:
             leaf.sub_(leaf.grad.clamp(-1, 1), alpha=0.05)
-
-
-def compare(actual: Seen, expected: Seen, rounded: set[str], where: str, atol: float) -> None:
-    """Equality to the last bit; of what is in ``rounded``, to rounding."""
-    for what in ("loss", "output", "buffers", "input_grads", "grads"):
-        ours, spec = pytree.tree_flatten(getattr(actual, what))
-        theirs, other_spec = pytree.tree_flatten(getattr(expected, what))
-        assert spec == other_spec, f"{where}, {what}: {spec} instead of {other_spec}"
-        names = pytree.tree_leaves_with_path(getattr(expected, what), is_leaf=lambda v: v is None)
-        for (path, _), a, b in zip(names, ours, theirs, strict=True):
-            name = f"{where}, {what}{pytree.keystr(path)}"
-            if not isinstance(b, Tensor) or not isinstance(a, Tensor):
-                assert a is b or a == b, f"{name}: {a} instead of {b}"
-            elif what in rounded:
-                assert torch.allclose(a, b, rtol=atol, atol=atol), f"{name}: {a}\ninstead of\n{b}"
-            else:
-                same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-                assert same or (a.isnan() | (a == b)).all(), f"{name}: {a}\ninstead of\n{b}"

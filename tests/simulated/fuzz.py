@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
 from syncpipe.runtime import offload
@@ -41,6 +40,7 @@ from tests.fuzz.runs import (
     step,
     target_of,
 )
+from tests.support.compare import assert_same
 from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]
@@ -141,7 +141,10 @@ class Caller:
             for k, call in enumerate(self.placed.case.calls[: len(self.expected)]):
                 if call.zero:
                     _forget(self.pipe)
-                compare(self.call(call, k), self.expected[k], f"call {k}")
+                found = self.call(call, k)
+                assert_same(  # to the rounding of float64
+                    found, self.expected[k], f"call {k} ", rounded=True, rtol=1e-8, atol=1e-8
+                )
                 _record_gradients(self.pipe)
                 own_gradients(self.pipe)
                 step(self.pipe)
@@ -263,23 +266,6 @@ def expected(placed: Placed, pipe: Pipe) -> list[Seen]:
         own_gradients(model)
         step(model)
     return found
-
-
-def compare(actual: Seen, wanted: Seen, where: str) -> None:
-    """Equality to the rounding of float64."""
-    for what in ("loss", "output", "buffers", "input_grads", "grads"):
-        pairs = zip(
-            pytree.tree_leaves_with_path(getattr(wanted, what), is_leaf=lambda v: v is None),
-            pytree.tree_leaves(getattr(actual, what), is_leaf=lambda v: v is None),
-            strict=True,
-        )
-        for (path, b), a in pairs:
-            name = f"{where}, {what}{pytree.keystr(path)}"
-            if isinstance(b, Tensor) and isinstance(a, Tensor):
-                close = torch.allclose(a.double(), b.double(), rtol=1e-8, atol=1e-8)
-                assert close, f"{name}: {a}\ninstead of\n{b}"
-            else:
-                assert a is b or a == b, f"{name}: {a} instead of {b}"
 
 
 def check(placed: Placed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
 from syncpipe.skip import Namespace, pop, skippable, stash
+from tests.support.compare import assert_same
 
 CHANNELS, LENGTH = 4, 3  # every layer below maps [batch, CHANNELS, LENGTH] to the same shape
 CHECKPOINT_MODES = ["always", "except_last", "never"]
@@ -271,30 +272,12 @@ def step(call: Callable[[Any], Any], module: nn.Module, x: Any) -> Result:
     )
 
 
-def assert_same_tree(actual: Any, expected: Any, what: str) -> None:
-    """Same structure, and each leaf the same to the last bit."""
-    leaves, spec = pytree.tree_flatten(actual)
-    others, other_spec = pytree.tree_flatten(expected)
-    assert spec == other_spec, f"{what}: {spec} instead of {other_spec}"
-    for k, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-        if isinstance(other, Tensor):
-            assert isinstance(leaf, Tensor), f"{what}, leaf {k}: {leaf!r} instead of a tensor"
-            assert leaf.dtype == other.dtype, f"{what}, leaf {k}: {leaf.dtype}"
-            same = torch.equal(leaf, other)  # NaN is not expected anywhere
-            assert same, f"{what}, leaf {k} differs:\n{leaf}\ninstead of\n{other}"
-        else:
-            assert leaf == other, f"{what}, leaf {k}: {leaf!r} instead of {other!r}"
-
-
-def assert_same(actual: Result, expected: Result) -> None:
-    """Bitwise equality of everything that a step leaves behind."""
-    for what in ("output", "input_grads", "parameter_grads", "buffers"):
-        assert_same_tree(getattr(actual, what), getattr(expected, what), what)
+assert_same_tree = assert_same
 
 
 def assert_close(actual: Result, expected: Result) -> None:
     """Equality to rounding, for where a promise goes no further."""
-    torch.testing.assert_close(asdict(actual), asdict(expected))
+    assert_same(actual, expected, rounded=True)
 
 
 def assert_equals_plain(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from tests.support.compare import assert_same as assert_same  # for those who import it here
 
 MODES = ("never", "except_last", "always")
 
@@ -52,16 +53,6 @@ def weigh(y: Tensor) -> Tensor:
     """A loss in which each sample has a gradient of its own."""
     weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float32).view_as(y)
     return (y * weights).sum()
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Bitwise equality of two lists of tensors (or None)."""
-    assert len(ours) == len(theirs)
-    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a is None or b is None:
-            assert a is b, f"number {k}: {a} and {b}"
-        else:
-            assert torch.equal(a, b), f"number {k} differs by {(a - b).abs().max()}"
 
 
 class Do(nn.Module):

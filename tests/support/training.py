@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from syncpipe import Pipe
 from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
-from tests.support.models import Result, assert_same_tree, concatenate, cut
+from tests.support.compare import assert_same
+from tests.support.models import Result, concatenate, cut
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -271,12 +272,8 @@ def orders_of(schedule: Schedule) -> list[list[int]]:
 
 def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) -> None:
     """Equality to the last bit; with ``exact=False`` parameters' gradients to rounding."""
-    for what in ("loss", "output", "input_grads", "buffers", "parameter_grads"):
-        ours, theirs = getattr(actual, what), getattr(expected, what)
-        if what == "parameter_grads" and not exact:
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        else:
-            assert_same_tree(ours, theirs, what)
+    rounded = () if exact else ("parameter_grads",)
+    assert_same(actual, expected, "the step's ", rounded=rounded)
 
 
 # --- loss functions ------------------------------------------------------------------------------
