@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.rematerialization.recomputation import Recomputation
 from syncpipe.schedules.steps import Edge
 from syncpipe.training.border import Border
@@ -76,6 +77,11 @@ class PendingBackward:
         else:
             self.expected += (sum(flags),)
         return there, flags
+
+    @property
+    def go_back(self) -> Callable[..., None]:
+        """Runs a graph backward, or the input half of that."""
+        return go_back if self.halves is None else self.halves.go_back
 
     def roots(
         self, grads: Sequence[Sequence[Tensor | None]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -32,12 +32,11 @@ from syncpipe.training.leaves import Leaves
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.pending_backward import PendingBackward, ends_of
 from syncpipe.training.sources import Source
-from syncpipe.training.weight_gradients import Casts, WeightGradients, can_split
+from syncpipe.training.weight_gradients import WeightGradients
 from syncpipe.tree import compact, distinct, map_tensors, tensors_in
 
 __all__ = ["TrainingTask", "Watch"]
 
-_T = TypeVar("_T")
 
 #: Puts something around what performs the actions of a kind on a stage.
 Watch = Callable[[Kind, int, Run], Run]
@@ -83,12 +82,10 @@ class TrainingTask:
         self._leaves: Any = leaves
         self._pending: list[dict[int, PendingBackward]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
-        self._casts: list[Casts] = [{} for _ in stages]
-        self._hooked: list[dict[int, bool]] = [{} for _ in stages]
+        self._ordinary: list[dict[int, bool]] = [{} for _ in stages]
         self._ties = call.ties
         if call.ties is not None:  # their gradients go on with the input half
-            self._hooked = [{id(leaf): True for leaf in leaves} for leaves in call.ties.leaves]
-        self._can_split = [bool(splits) and can_split(stage.partition) for stage in stages]
+            self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
         self._returned: list[list[tuple[Tensor, Tensor]]] = [[] for _ in stages]
 
     @property
@@ -98,7 +95,7 @@ class TrainingTask:
 
     def bind(self, kind: Kind, j: int) -> Run:
         run: Run = partial(_METHODS[kind], self, j)
-        if kind in ("backward", "backward_input"):
+        if kind.startswith("backward"):
             run = without_autocast(self._call.context.state, run)
         if self._watch is not None:
             run = self._watch(kind, j, run)
@@ -188,23 +185,10 @@ class TrainingTask:
             if any(tensor.requires_grad for tensor in tensors_in(outputs)):
                 pending.recomputation = recomputation  # else nothing goes back: it is frozen
             return outputs
-        forward = self._recorded(i, j, pending, stage.forward)
-        outputs, _ = forward(i, given, context, rematerialize=False, marks=marks, target=target)
+        outputs, _ = stage.forward(
+            i, given, context, rematerialize=False, marks=marks, target=target
+        )
         return outputs
-
-    def _recorded(
-        self, i: int, j: int, pending: PendingBackward, run: Callable[..., _T]
-    ) -> Callable[..., _T]:
-        """The forward (the last one) of a cell, which may go back in halves."""
-        if not self._can_split[j] or (i, j) not in self._splits:
-            return run
-        halves = pending.halves = WeightGradients(self._casts[j], self._hooked[j])
-
-        def recorded(*args: Any, **options: Any) -> _T:
-            with halves.recording():
-                return run(*args, **options)
-
-        return recorded
 
     # -- backward
 
@@ -214,8 +198,7 @@ class TrainingTask:
         if recomputation is None:
             return []
         given = pending.border.cross(recomputation.inputs)
-        recompute = self._recorded(i, j, pending, stage.recompute)
-        output, skips = recompute(recomputation, given)
+        output, skips = stage.recompute(recomputation, given)
         if self._last[j]:
             pending.ends.append(ends_of(distinct(output)))
         for edge in self._pipeline.outgoing[j]:
@@ -235,8 +218,9 @@ class TrainingTask:
         grads: list[Any] = [parcel.value for parcel in parcels]
         parcels.clear()
         run = self._go_back
-        if pending.halves is not None:
-            run = pending.halves.splitting()(run)
+        if (i, j) in self._splits:
+            lane = self._call.lane_of(j)
+            pending.halves = self._halves[j][i] = WeightGradients(lane, self._ordinary[j])
         if profiler._is_profiler_enabled:
             run = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", run)
         try:
@@ -245,8 +229,6 @@ class TrainingTask:
         except BaseException as error:
             annotate(error, f"in backward of {stage.describe(i)}")
             raise
-        if pending.halves is not None:
-            self._halves[j][i] = pending.halves
         if pending.target is not None:
             self._return(j, pending.targets, pending.target)
         if self._first[j]:
@@ -287,7 +269,7 @@ class TrainingTask:
         if roots:
             nodes = [root.node for root in roots]
             self._leaves.claim(j, self._leaves.new(j, nodes, pending.border.node))
-            go_back(roots, given)
+            pending.go_back(roots, given)
 
     def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         halves = self._halves[j].pop(i, None)

@@ -1,49 +1,65 @@
 """The backward of one cell in two halves, for zero-bubble schedules.
 
-    input half    gy --> [cell's whole autograd backward] --> gx      puts (x, gy) of layers aside
-    weight half   (x, gy) --> weight.grad                             no graph, nobody waits for it
+    input half    gy --> [the cell's autograd backward, but for some products] --> gx
+    weight half   (x, gy) --> weight.grad                  no graph, nobody waits for it
 
-The input half runs the true graph. Only where a linear map or a convolution meets a weight that is
-an ordinary leaf does it leave something out: the gradient of that weight, the one product that
-nothing else in backward depends on. All other operations do their whole backward in the input
-half. So every module is right by construction, and what splits is a matter of speed.
+The input half runs the true graph. Only where a matrix product or a convolution meets a weight that
+is an ordinary leaf, autograd is not asked for the gradient of that leaf: the one product that
+nothing else in backward depends on. A hook of its node puts the factors (x, gy) aside. All other
+operations do their whole backward in the input half. So every module is right by construction, its
+forward is PyTorch's own, and what splits is a matter of speed.
 
-While a cell runs forward, a torch-function mode sees its calls of ``F.linear`` and convolutions
-and puts a custom autograd node in the place of PyTorch's. The node behaves like the one it
-replaces until it meets a backward that was told to split.
+    y = x @ w.t()       AddmmBackward0 --> TBackward0 --> AccumulateGrad (w)
+                          |   hook: (x, gy)      not run, for nobody asks for w
+                          v
+                         ...                     run as ever
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.autograd.graph import GradientEdge
 
-from syncpipe.runtime.randomness.private_generator import nobody_looks
-from syncpipe.runtime.thread_state import _saved_tensor_hooks
-from syncpipe.training.weight_gradients_rules import (
-    BINDERS,
-    PLAIN,
-    Rule,
-    autocast_is_on,
-    taken_apart,
-)
+from syncpipe.runtime import offload
+from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
+from syncpipe.runtime.streams import Lane
 
-__all__ = ["Casts", "WeightGradients", "can_split"]
+__all__ = ["PRODUCTS", "Product", "WeightGradients", "add_to_grad"]
 
-#: By identity and dtype: a parameter, its version, and its copy in that dtype.
-Casts = dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]]
 
-_C: Any = torch._C
+class Product(Protocol):
+    """What the weight half of a node of the graph is, by the name of the node.
+
+    Attributes:
+        factor: the attribute of the node that has the input.
+        weight: which of its inputs is the weight.
+        bias: which is the bias, if its gradient comes along with that of the weight.
+    """
+
+    @property
+    def factor(self) -> str: ...
+
+    @property
+    def weight(self) -> int: ...
+
+    @property
+    def bias(self) -> int | None: ...
+
+    def settings(self, node: Any) -> Any:
+        """What is needed of the node besides the input; None if it cannot be split."""
+
+    def accumulate(
+        self, settings: Any, gy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Adds to the gradients of a leaf and, if one is given, of the bias."""
 
 
 class WeightGradients:
@@ -52,10 +68,7 @@ class WeightGradients:
     ::
 
         weights = WeightGradients()
-        with weights.recording():
-            y = cell(x)
-        with weights.splitting():
-            torch.autograd.backward(y, gy)  # input half
+        weights.go_back([y], [gy])  # input half
         weights.accumulate()  # weight half
 
     Together the halves leave the gradients that one whole backward leaves, to the last bit where
@@ -64,196 +77,302 @@ class WeightGradients:
     a parameter that is used more than once in the cell are summed in another order, under autocast
     also in the parameter's own dtype instead of autocast's.
 
-    The object serves one thread at a time, and one cell: its graph holds it.
+    The object serves one thread at a time, and one cell.
 
     Args:
-        casts: copies of weights in autocast's dtype, shared by the cells of one stage in one call.
-        hooked: by identity of a parameter whether its node in the graph has hooks; shared as well.
+        lane: the streams of the stage.
+        ordinary: by identity of a leaf whether all that a backward does with it is to add to its
+            ``.grad``; shared by the cells of one stage in one call.
     """
 
-    __slots__ = ("_casts", "_halves", "_hooked", "_splitting")
-
-    def __init__(self, casts: Casts | None = None, hooked: dict[int, bool] | None = None) -> None:
-        self._casts: Casts = {} if casts is None else casts
-        self._hooked: dict[int, bool] = {} if hooked is None else hooked
+    def __init__(self, lane: Lane | None = None, ordinary: dict[int, bool] | None = None) -> None:
+        self._lane = lane
+        self._ordinary: dict[int, bool] = {} if ordinary is None else ordinary
         self._halves: deque[_Half] = deque()
-        self._splitting = False  # of the object: autograd has device threads of its own
+        self._nodes: list[_Node] = []
 
-    def recording(self) -> AbstractContextManager[Any]:
-        """Around the cell's forward: makes its linear maps and convolutions splittable."""
-        below = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if all(isinstance(mode, (DeviceContext, _Recording)) for mode in below):
-            return _Recording(self)
-        return nullcontext()  # a mode of the user's may give these functions another meaning
-
-    @contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Around the cell's backward: makes it the input half, which puts weight halves aside.
-
-        It has to be a ``torch.autograd.backward``, which adds to the gradients of parameters;
-        an ``autograd.grad``, which returns them, stays whole.
-        """
-        before, self._splitting = self._splitting, True
+    def go_back(
+        self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Tensor] = ()
+    ) -> None:
+        """The input half: as ``runtime.graph.go_back``, and puts weight halves aside."""
+        nodes = nodes_of(map(_node_of, roots))
+        leaves, found, deferred = self._split(nodes)
+        # What checkpoints by a backward in backward refuses to go back to chosen leaves.
+        if not found or any("Checkpoint" in type(node).__name__ for node in nodes):
+            go_back(roots, grads, inputs)
+            return
+        self._nodes = found
+        mine = weakref.ref(self)  # or the nodes would hold themselves
+        handles = [
+            each.node.register_hook(partial(_arrived, mine, k))
+            for k, each in enumerate(self._nodes)
+        ]
+        # A node without other results would not run. As a place to go back to it does.
+        wanted = [leaf for leaf in inputs or leaves if id(leaf) not in deferred]
+        edges = [GradientEdge(each.node, 0) for each in self._nodes]
         try:
-            yield
+            go_back(roots, grads, [*wanted, *edges])
         finally:
-            self._splitting = before
+            self._nodes = []
+            for handle in handles:
+                handle.remove()
 
     def accumulate(self) -> None:
         """The weight half: adds to the gradients what was put aside, and lets go of it.
 
         Unlike autograd's own accumulation it takes no lock: no other thread may add to the same
-        gradients meanwhile.
+        gradients meanwhile. Autocast must be off.
 
         Raises:
             RuntimeError: the input of a layer was modified in place since the input half.
         """
         with torch.no_grad():
             while self._halves:
-                half = self._halves.popleft()
-                kind = half.gy.device.type
-                with _no_autocast(kind) if autocast_is_on(kind) else nullcontext():
-                    half.accumulate()
+                self._halves.popleft().accumulate(self._lane)
 
     @property
     def pending(self) -> int:
         """How many weight halves are put aside."""
         return len(self._halves)
 
-    def _cast(self, parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """A parameter in the dtype to compute in; call it without grad mode."""
-        if parameter is None or parameter.dtype is dtype:
-            return parameter
-        if not parameter.is_leaf:
-            return parameter.to(dtype)
-        key = (id(parameter), dtype)
-        _, version, copy = self._casts.get(key, (None, None, parameter))
-        if version != parameter._version:
-            copy = parameter.to(dtype)
-            self._casts[key] = (parameter, parameter._version, copy)
-        return copy
+    def _split(self, nodes: Iterable[Any]) -> tuple[list[Tensor], list[_Node], set[int]]:
+        """The leaves of a graph, the nodes to split, and which leaves (by identity) those defer.
+
+        A leaf is deferred if nothing else in the graph uses it.
+        """
+        leaves: list[Tensor] = []
+        uses: Counter[Any] = Counter()
+        ours: defaultdict[Any, set[Any]] = defaultdict(set)  # for each node those uses
+        found: list[_Node] = []
+        for node in nodes:
+            if type(node) is AccumulateGrad:
+                leaves.append(node.variable)
+                continue
+            uses.update(following for following, _ in node.next_functions)
+            product = PRODUCTS.get(node.name())
+            if product is None or _has_saved_by_hooks(node, product.factor):
+                continue
+            settings, weight = product.settings(node), _path(node, product.weight)
+            bias = () if product.bias is None else _path(node, product.bias)
+            if settings is None or not weight or bias is None:
+                continue
+            found.append(_Node(node, product, settings, weight, bias))
+            for path in (weight, bias):
+                for user, used in zip([node, *path], path, strict=False):
+                    ours[used].add(user)
+
+        def deferred(path: Sequence[Any]) -> bool:
+            return all(uses[node] == len(ours[node]) for node in path) and (
+                not path or self._is_ordinary(path[-1])
+            )
+
+        found = [each for each in found if deferred(each.weight) and deferred(each.bias)]
+        ends = [path[-1] for each in found for path in (each.weight, each.bias) if path]
+        return leaves, found, {id(end.variable) for end in ends}
+
+    def _is_ordinary(self, node: Any) -> bool:
+        """Whether all that a backward does with a leaf is to add to its ``.grad``.
+
+        What watches the accumulation has to see all of the gradient.
+        """
+        leaf = node.variable
+        known = self._ordinary.get(id(leaf))
+        if known is None:
+            known = self._ordinary[id(leaf)] = (
+                type(leaf) in (Tensor, nn.Parameter)
+                and leaf.layout is torch.strided
+                and not leaf._backward_hooks
+                and not leaf._post_accumulate_grad_hooks
+                and getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype
+                and not _has_hooks(node)
+            )
+        return known
+
+    def _put_aside(self, k: int, gy: Tensor) -> None:
+        """The node has run, and still has what it saved."""
+        each, lane = self._nodes[k], self._lane
+        x = getattr(each.node, each.product.factor).detach()
+        event = None
+        if lane is not None and lane.streams is not None:
+            here = lane.streams.current()
+            if here != lane.compute:  # the layer has a stream of its own
+                event = lane.streams.record(here)
+        bias = each.bias[-1].variable if each.bias else None
+        weight = each.weight[-1].variable
+        half = _Half(each.product, each.settings, gy, x, x._version, weight, bias, event)
+        self._halves.append(half)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node whose weight half is put off; its paths to the leaves, which are their ends."""
+
+    node: Any
+    product: Product
+    settings: Any
+    weight: Sequence[Any]
+    bias: Sequence[Any]
 
 
 @dataclass(slots=True)
 class _Half:
-    """The weight half of one call of a layer.
+    """The weight half of one node.
 
     Attributes:
-        rule: of the call.
+        product: what kind it is.
+        settings: of the node.
         gy: gradient of the output.
         x: the input.
         version: of ``x``, from when it was put aside.
-        weight: as it was used, perhaps a copy in another dtype.
-        into: the parameter that it is.
-        bias: the parameter whose gradient comes along, if it does.
+        weight: the leaf.
+        bias: the leaf whose gradient comes along, if one does.
+        event: what the stream of the stage has to wait for.
     """
 
-    rule: Rule
+    product: Product
+    settings: Any
     gy: Tensor
     x: Tensor
     version: int
-    weight: Tensor | None
-    into: Tensor
+    weight: Tensor
     bias: Tensor | None
+    event: Any
 
-    def accumulate(self) -> None:
+    def accumulate(self, lane: Lane | None) -> None:
         if self.x._version != self.version:  # autograd itself only looks until the input half
             raise RuntimeError(
                 f"the input (shape {list(self.x.shape)}) of a layer with a weight of shape "
-                f"{list(self.into.shape)} was modified in place between the input half of backward "
-                "and its weight half, which needs it: let the layer work on a copy"
+                f"{list(self.weight.shape)} was modified in place between the input half of "
+                "backward and its weight half, which needs it: let the layer work on a copy"
             )
-        self.rule.accumulate(self.gy, self.x, self.weight, self.into, self.bias)
+        if lane is not None:
+            lane.receive(self.event, [self.x, self.gy])
+        self.product.accumulate(self.settings, self.gy, self.x, self.weight, self.bias)
 
 
-@contextmanager
-def _no_autocast(kind: str) -> Iterator[None]:
-    """Products in the dtype of their factors, as in a backward after ``with autocast``.
+class _Matrix:
+    """``x @ w``, mostly of a transposed ``w``, in the order of operations of autograd.
 
-    ``torch.autocast`` itself would clear its cache on the way out, and that of all threads.
+    Args:
+        factor: as of :class:`Product`.
+        weight: as of :class:`Product`.
     """
-    torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(kind, True)
+
+    bias = None
+
+    def __init__(self, factor: str, weight: int) -> None:
+        self.factor, self.weight = factor, weight
+
+    def settings(self, node: Any) -> Any:
+        """Whether the weight is the transposed of a leaf, and whether it is column-major."""
+        if getattr(node, "_saved_alpha", 1) != 1:
+            return None
+        rows, _ = node._saved_mat2_sym_sizes
+        turned = False
+        following = node.next_functions[self.weight][0]
+        while following is not None and following.name() in _PASSED:
+            turned ^= following.name() == "TBackward0"
+            following = following.next_functions[0][0]
+        return turned, tuple(node._saved_mat2_sym_strides) == (1, rows)
+
+    def accumulate(
+        self, settings: Any, gy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        turned, column_major = settings
+        grad = weight.grad
+        if grad is not None and grad.dtype is x.dtype and grad.layout is torch.strided:
+            # No temporary, and no pass over memory to add it.
+            factors = (gy.t(), x.conj()) if turned else (x.t().conj(), gy)
+            grad.addmm_(*factors)
+            return
+        gradient = gy.t().mm(x.conj()).t() if column_major else x.t().conj().mm(gy)
+        add_to_grad(weight, gradient.t() if turned else gradient)
 
 
-class _Split(torch.autograd.Function):
-    """A layer's function, with a backward that can leave the gradient of the weight out."""
+class _Convolution:
+    """Convolutions, transposed ones included.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        x: Tensor,
-        bias: Tensor | None,
-        rule: Rule,
-        cell: WeightGradients,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        used = cell._cast(weight, dtype)
-        assert used is not None
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, used if rule.reads_weight or ctx.needs_input_grad[1] else None)
-        ctx.call = (cell, rule, weight, bias)
-        ctx.version = None if used is weight else weight._version
-        y = rule.forward(x, used, cell._cast(bias, dtype))
-        # Autograd forbids to modify a view in place that was made in here.
-        return y.detach() if y._is_view() else y
+    The gradient of the bias goes with that of the weight: oneDNN (CPU) computes them in one pass,
+    so that to ask for the one is to pay for both.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gy is None:
-            return (None,) * 6
-        cell, rule, weight, bias = ctx.call
-        x, used = ctx.saved_tensors
-        _, needs_x, needs_b, *_ = ctx.needs_input_grad
-        along = bias if needs_b and rule.defers_bias else None
-        graph = torch.is_grad_enabled()
-        off = (
-            cell._splitting
-            and not graph
-            and _adds(ctx, 0, weight, cell)
-            and _adds(ctx, 2, along, cell)
+    factor, weight, bias = "_saved_input", 1, 2
+
+    def settings(self, node: Any) -> Any:
+        """The weight as it was used, and the arguments of the operation."""
+        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+        return node._saved_weight, [getattr(node, f"_saved_{name}") for name in names]
+
+    def accumulate(
+        self, settings: Any, gy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        used, arguments = settings
+        sizes = None if bias is None else [gy.shape[1]]
+        _, gw, gb = torch.ops.aten.convolution_backward(
+            gy, x, used, sizes, *arguments, (False, True, bias is not None)
         )
-        if off:
-            factor = weight if ctx.version is None else used  # not what hooks made of it
-            half = _Half(rule, gy, x.detach(), x._version, factor, weight, along)
-            cell._halves.append(half)
-            needs_b = needs_b and along is None
-            if not needs_x and not needs_b:
-                return (None,) * 6
-        elif graph and ctx.version is not None and used is not None:
-            used = _differentiable(used, weight, ctx.version)
-        gx, gw, gb = rule.gradients(gy, x, used, (needs_x, not off, needs_b))
-        return gw, gx, gb, None, None, None
+        add_to_grad(weight, gw)
+        if bias is not None:
+            add_to_grad(bias, gb)
 
 
-def _adds(ctx: Any, k: int, parameter: Tensor | None, cell: WeightGradients) -> bool:
-    """Whether all that this very backward does with input ``k`` is to add to its ``.grad``.
+def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to ``parameter.grad`` as autograd does."""
+    if gradient.is_complex() and not parameter.is_complex():
+        gradient = gradient.real
+    gradient = gradient.to(parameter)
+    if parameter.grad is None:
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = gradient
+    elif parameter.grad.layout is torch.strided:
+        parameter.grad.add_(gradient)
+    else:  # a sparse one cannot take up a dense one
+        parameter.grad = gradient + parameter.grad
 
-    A node can also be in a backward that asks for the gradient (a layer that calls
-    ``autograd.grad``), and what watches the accumulation has to see all of the gradient.
+
+#: What can be split, by the names of nodes.
+PRODUCTS: dict[str, Product] = {
+    "AddmmBackward0": _Matrix("_saved_mat1", 2),
+    "MmBackward0": _Matrix("_saved_self", 1),
+    "ConvolutionBackward0": _Convolution(),
+}
+#: What may stand between a weight and its product: transposed, and in autocast's dtype.
+_PASSED = ("TBackward0", "ToCopyBackward0")
+
+
+def _path(node: Any, k: int) -> Sequence[Any] | None:
+    """The nodes from input ``k`` of a node to a leaf; None if there is more in between.
+
+    Nothing if that input needs no gradient.
     """
-    if parameter is None:
-        return True
-    if not parameter.is_leaf or type(parameter) not in PLAIN:
-        return False
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return False
-    if getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
-        return False
-    node = ctx.next_functions[k][0]
-    hooked = cell._hooked.get(id(parameter))
-    if hooked is None:
-        hooked = cell._hooked[id(parameter)] = _has_hooks(node)
-    if hooked:
-        return False
-    try:
-        return bool(_C._will_engine_execute_node(node))
-    except RuntimeError:  # raised for a leaf that autograd.grad was asked for
-        return False
+    path: list[Any] = []
+    following = node.next_functions[k][0]
+    if following is None:
+        return path
+    while following is not None and following.name() in _PASSED:
+        path.append(following)
+        following = following.next_functions[0][0]
+    return [*path, following] if type(following) is AccumulateGrad else None
+
+
+def _arrived(
+    mine: Callable[[], WeightGradients | None], k: int, _: Any, grads: Sequence[Tensor | None]
+) -> None:
+    weights = mine()
+    if weights is not None and weights._nodes and grads[0] is not None:
+        weights._put_aside(k, grads[0])
+
+
+def _has_saved_by_hooks(node: Any, name: str) -> bool:
+    """Whether a layer has saved-tensor hooks of its own, which may count who asks for what."""
+    saved = getattr(node, name.replace("_saved", "_raw_saved", 1))
+    hook = getattr(saved, "unpack_hook", None)
+    return hook is not None and getattr(hook, "__module__", "") != offload.__name__
+
+
+def _node_of(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, Tensor) else root.node
 
 
 def _has_hooks(node: Any) -> bool:
@@ -269,117 +388,3 @@ def _has_hooks(node: Any) -> bool:
 
 def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
-
-
-def _differentiable(copy: Tensor, weight: Tensor, version: int) -> Tensor:
-    """The copy of a weight once more, as a function of the weight (for double backward)."""
-    if weight._version != version:
-        raise RuntimeError(
-            f"a weight of shape {list(weight.shape)} was modified in place between forward and a "
-            "backward with create_graph=True, which needs it as it was"
-        )
-    return weight.to(copy.dtype)
-
-
-class _Recording(TorchFunctionMode):
-    """Puts :class:`_Split` in the place of the functions it stands for."""
-
-    def __init__(self, cell: WeightGradients) -> None:
-        super().__init__()
-        self._cell = cell
-
-    def __enter__(self) -> _Recording:
-        self._hooks = _saved_tensor_hooks()
-        # In one line: Ctrl-C may come between two, and before the end of it there is no __exit__.
-        return cast("_Recording", super().__enter__())  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exc_info: object) -> None:
-        # Ctrl-C may have come while PyTorch had taken it off.
-        if self in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        bind = BINDERS.get(func)
-        if bind is not None:
-            call = taken_apart(bind, args, kwargs) if self._may_split(types) else None
-            if call is not None:
-                return self._split(*call)
-        elif func is F.multi_head_attention_forward and self._may_split(types):
-            with self:
-                return _opened(func)(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _split(
-        self, rule: Rule, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Any:
-        if x.dtype is not dtype:
-            x = x.to(dtype)
-        return _Split.apply(weight, x, bias, rule, self._cell, dtype)  # type: ignore[no-untyped-call]
-
-    def _may_split(self, types: Any) -> bool:
-        """Whether nothing is in force that an autograd node of ours could get wrong.
-
-        Saved-tensor hooks that a layer installs itself may count what is stored, in a forward and
-        in a recomputation that we do not see (``torch.utils.checkpoint`` does).
-        """
-        return (
-            all(kind in PLAIN for kind in types)
-            and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and nobody_looks()
-            and _C._functorch.peek_interpreter_stack() is None
-            and torch.autograd.forward_ad._current_level < 0
-            and _saved_tensor_hooks() == self._hooks
-        )
-
-
-def _opened(function: Any) -> FunctionType:
-    """A composite function without its own look for modes, so that its parts meet them."""
-    namespace = {**function.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-#: Modules that compute with weights of their own in functions that do not split.
-_WHOLE = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
-#: Modules with a fast path for inference, which torch-function modes close.
-_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-def can_split(module: nn.Module) -> bool:
-    """Whether a module's backward may be split, and anything may come of it.
-
-    Not where the forward is no plain Python (compiled, TorchScript); not around
-    ``DistributedDataParallel`` and its kin, which watch the gradients of parameters from where
-    nobody can see; and not where the mere watching would change the result.
-    """
-    modules = list(module.modules())
-    if any(_must_stay_whole(child) for child in modules):
-        return False
-    return any(
-        p.requires_grad and (nn.parameter.is_lazy(p) or p.dim() > 1)
-        for child in modules
-        if not isinstance(child, _WHOLE)
-        for p in child.parameters(recurse=False)
-    )
-
-
-def _must_stay_whole(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
-        return True
-    if hasattr(module.forward, "_torchdynamo_orig_callable"):
-        return True
-    if isinstance(module, _FAST_PATH) and not module.training:
-        return not any(p.requires_grad for p in module.parameters())
-    homes = [base.__module__ for base in type(module).__mro__]
-    return any(home.startswith(("torch.nn.parallel", "torch.distributed")) for home in homes)

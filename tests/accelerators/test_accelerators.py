@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from syncpipe.runtime.streams import AcceleratorStreams
+from tests import simulated
 from tests.accelerators.four import (
     CHUNKS,
     LAYOUTS,
@@ -348,3 +350,46 @@ def test_optimizers(layout, name):
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             theirs.step()
         assert_close([p.detach() for p in pipe.parameters()], [*plain.parameters()])
+
+
+class OwnStream(nn.Module):
+    """A linear layer on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.stream: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y: Tensor = self.linear(x)
+            return y
+        here = torch.accelerator.current_stream(x.device)
+        self.stream = self.stream or torch.Stream(device=x.device)
+        self.stream.wait_stream(here)
+        x.record_stream(self.stream)
+        with AcceleratorStreams(x.device).use(self.stream):
+            y = self.linear(x)
+        here.wait_stream(self.stream)
+        y.record_stream(here)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
+def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), OwnStream(), Residual(WIDTH), nn.Linear(WIDTH, WIDTH)
+    ).double()
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    (plain(x) ** 2).mean().backward()
+    wanted = [p.grad for p in plain.parameters()]
+    for seed in range(6):
+        devices = [acc.device(0), acc.device(1)]
+        pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
+        pipe.zero_grad()
+        late = simulated.delays(0.5, 0.5, seed=seed) if simulated.loaded() else nullcontext()
+        with late:
+            pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
+        for p, grad in zip(pipe.parameters(), wanted, strict=True):
+            assert p.grad is not None
+            assert_close(p.grad.cpu(), grad)

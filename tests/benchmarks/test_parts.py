@@ -19,7 +19,7 @@ from benchmarks.schedules.parts import GROUP as SCHEDULES
 from benchmarks.schedules.sleeping.emulated import SUBJECTS, Run
 from benchmarks.schedules.sleeping.emulated import napping as napping_problem
 from benchmarks.schedules.sleeping.naps import Naps, splitting_naps
-from syncpipe.training.weight_gradients_rules import BINDERS
+from syncpipe.training.weight_gradients import PRODUCTS
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
 needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
@@ -44,12 +44,12 @@ QUICK = [
 
 @pytest.mark.parametrize(("group", "name"), QUICK)
 def test_quick_form_of_each_part(group, name, tmp_path, capsys):
-    threads, bound = torch.get_num_threads(), dict(BINDERS)
+    threads, bound = torch.get_num_threads(), dict(PRODUCTS)
     files = {"--json": tmp_path / "report.json", "--markdown": tmp_path / "report.md"}
     options = [str(part) for item in files.items() for part in item]
     assert group.main(["--quick", "--only", name, *options]) == 0
     assert torch.get_num_threads() == threads
-    assert bound == BINDERS
+    assert bound == PRODUCTS
     assert "These numbers say nothing" in capsys.readouterr().out
 
     content = json.loads(files["--json"].read_text(encoding="utf-8"))

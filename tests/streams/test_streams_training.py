@@ -17,7 +17,6 @@ import syncpipe.training.train
 from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Action, Schedule
-from syncpipe.training.weight_gradients import _Recording
 from syncpipe.tree import tensors_in
 from tests.streams import test_streams
 from tests.streams.happens_before import FakeStreams, Stream
@@ -100,13 +99,15 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     ):
         monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
-    for module in (syncpipe.training.task, syncpipe.training.loss.head):
+    for module in (
+        syncpipe.training.task,
+        syncpipe.training.pending_backward,
+        syncpipe.training.weight_gradients,
+    ):
         monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(syncpipe.stages.call, "same_memory", lambda a, b: a == b)
-    # Weight gradients are not put off where a dispatch mode looks on, but for this one.
-    monkeypatch.setattr(_Recording, "_may_split", lambda *args: torch.is_grad_enabled())
     return world
 
 

@@ -2,22 +2,21 @@
 
 Forward takes one nap, a whole backward one that is twice as long. Where a zero-bubble schedule
 splits the backward, each half takes its own: :func:`splitting_naps` tells syncpipe how to split
-the layer, with a rule like those for linear maps and convolutions. So the runtime itself decides
+the layer, as it splits linear maps and convolutions. So the runtime itself decides
 what runs in which half, and the layer only takes its time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 
-from syncpipe.training.weight_gradients_rules import BINDERS
+from syncpipe.training.weight_gradients import PRODUCTS, add_to_grad
 
 Kinds = tuple[str, ...]
 FORWARD, INPUT, WEIGHT = ("forward",), ("backward_input",), ("backward_weight",)
@@ -60,86 +59,59 @@ class NappingLinear(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.naps = naps
-        self._function = napping if splits else napping_whole
+        self._function = _Napping if splits else _NappingWhole
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._function(x, self.linear.weight, self.linear.bias, self.naps)
+        weight, bias = self.linear.weight, self.linear.bias
+        y: Tensor = self._function.apply(x, weight, bias, self.naps)  # type: ignore[no-untyped-call]
         return y
 
 
-def napping(x: Tensor, weight: Tensor, bias: Tensor, naps: Naps) -> Tensor:
-    """``F.linear`` with naps; modes see it, as they see functions of PyTorch."""
-    if has_torch_function((x, weight, bias)):
-        y: Tensor = handle_torch_function(napping, (x, weight, bias), x, weight, bias, naps)
-        return y
-    return napping_whole(x, weight, bias, naps)
-
-
-def napping_whole(x: Tensor, weight: Tensor, bias: Tensor, naps: Naps) -> Tensor:
-    """The same, out of sight of modes."""
-    y: Tensor = _Napping.apply(x, weight, bias, naps)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Napping(torch.autograd.Function):
-    """Forward and whole backward."""
+class _NappingWhole(torch.autograd.Function):
+    """Forward and backward; in an input half nobody asks for the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, naps: Naps) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.naps = naps
+        ctx.x, ctx.naps = x.detach(), naps
+        ctx.save_for_backward(weight)
         naps.take(FORWARD)
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.naps.take(WHOLE)
-        return gy.mm(weight), gy.t().mm(x), gy.sum(0), None
+        (weight,) = ctx.saved_tensors
+        whole = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        ctx.naps.take(WHOLE if whole else INPUT)
+        return gy.mm(weight), gy.t().mm(ctx.x) if whole else None, gy.sum(0), None
 
 
-class _Rule:
-    """How syncpipe splits the layer (``syncpipe.training.weight_gradients_rules.Rule``)."""
+class _Napping(_NappingWhole):
+    """The same, which syncpipe may split."""
 
-    defers_bias = False  # so that there is an input half on the first stage, too
-    reads_weight = True
 
-    def __init__(self, naps: Naps) -> None:
-        self._naps = naps
+class _Product:
+    """How (``syncpipe.training.weight_gradients.Product``)."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self._naps.take(FORWARD)
-        assert bias is not None
-        return torch.addmm(bias, x, weight.t())
+    factor, weight, bias = "x", 1, None
 
-    def gradients(
-        self, gy: Tensor, x: Tensor, weight: Tensor | None, mask: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        self._naps.take(WHOLE if mask[1] else INPUT)
-        assert weight is not None
-        return (
-            gy.mm(weight) if mask[0] else None,
-            gy.t().mm(x) if mask[1] else None,
-            gy.sum(0) if mask[2] else None,
-        )
+    def settings(self, node: Any) -> Naps:
+        """Its naps."""
+        naps: Naps = node.naps
+        return naps
 
     def accumulate(
-        self, gy: Tensor, x: Tensor, weight: Tensor | None, into: Tensor, bias: Tensor | None
+        self, settings: Naps, gy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> None:
-        self._naps.take(WEIGHT)
-        gradient = gy.t().mm(x)
-        into.grad = gradient if into.grad is None else into.grad.add_(gradient)
-
-
-def _bind(x: Tensor, weight: Tensor, bias: Tensor, naps: Naps) -> Any:
-    return _Rule(naps), x, weight, bias
+        """The weight half."""
+        settings.take(WEIGHT)
+        add_to_grad(weight, gy.t().mm(x))
 
 
 @contextmanager
 def splitting_naps() -> Iterator[None]:
     """In here syncpipe can split the backward of layers that nap."""
-    BINDERS[napping] = _bind
+    PRODUCTS["_NappingBackward"] = _Product()
     try:
         yield
     finally:
-        del BINDERS[napping]
+        del PRODUCTS["_NappingBackward"]

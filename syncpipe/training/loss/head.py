@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.graph import go_back
 from syncpipe.stages.call import Call
 from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.loss.check import LossCheck
@@ -161,7 +160,7 @@ class LossHead:
             if not inputs:
                 return
         leaves.claim(j, new)
-        go_back([root], [grad], inputs)
+        pending.go_back([root], [grad], inputs)
 
     def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._leaves.register(j, leaves)

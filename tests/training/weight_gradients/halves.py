@@ -29,11 +29,8 @@ def whole(module, x, gy=None):
 def halves(module, x, gy=None):
     """The same in two halves, and how many weight halves were put aside."""
     x = fresh(module, x)
-    weights = WeightGradients()
-    with weights.recording():
-        y = module(x)
-    with weights.splitting():
-        torch.autograd.backward(y, torch.cos(y.detach()) if gy is None else gy)
+    weights, y = WeightGradients(), module(x)
+    weights.go_back([y], [torch.cos(y.detach()) if gy is None else gy])
     count = weights.pending
     weights.accumulate()
     assert weights.pending == 0
@@ -42,11 +39,8 @@ def halves(module, x, gy=None):
 
 def input_half(module, x, loss=torch.sum):
     """What a forward and the input half of its backward put aside."""
-    weights = WeightGradients()
-    with weights.recording():
-        y = module(x)
-    with weights.splitting():
-        loss(y).backward()
+    weights, y = WeightGradients(), loss(module(x))
+    weights.go_back([y], [torch.ones_like(y)])
     return weights
 
 

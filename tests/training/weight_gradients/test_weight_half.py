@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from syncpipe.training.weight_gradients import WeightGradients
-from tests.support.running import on_gradient, raising
+from tests.support.running import on_gradient
 from tests.training.weight_gradients.halves import (
     assert_same,
     assert_splits,
@@ -94,14 +94,12 @@ def test_what_was_put_aside_is_let_go(accumulate):
     gc.disable()  # nothing of it may be part of a cycle
     try:
         weights, layers = WeightGradients(), [nn.Linear(5, 6), nn.Linear(6, 4)]
-        with weights.recording():
-            y = nn.Sequential(*layers)(torch.randn(3, 5))
-        node = weakref.ref(y.grad_fn)
-        with weights.splitting():
-            y.sum().backward()
+        x = on_gradient(torch.randn(3, 5, requires_grad=True), lambda grad: None)
+        y, node = nn.Sequential(*layers)(x).sum(), weakref.ref(x.grad_fn)
+        weights.go_back([y], [torch.ones(())])
         tensors = [tensor for half in weights._halves for tensor in (half.x, half.gy)]
         references = [weakref.ref(tensor) for tensor in tensors]
-        del y, tensors
+        del x, y, tensors
         assert node() is None
         assert all(reference() is not None for reference in references)
         if accumulate:
@@ -157,12 +155,11 @@ def test_saved_tensor_hooks_of_a_layer_see_what_they_would():
 def test_a_modification_before_the_input_half_is_noticed(what):
     layer, weights = nn.Linear(5, 4), WeightGradients()
     x = torch.randn(3, 5, requires_grad=True) * 1
-    with weights.recording():
-        y = layer(x)
+    y = layer(x).sum()
     with torch.no_grad():
         (layer.weight if what == "weight" else x).mul_(2)
-    with weights.splitting(), pytest.raises(RuntimeError, match="modified by an inplace"):
-        y.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        weights.go_back([y], [torch.ones(())])
 
 
 def test_a_modification_before_the_weight_half_is_noticed():
@@ -175,12 +172,10 @@ def test_a_modification_before_the_weight_half_is_noticed():
 
 def test_the_first_layers_weight_may_change_as_ever():
     layer, weights = nn.Linear(5, 4), WeightGradients()
-    with weights.recording():
-        y = layer(torch.ones(3, 5))
+    y = layer(torch.ones(3, 5)).sum()
     with torch.no_grad():
         layer.weight.mul_(2)  # nothing asks for the gradient of the input
-    with weights.splitting():
-        y.sum().backward()
+    weights.go_back([y], [torch.ones(())])
     weights.accumulate()
     torch.testing.assert_close(layer.weight.grad, torch.full((4, 5), 3.0))
 
@@ -194,47 +189,16 @@ def test_the_halves_may_run_on_different_threads():
     x, weights, ys = fresh(module, x), WeightGradients(), []
 
     def forward():
-        with weights.recording():
-            ys.append(module(x))
+        ys.append(module(x))
 
     def backward():
-        with weights.splitting():
-            torch.autograd.backward(ys[0], torch.cos(ys[0].detach()))
+        weights.go_back(ys, [torch.cos(ys[0].detach())])
 
     for job in (forward, backward, weights.accumulate):
         thread = threading.Thread(target=job)
         thread.start()
         thread.join()
     assert_same(left(module, x, ys[0]), expected)
-
-
-def test_a_thread_of_a_layers_own_sees_plain_functions():
-    layer, names = nn.Linear(5, 4), []
-    with WeightGradients().recording():
-        thread = threading.Thread(target=lambda: names.append(layer(torch.ones(5)).grad_fn.name()))
-        thread.start()
-        thread.join()
-    assert "Split" not in names[0]
-
-
-def test_exceptions_leave_nothing_behind():
-    layer, weights = nn.Linear(5, 4), WeightGradients()
-
-    def failing_forward():
-        layer(torch.ones(5))
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), weights.recording():
-        failing_forward()
-    y = layer(torch.ones(5))
-    assert y.grad_fn is not None
-    assert "Split" not in y.grad_fn.name()
-    x = torch.ones(5, requires_grad=True)
-    with weights.recording():
-        y = layer(on_gradient(x, raising(ZeroDivisionError)))
-    with pytest.raises(ZeroDivisionError), weights.splitting():
-        y.sum().backward()
-    assert not weights._splitting
 
 
 def test_module_hooks_see_the_same_gradients():
