@@ -80,7 +80,7 @@ class StreamSteps:
         worker_of: for each stage the index of its worker: a worker each, or one for all.
         rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
         extent: where it ends.
-        chunks: weights are updated after so many micro-batches.
+        chunks: weights are updated after so many micro-batches, and after the last one.
 
     Attributes:
         of: for each worker its steps, in order; to be gone through once.
@@ -136,7 +136,7 @@ class StreamSteps:
             if i < self._rematerialized[j]:
                 yield self._step("recompute", i, j)
             yield self._step("backward", i, j)
-            if (i + 1) % self._chunks == 0:
+            if (i + 1) % self._chunks == 0 or i + 1 == extent.backwards:
                 yield self._step("update", i, j)
 
     def _step(self, kind: Kind, i: int, j: int) -> Step:

@@ -254,6 +254,12 @@ def _optimizers(
                 f"optimizer of stage {j}, which has {len(own)} parameters to train, is "
                 f"{type(each).__name__}: it must be a torch.optim.Optimizer"
             )
+        if isinstance(each, torch.optim.LBFGS):
+            raise ValueError(
+                f"the optimizer of stage {j} is an LBFGS, which computes the loss of all stages "
+                "anew in its step, and in train_stream each stage updates its weights by itself: "
+                "use another optimizer, or LBFGS in a loop with loss_fn(pipe(input), target)"
+            )
         groups = [] if each is None else each.param_groups
         there = {id(p) for group in groups for p in group["params"]}
         if strange := len(there ^ set(map(id, own))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,8 @@ class StreamSource(Source):
 
     Attributes:
         extent: how many micro-batches there are.
-        objectives: the losses of those mini-batches that have come in, and are not through yet.
+        objectives: the losses of those mini-batches that have come in, and are not through yet, and
+            how many micro-batches each has.
     """
 
     lazy = True
@@ -49,7 +51,8 @@ class StreamSource(Source):
         super().__init__(0)
         self.chunks = chunks
         self.extent = Extent() if steps is None else Extent(steps * chunks)
-        self.objectives: dict[int, Objective] = {}
+        self._most = math.inf if steps is None else (steps - 1) * chunks
+        self.objectives: dict[int, tuple[Objective, int]] = {}
         self._iterator, self._where, self._pack, self._loss = iterator, where, pack, loss
         self._mini_batch: FromMiniBatch | None = None
         self._size: dict[int, int] = {}  # of micro-batches that have not come to their end yet
@@ -59,8 +62,17 @@ class StreamSource(Source):
         batch, k = divmod(i, self.chunks)
         if k == 0:
             self._mini_batch = self._taken(batch)
-            if self._mini_batch is None:
-                self.extent.end(i)
+            m = 0 if self._mini_batch is None else self._mini_batch.m
+            if m < self.chunks:  # the end, or a last mini-batch that has fewer samples
+                self.extent.end(i + m)
+        elif i == self.extent.backwards:
+            if i < self._most and self._taken(batch + 1) is not None:
+                raise ValueError(
+                    f"mini-batch {batch} gave {k} micro-batches, and is not the last one, but "
+                    f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
+                    "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
+                )
+            self._mini_batch = None
         return self._mini_batch is not None
 
     def pull(self, i: int) -> Any:
@@ -96,17 +108,11 @@ class StreamSource(Source):
                 "gradients to what its inputs were made of: detach() it"
             )
         cut = FromMiniBatch(self._pack(input), target, self.chunks)
-        if cut.m != self.chunks:
-            raise ValueError(
-                f"mini-batch {batch} of {cut.total} samples gives {cut.m} micro-batches, but "
-                f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
-                "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
-            )
         objective = objective_of(self._loss, cut)
         if objective.known is not None:  # here, where targets are; the loss may be elsewhere
             weights, total = objective.known
             objective.known = list(map(float, weights)), float(total)
-        self.objectives[batch] = objective
+        self.objectives[batch] = objective, cut.m
         return cut
 
 
@@ -139,7 +145,7 @@ class Losses:
         """As that of an ``Objective``, for micro-batch ``i`` of the stream."""
         chunks = self._source.chunks
         batch, k = divmod(i, chunks)
-        objective = self._source.objectives[batch]
+        objective, m = self._source.objectives[batch]
         root = objective.root_and_gradient(k, result, size, output, target)
         if not root[0].requires_grad:
             raise RuntimeError(
@@ -153,7 +159,7 @@ class Losses:
                 "target, and let loss_fn return the loss alone"
             )
         self._noted = objective.noted(k)
-        if k == chunks - 1:
+        if k == m - 1:
             del self._source.objectives[batch]
             with torch.no_grad():
                 self.losses.append(objective.loss())

@@ -109,7 +109,8 @@ class StreamTask(TrainingTask):
 
     def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         try:
-            self._call.release_to_caller(j, self._weights[j].gradients(i))
+            following = (i // self._stream.chunks + 1) * self._stream.chunks
+            self._call.release_to_caller(j, self._weights[j].gradients(following))
             self._weights[j].update()
         except BaseException as error:
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")

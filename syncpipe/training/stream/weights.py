@@ -106,7 +106,7 @@ class StageWeights:
         return _OfVersion(self, partition)
 
     def gradients(self, i: int) -> list[Tensor]:
-        """Gives parameters their gradients; ``i`` was the last of its mini-batch to go back.
+        """Gives parameters their gradients; ``i`` would be the first of the next mini-batch.
 
         Returns:
             New memory, if the parameters were moved there.
@@ -123,7 +123,7 @@ class StageWeights:
         grads = [leaf.grad for leaf in self.current]
         for leaf in self.current:
             leaf.grad = None
-        self._let_go(i + 1)
+        self._let_go(i)
         made = self._move() if self._held else []  # others still need the newest one as it is
         _give(self.parameters, grads)
         return made

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncpipe import NoChunk, Pipe
 from tests.support.skips import Receive, Send
 from tests.training.stream.models import WORKERS, adam, mini_batches, mlp, sgd
+from tests.training.stream.reference import reference
 
 BALANCE = [2, 2, 2, 1]
 
@@ -36,6 +37,23 @@ def test_steps_takes_no_more_from_an_iterator():
     pipe = pipe_of()
     assert len(train(pipe, data, steps=4).losses) == 4
     assert len(list(data)) == 5
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("devices", [WORKERS, ["cpu"] * 4])
+@pytest.mark.parametrize(("before", "last", "m"), [(3, 6, 3), (2, 1, 1), (0, 3, 3), (1, 2, 2)])
+def test_a_ragged_last_mini_batch_of_2bw(before, last, m, devices, checkpoint):
+    data = [*mini_batches(before, 8), *mini_batches(1, last)]
+    for steps in (None, before + 1):
+        pipe, model = pipe_of(devices=devices, checkpoint=checkpoint), mlp()
+        more = iter(data if steps is None else [*data, *mini_batches(1)])
+        found = train(pipe, more, versions="2bw", steps=steps)
+        losses = reference(model, BALANCE, data, sgd, F.cross_entropy, versions="2bw", chunks=4)
+        assert torch.equal(found.losses, torch.stack(losses))
+        assert len(found.versions) == 4 * before + m
+        assert len(list(more)) == (steps is not None)
+        for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_data_may_end_before_steps():
@@ -136,8 +154,9 @@ REFUSED = [
     ({"data": torch.randn(4, 8)}, TypeError, "data_iter=Tensor"),
     ({"data": 7}, TypeError, "data_iter=int"),
     ({"data": [torch.randn(4, 8)]}, TypeError, "gave Tensor for mini-batch 0"),
-    ({"data": mini_batches(1, 8) + mini_batches(1, 3), "versions": "2bw"}, ValueError,
-     "mini-batch 1 of 3 samples gives 3 micro-batches.*chunks=4"),
+    ({"data": mini_batches(1, 8) + mini_batches(1, 3) + mini_batches(1, 8), "versions": "2bw"},
+     ValueError, "mini-batch 1 gave 3 micro-batches, and is not the last one.*chunks=4"),
+    ({"optimizer": torch.optim.LBFGS}, ValueError, "stage 0 is an LBFGS"),
     ({"loss_fn": "mse"}, TypeError, "loss_fn must be callable"),
     ({"loss_fn": lambda y, t: (F.cross_entropy(y, t), 2.0), "versions": "2bw"}, ValueError,
      "give train_stream weight="),
