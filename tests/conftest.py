@@ -121,20 +121,6 @@ def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def threads_of_the_test_runner_draw_nothing() -> Iterator[None]:
-    """Layers draw in another way while threads of the user's are alive: those of a test only."""
-    runner = threading.enumerate()
-
-    def others() -> bool:
-        found = [thread for thread in threading.enumerate() if thread not in runner]
-        return any(not thread.name.startswith("syncpipe ") for thread in found)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncpipe.stages.call.others_may_draw", others)
-        yield
-
-
-@pytest.fixture(autouse=True)
 def modes_end_with_the_test() -> Iterator[None]:
     """A mode that a test left on would fail others, far away."""
     yield

@@ -22,7 +22,6 @@ from syncpipe.objects import hidden_tensor
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
 from syncpipe.runtime.offload import Offload
-from syncpipe.runtime.randomness.private_generator import others_may_draw
 from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
@@ -112,7 +111,6 @@ class Call:
             draw_seed(),
             state,
             threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
-            disturbed=others_may_draw(),
             forwards=[0] * len(stages),
             statistics={},
             recorder=recorder,

@@ -24,7 +24,7 @@ from syncpipe.options import Selective
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
-from syncpipe.runtime.randomness.random import draw_again, run_comparing_states, run_seeded
+from syncpipe.runtime.randomness.random import fingerprint, run_seeded
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.recorder import Recorder, as_range
 from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
@@ -66,7 +66,6 @@ class CallContext:
         seed: of the call's random numbers.
         state: the caller's.
         threads: intra-op threads of the CPU workers (0: the calling thread's own).
-        disturbed: whether threads of the user's may draw meanwhile.
         forwards: for each stage the number of cells that went forward so far.
         statistics: accumulators of deferred BatchNorm, for each stage that has any; its replicas
             have them in common.
@@ -84,7 +83,6 @@ class CallContext:
     seed: int
     state: CallerState
     threads: int
-    disturbed: bool
     forwards: list[int]
     statistics: dict[int, MiniBatchStatistics]
     recorder: Recorder | None
@@ -141,10 +139,8 @@ class StageLayers:
         self.device = device
         self.generators = Generators(device)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
-        self.own = [True] * len(self.names)  # for each layer: a private generator may stand in
-        self._looked: set[Any] = set()  # pairs of layer and mode that were observed
+        self._looked: set[Any] = set()  # modes in which it was observed
         self.backward_draws = 0  # the generators that any backward ever drew from
-        self.python_behind = False  # whether there is Python code in the graph
         self._nests = False
         self._new = True  # never re-materialized
         self.divided: Any = None  # its units, if it was ever divided into some
@@ -171,25 +167,23 @@ class StageLayers:
         """Whether its run is that of its layers alone; but for embeddings that keep rows short."""
         return not (self.has_skips or self.defers or self.hooked)
 
-    def look(self, what: Any) -> bool:
-        """Whether something runs for the first time as it does now."""
-        if what in self._looked:
+    def look(self, mode: Any) -> bool:
+        """Whether it runs for the first time in a mode."""
+        if mode in self._looked:
             return False
-        self._looked.add(what)
+        self._looked.add(mode)
         return True
 
     def learn(self, seen: Seen, k: int | None = None) -> None:
         """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
         if k is not None:
             self.draws[k] |= seen.draws
-            self.own[k] &= not (seen.touches or seen.nests or seen.compiled)
         if seen.nests:  # cells of that pipe go back with this one, and take locks of their stages
             self._nests = True
-        self.python_behind |= seen.behind
         if seen.touches:
             self.backward_draws = self.generators.all
         if self._nests:
-            self.python_behind, self.backward_draws = False, 0
+            self.backward_draws = 0
 
     def describe(self, i: int) -> str:
         """Cell ``(i, j)`` in words."""
@@ -201,8 +195,8 @@ class StageRun:
 
     tied: tuple[Any, ...] = ()  #: tensors of its own in the place of shared ones
     recomputing = False
-    #: If it will be computed again: for each layer the generators that it may draw from, or the
-    #: states from which it drew.
+    #: If it will be computed again: for each layer the generators that it may draw from, and the
+    #: fingerprint of what it gave.
     drawn: dict[int, Any] | None = None
 
     def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
@@ -314,37 +308,34 @@ class StageRun:
 
     def _drawing(self, k: int, layer: Any, value: Any, first: bool) -> Any:
         """A layer that draws, or may do so."""
-        stage, drawn, disturbed = self.stage, self.drawn, self.context.disturbed
-        cell = (self.context.seed, stage.first + k, self.i)
-        which = stage.generators.all if first else stage.draws[k]
+        stage, drawn = self.stage, self.drawn
+        which, wanted = stage.generators.all if first else stage.draws[k], None
         if self.recomputing:
-            which = 0 if drawn is None else drawn.get(k, 0)
-            if isinstance(which, tuple):
-                return draw_again(stage.generators, which, layer, value, self._layer(k))
-        elif not which:  # it never did
-            value, states = run_comparing_states(stage.generators, layer, value)
-            if states is not None and drawn is not None:
-                drawn[k], stage.draws[k] = states, stage.generators.all
-            return value
-        if not which:
-            return layer(value)
+            which, wanted = (0, None) if drawn is None else drawn.get(k, (0, None))
+        elif drawn is not None:
+            drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
+        if which:
+            cell = (self.context.seed, stage.first + k, self.i)
+            value, seen = run_seeded(
+                stage.generators, which, cell, layer, value, observe=first, mark=drawn is not None
+            )
+            ends = seen.ends
+            if first or seen.nests:
+                stage.learn(seen, k)
+        else:
+            value, ends = layer(value), {}
         if drawn is not None and not self.recomputing:
-            drawn[k] = which  # a backward inside of the layer recomputes this cell here and now
-        look = first and stage.look((k, layer.training, torch.is_grad_enabled()))
-        value, seen = run_seeded(
-            stage.generators,
-            which,
-            cell,
-            layer,
-            value,
-            observe=first,
-            look=look,
-            private=disturbed and stage.own[k],
-        )
-        if first or seen.nests:
-            stage.learn(seen, k)
-        if drawn is not None and not self.recomputing:
-            drawn[k] = stage.draws[k]
+            drawn[k] = stage.draws[k], (fingerprint(value), ends)
+        elif wanted is not None and wanted != (fingerprint(value), {**wanted[1], **ends}):
+            stage.draws[k] = stage.generators.all
+            raise RuntimeError(
+                f"{self._layer(k)} gave something else when it was recomputed than in the forward, "
+                "so that gradients would be wrong. If a thread of yours draws random numbers "
+                "meanwhile, give it a torch.Generator of its own. If the layer draws some, but did "
+                "not for the first micro-batch of any call so far, that is known from the next "
+                "call on. If it depends on anything else that changes, let it ask "
+                "syncpipe.is_recomputing(), or use checkpoint='never'"
+            )
         return value
 
     def _layer(self, k: int) -> str:

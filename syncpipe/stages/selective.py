@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.options import Selective
-from syncpipe.runtime.randomness.generators import LOCKS, NoDispatch, NoFunctions
-from syncpipe.runtime.randomness.private_generator import is_random
+from syncpipe.runtime.randomness.generators import LOCKS, NoDispatch, NoFunctions, is_random
 from syncpipe.runtime.randomness.turns import in_a_turn
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 

@@ -115,7 +115,6 @@ class Stage(StageLayers):
         function: Callable[[Any], Any],
         given: Any,
         draws: int | None,
-        name: Any,
     ) -> tuple[Any, int]:
         """Calls a function (the loss) as if it were one more layer after those of this stage.
 
@@ -125,7 +124,6 @@ class Stage(StageLayers):
             function: the function.
             given: its argument.
             draws: bit mask of the generators that it draws from; None if that is not known yet.
-            name: tells functions apart.
 
         Returns:
             What the function returns, and the bit mask.
@@ -139,10 +137,7 @@ class Stage(StageLayers):
             if seen.nests:
                 self.learn(seen)
             return result, draws
-        look = self.look((name, torch.is_grad_enabled()))
-        result, seen = run_seeded(
-            self.generators, which, cell, function, given, observe=True, look=look
-        )
+        result, seen = run_seeded(self.generators, which, cell, function, given, observe=True)
         self.learn(seen)
         return result, seen.draws
 
@@ -156,12 +151,11 @@ class Stage(StageLayers):
             args: what that is given.
         """
         draws = context.backward_draws.get(self.number)
-        if draws is None:
-            unknown = self.python_behind or (not self._nests and _hooked(self.partition))
-            draws = self.generators.all if unknown else self.backward_draws
-            context.backward_draws[self.number] = self.backward_draws
-        else:
-            unknown = False
+        first = draws is None and not (self._nests or _quiet_backward(self.partition))
+        if first:
+            draws = self.generators.all
+        elif draws is None:
+            draws = context.backward_draws[self.number] = self.backward_draws
         if not draws:
             run(*args)
             return
@@ -169,16 +163,10 @@ class Stage(StageLayers):
 
         def seeded() -> None:
             _, seen = run_seeded(
-                self.generators,
-                draws,
-                cell,
-                lambda _: run(*args),
-                None,
-                observe=unknown,
-                look=unknown and self.look("backward"),
+                self.generators, draws, cell, lambda _: run(*args), None, observe=first
             )
-            if unknown:
-                self.backward_draws |= seen.draws
+            if first:
+                self.backward_draws |= 0 if self._nests else seen.draws
                 context.backward_draws[self.number] = self.backward_draws
 
         self._locked(seeded)  # the order of locks is: stage before random state
@@ -366,8 +354,13 @@ class Stage(StageLayers):
         return outputs, written
 
 
-def _hooked(partition: nn.Module) -> bool:
-    """Whether hooks of modules or parameters run in backward."""
-    return any(m._backward_hooks or m._backward_pre_hooks for m in partition.modules()) or any(
-        p._backward_hooks or p._post_accumulate_grad_hooks for p in partition.parameters()
+def _quiet_backward(partition: nn.Module) -> bool:
+    """Whether there are only PyTorch's own layers, which draw in forward alone, and no hooks."""
+    return all(
+        type(m).__module__.startswith("torch.nn.modules.") or m is partition
+        for m in partition.modules()
+    ) and not (
+        any(m._backward_hooks or m._backward_pre_hooks for m in partition.modules())
+        or any(m._forward_hooks or m._forward_pre_hooks for m in partition.modules())
+        or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in partition.parameters())
     )

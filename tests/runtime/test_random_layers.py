@@ -172,9 +172,11 @@ def test_what_is_recomputed_draws_what_was_drawn(draws):
 
 
 @pytest.mark.parametrize("draws", [lambda i: i > 0, lambda i: i % 2 == 1], ids=["later", "odd"])
-def test_a_layer_that_does_not_draw_at_first_is_recomputed_from_the_state_that_it_had(draws):
+def test_a_layer_that_does_not_draw_at_first_is_known_from_the_next_call_on(draws):
     layers = nn.Sequential(nn.Identity(), Remember(draws), nn.Tanh())
     pipe = pipe_of(layers, chunks=6, checkpoint="always")
+    with pytest.raises(RuntimeError, match=r"layer 1 .*Remember.*known from the next call on"):
+        assert_drawn_again(pipe, layers[1:2])
     for _ in range(6):
         assert_drawn_again(pipe, layers[1:2])
 

@@ -178,9 +178,39 @@ def test_looking_at_a_layer_leaves_no_profile_function_behind():
     pipe = pipe_of(nn.Sequential(Noise(), Do(lambda x: found.append(sys.getprofile()) or None)))
     pipe(X)
     pipe(X)
-    assert found[0] is not None
-    assert found[1:] == [None] * 7
+    assert [look is not None for look in found] == [True, False, False, False] * 2
     assert sys.getprofile() is None
+
+
+class Starts(nn.Linear):
+    """Begins to draw in backward in a later call, by a hook that it did not have before."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.begun, self.slow = False, Dawdle(7)
+
+    def forward(self, x):
+        y = super().forward(self.slow(x))
+        if self.begun:
+            y.register_hook(lambda grad: self.slow(grad + torch.rand(grad.shape)))
+        return y
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedule):
+    results = []
+    for _ in range(6):
+        torch.manual_seed(2)
+        pipe = pipe_of(nn.Sequential(*(nn.Sequential(Starts(), nn.Dropout()) for _ in range(3))))
+        for step in range(4):
+            for module in pipe.modules():
+                if isinstance(module, Starts):
+                    module.begun = step >= 2
+            pipe.zero_grad()
+            pipe.train_batch(X, X, loss_fn=F.mse_loss, schedule=schedule)
+        results.append([p.grad for p in pipe.parameters()])
+    for other in results[1:]:
+        assert_same(other, results[0])
 
 
 class Slope(nn.Module):
@@ -248,32 +278,28 @@ class Drawing(nn.Module):
 
 
 def indexed(chunks=4):
-    return torch.arange(float(chunks))[:, None].repeat(1, 6).requires_grad_()
+    return torch.arange(1.0, 1.0 + chunks)[:, None].repeat(1, 6).requires_grad_()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_thread_that_draws_does_not_change_what_layers_draw(mode):
+def test_beside_a_thread_that_draws_masks_are_the_same_or_the_call_is_refused(mode):
     importlib.import_module("torch._dynamo")  # as a step of any optimizer does
     layers = nn.Sequential(*(Drawing() for _ in range(3)))
     pipe = pipe_of(layers, checkpoint=mode)
-    for _ in range(10):
+    refused = 0
+    for _ in range(20):
+        for layer in layers:
+            layer.seen = {}
         with drawing():
-            for layer in layers:
-                layer.seen = {}
-            pipe(indexed()).sum().backward()
+            try:
+                pipe(indexed()).sum().backward()
+            except RuntimeError as error:
+                refused += "give it a torch.Generator of its own" in str(error)
+                continue
         for layer in layers:
             for noises in layer.seen.values():
                 assert_same(noises, noises[:1] * len(noises))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_thread_that_draws_does_not_get_the_numbers_of_layers(mode):
-    pipe = pipe_of(nn.Sequential(*(nn.Dropout() for _ in range(4))), chunks=8, checkpoint=mode)
-    trained(pipe, pipe, X)  # it is known now what these layers do
-    with drawing() as numbers:
-        for _ in range(60):
-            trained(pipe, pipe, X)
-    assert len(numbers) == len(set(numbers))
+    assert bool(refused) == (mode != "never")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -321,35 +347,6 @@ def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=260
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        torch.nn.Dropout(),
-        torch.nn.AlphaDropout(),
-        torch.nn.RReLU(),
-        torch.nn.LSTM(6, 6, 2, dropout=0.5),
-        torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
-        lambda x: torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 9),
-        lambda x: torch.rand(6) + torch.randn(6) + torch.randint(9, (6,)) + torch.randperm(6),
-        lambda x: torch.bernoulli(x.sigmoid()) + torch.normal(x, 1.0) + torch.poisson(x.exp()),
-        lambda x: torch.multinomial(x.exp(), 3),
-        lambda x: torch.distributions.Beta(x.exp(), x.exp()).sample(),
-        lambda x: F.gumbel_softmax(x),
-    ],
-    ids=lambda draw: type(draw).__name__,
-)
-def test_a_generator_of_ones_own_draws_what_that_of_the_process_does(draw):
-    first = lambda y: y[0] if isinstance(y, tuple) else y  # noqa: E731
-    pipe = pipe_of(nn.Sequential(Do(lambda x: first(draw(x))), nn.Identity()), [1, 1], chunks=2)
-    results = []
-    for others in (False, False, True, True):
-        with another_thread() if others else nullcontext():
-            torch.manual_seed(5)
-            results.append(pipe(X[:4]))
-    for result in results[1:]:
-        assert torch.equal(result, results[0])
 
 
 class Meets(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from syncpipe.runtime.locks import forkable
 
-__all__ = ["CPU", "LOCKS", "Generators", "NoDispatch", "NoFunctions"]
+__all__ = ["CPU", "LOCKS", "Generators", "NoDispatch", "NoFunctions", "is_random"]
 
 _Key = tuple[str, int]
 _RLock = Any  # threading.RLock is a function
@@ -64,6 +65,12 @@ class Generators:
         """The generators in a bit mask; in the one order in which their locks are taken."""
         pairs = list(zip(self.keys, self._generators, strict=True))
         return [pair for k, pair in enumerate(pairs) if which >> k & 1]
+
+
+@cache
+def is_random(func: Any) -> bool:
+    """Whether an operation may draw."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _device_generator(device: torch.device) -> torch.Generator | None:

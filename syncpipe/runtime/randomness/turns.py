@@ -9,11 +9,8 @@ up: it takes locks of stages, and these come before the locks of generators.
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
@@ -26,38 +23,9 @@ from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.seen import Seen
 
-__all__ = ["draw_seed", "in_a_turn", "in_turn", "outside_of_turn", "quiet", "undisturbed"]
+__all__ = ["draw_seed", "in_a_turn", "in_turn", "outside_of_turn", "undisturbed"]
 
 _T = TypeVar("_T")
-
-
-class _Turns:
-    """Who has generators to himself, so that others can tell whether anybody had."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._last = 0
-        self.inside: set[int] = set()
-
-    def begin(self) -> int:
-        """Begins a turn, which is ``inside`` until somebody takes its number out."""
-        number = next(self._numbers)
-        self.inside.add(number)  # before `_last`, or `quiet` could take it for one that is over
-        self._last = number
-        return number
-
-    def quiet(self) -> int | None:
-        """The number of the last turn; None while there is one."""
-        return None if self.inside else self._last
-
-    def renew(self) -> None:
-        """In a forked child."""
-        self.__init__()  # type: ignore[misc]
-
-
-_turns = _Turns()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.renew)
 
 
 def in_a_turn() -> bool:
@@ -73,31 +41,24 @@ class _Turn:
         locks: the locks.
     """
 
-    __slots__ = ("_generators", "_locks", "_number", "_outer", "before", "seen")
+    __slots__ = ("_generators", "_locks", "_outer", "before", "seen")
 
     def __init__(self, generators: list[torch.Generator], locks: list[Any]) -> None:
         self._generators = generators
         self._locks = locks
         self._outer = getattr(_here, "turn", None)
-        self._number = 0
         self.before: list[Tensor] = []
         self.seen: Seen | None = None
 
     def begin(self) -> None:
         """The locks are held."""
-        self._number = _turns.begin()
         with LOCKS.states:
             self.before[:] = [generator.get_state() for generator in self._generators]
         _here.turn = self
 
-    def end(self) -> None:
-        """The states are what they were."""
-        deque(self.ending(), maxlen=0)
-
-    def ending(self) -> Iterator[None]:
-        """The same as steps that are C functions (see ``interrupts``)."""
-        leave = map(setattr, [_here], ["turn"], [self._outer])
-        return chain(leave, map(_turns.inside.discard, [self._number]))
+    def end(self) -> Iterator[None]:
+        """The states are what they were: steps that are C functions (see ``interrupts``)."""
+        return map(setattr, [_here], ["turn"], [self._outer])
 
     def outside(self, run: Callable[[], _T]) -> _T:
         """Runs something meanwhile, for others as if the turn had not begun yet."""
@@ -117,7 +78,7 @@ class _Turn:
         with LOCKS.states, NoDispatch(), NoFunctions():
             now = [generator.get_state() for generator in self._generators]
             self.set(self.before)
-        self.end()
+        _here.turn = self._outer
         try:
             for lock in self._locks:
                 lock.release()
@@ -170,24 +131,15 @@ def in_turn(
         turn.seen = seen
         try:
             turn.begin()
-            undo = chain(map(torch.Generator.set_state, generators, turn.before), turn.ending())
+            undo = chain(map(torch.Generator.set_state, generators, turn.before), turn.end())
             return undone(run, undo, LOCKS.states)
         finally:
-            turn.end()  # once more, if Ctrl-C came before that
-
-
-def quiet() -> int | None:
-    """The number of the last turn; None while there is one."""
-    return _turns.quiet()
+            _here.turn = turn._outer  # once more, if Ctrl-C came before that
 
 
 def draw_seed() -> int:
     """Draws the seed of a call from the caller's CPU generator, and nothing more."""
-    turn: _Turn | None = getattr(_here, "turn", None)
-    if turn is not None and turn.seen is not None:
-        turn.seen.share()
     with LOCKS[CPU], LOCKS.states, NoDispatch(), NoFunctions():
-        _turns.inside.discard(_turns.begin())  # nobody sees the state before this turn is over
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 

@@ -189,9 +189,7 @@ class CallReplicas:
             return
         for one, other in _pairs(owner, stage, context):
             other.draws[:] = [a | b for a, b in zip(one.draws, other.draws, strict=True)]
-            other.own[:] = [a and b for a, b in zip(one.own, other.own, strict=True)]
         stage.backward_draws |= owner.backward_draws
-        stage.python_behind |= owner.python_behind
         context.forwards[stage.number] = context.m + 1
         context.backward_draws[stage.number] = stage.backward_draws
         for one, other in _pairs(owner, stage, context):

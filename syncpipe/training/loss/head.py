@@ -118,7 +118,7 @@ class LossHead:
             if self._check is not None and j == self._replicas[0]:
                 self._check.keep(i, *given)
             result, self._draws[j] = self._stages[j].run_loss(
-                i, self._context, objective.call, given, self._draws.get(j), objective.name
+                i, self._context, objective.call, given, self._draws.get(j)
             )
             if j not in self._known and self._entering is not None:
                 self._known[j] = self._call.to_stage(self._entering, j)
