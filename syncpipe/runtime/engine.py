@@ -149,18 +149,14 @@ class _Inbox:
 
 
 class _Reports:
-    """What the workers say when they are done with a job and hold nothing of it any more.
-
-    Attributes:
-        of: for each worker what it calls then.
-    """
+    """What the workers say when they are done with a job and hold nothing of it any more."""
 
     def __init__(self, count: int) -> None:
         self._missing = set(range(count))
         self._news: SimpleQueue[None] = SimpleQueue()
-        self.of = [partial(self._report, w) for w in range(count)]
 
-    def _report(self, w: int) -> None:
+    def report(self, w: int) -> None:
+        """Worker ``w`` is done."""
         self._missing.discard(w)
         self._news.put(None)
 
@@ -177,7 +173,7 @@ class _Reports:
             except Empty:
                 for w in [w for w in self._missing.copy() if not threads[w].alive]:
                     died(w)
-                    self._report(w)
+                    self.report(w)
 
 
 class _Execution:
@@ -278,8 +274,11 @@ class Engine:
         reports = _Reports(len(self._workers))
         queues: list[SimpleQueue[Item | None]] = []
         jobs = [
-            (_job(state.context.copy().run, execution.work, w, worker.device, state), report)
-            for w, (worker, report) in enumerate(zip(self._workers, reports.of, strict=True))
+            (
+                _job(state.context.copy().run, execution.work, w, worker.device, state),
+                partial(reports.report, w),
+            )
+            for w, worker in enumerate(self._workers)
         ]
         submit = map(SimpleQueue.put, queues, jobs)  # all jobs or none: in C, without Ctrl-C
 
@@ -327,8 +326,8 @@ class Engine:
         if share != self._share:
             mine = torch.get_num_threads()
             done = _Reports(len(self._threads))
-            for thread, report in zip(self._threads, done.of, strict=True):
-                thread.jobs.put((_job(_set_threads, share), report))
+            for w, thread in enumerate(self._threads):
+                thread.jobs.put((_job(_set_threads, share), partial(done.report, w)))
             done.wait(self._threads, lambda w: None)
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)

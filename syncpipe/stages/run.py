@@ -24,7 +24,7 @@ from syncpipe.options import Selective
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.generators import Generators
 from syncpipe.runtime.randomness.quiet_layers import never_draws
-from syncpipe.runtime.randomness.random import fingerprint, run_seeded
+from syncpipe.runtime.randomness.random import changed, fingerprint, run_seeded, states_of
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.recorder import Recorder, as_range
 from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
@@ -323,7 +323,11 @@ class StageRun:
             if first or seen.nests:
                 stage.learn(seen, k)
         else:
+            mine = [generator for _, generator in stage.generators.pick(stage.generators.all)]
+            before = [] if wanted is None else states_of(mine)
             value, ends = layer(value), {}
+            if wanted is not None and not changed(mine, before):
+                return value  # nobody has drawn
         if drawn is not None and not self.recomputing:
             drawn[k] = stage.draws[k], (fingerprint(value), ends)
         elif wanted is not None and wanted != (fingerprint(value), {**wanted[1], **ends}):

@@ -29,7 +29,7 @@ from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.randomness.turns import in_turn
 from syncpipe.tree import tensors_in
 
-__all__ = ["cell_seed", "fingerprint", "run_seeded"]
+__all__ = ["cell_seed", "changed", "fingerprint", "run_seeded", "states_of"]
 
 
 def cell_seed(seed: int, layer: int, i: int) -> int:
@@ -88,7 +88,7 @@ def run_seeded(
             start = [generator.get_state() for generator in mine] if observe else []
         output = seen.run(layer, value) if observe else layer(value)
         if observe:
-            seen.draws = generators.all if seen.touches else _changed(mine, start)
+            seen.draws = generators.all if seen.touches else changed(mine, start)
         if mark:
             with LOCKS.states, NoDispatch(), NoFunctions():
                 ends = {key: fingerprint(own.get_state()) for key, own in picked if key != CPU}
@@ -98,7 +98,13 @@ def run_seeded(
     return in_turn(mine, [LOCKS[key] for key, _ in picked], seeded, seen), seen
 
 
-def _changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
+def states_of(generators: list[torch.Generator]) -> list[Tensor]:
+    """The states of some generators."""
+    with LOCKS.states, NoDispatch(), NoFunctions():
+        return [generator.get_state() for generator in generators]
+
+
+def changed(generators: list[torch.Generator], before: list[Tensor]) -> int:
     """A bit mask of the generators whose state is another one now."""
     with LOCKS.states, NoDispatch(), NoFunctions():
         pairs = zip(before, [generator.get_state() for generator in generators], strict=True)
