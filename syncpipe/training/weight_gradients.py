@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.runtime import offload
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
@@ -95,8 +95,9 @@ class WeightGradients:
         self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Tensor] = ()
     ) -> None:
         """The input half: as ``runtime.graph.go_back``, and puts weight halves aside."""
-        nodes = nodes_of(map(_node_of, roots))
-        leaves, found, deferred = self._split(nodes)
+        ends = [_node_of(root) for root in roots]
+        nodes = nodes_of(ends)
+        leaves, found, deferred = self._split(nodes, ends)
         # What checkpoints by a backward in backward refuses to go back to chosen leaves.
         if not found or any("Checkpoint" in type(node).__name__ for node in nodes):
             go_back(roots, grads, inputs)
@@ -135,13 +136,15 @@ class WeightGradients:
         """How many weight halves are put aside."""
         return len(self._halves)
 
-    def _split(self, nodes: Iterable[Any]) -> tuple[list[Tensor], list[_Node], set[int]]:
+    def _split(
+        self, nodes: Iterable[Any], ends: Iterable[Any]
+    ) -> tuple[list[Tensor], list[_Node], set[int]]:
         """The leaves of a graph, the nodes to split, and which leaves (by identity) those defer.
 
         A leaf is deferred if nothing else in the graph uses it.
         """
         leaves: list[Tensor] = []
-        uses: Counter[Any] = Counter()
+        uses: Counter[Any] = Counter(ends)  # a leaf may be given a gradient of its own
         ours: defaultdict[Any, set[Any]] = defaultdict(set)  # for each node those uses
         found: list[_Node] = []
         for node in nodes:
@@ -167,8 +170,8 @@ class WeightGradients:
             )
 
         found = [each for each in found if deferred(each.weight) and deferred(each.bias)]
-        ends = [path[-1] for each in found for path in (each.weight, each.bias) if path]
-        return leaves, found, {id(end.variable) for end in ends}
+        split = [path[-1] for each in found for path in (each.weight, each.bias) if path]
+        return leaves, found, {id(end.variable) for end in split}
 
     def _is_ordinary(self, node: Any) -> bool:
         """Whether all that a backward does with a leaf is to add to its ``.grad``.
@@ -372,7 +375,7 @@ def _has_saved_by_hooks(node: Any, name: str) -> bool:
 
 
 def _node_of(root: Any) -> Any:
-    return root.grad_fn if isinstance(root, Tensor) else root.node
+    return get_gradient_edge(root).node if isinstance(root, Tensor) else root.node
 
 
 def _has_hooks(node: Any) -> bool:

@@ -65,3 +65,11 @@ def test_meta_tensors():
     assert count == 2
     assert gx is not None
     assert all(grad is not None and grad.is_meta for grad in grads.values())
+
+
+def test_a_weight_that_is_given_a_gradient_of_its_own():
+    layer, weights = nn.Linear(5, 4), WeightGradients()
+    y = layer(torch.ones(3, 5)).sum()
+    weights.go_back([y, layer.weight], [torch.ones(()), torch.ones(4, 5)])
+    weights.accumulate()
+    torch.testing.assert_close(layer.weight.grad, torch.full((4, 5), 4.0))
