@@ -58,7 +58,7 @@ def seen(pipe: Pipe, *trees: Any) -> Any:
     values: list[Any] = [torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()]
     objects: list[Any] = []
     for module in pipe.modules():
-        own = {k: v for k, v in vars(module).items() if k not in ("_pipeline",)}
+        own = {k: v for k, v in vars(module).items() if k not in ("_pipeline", "_watched")}
         values.append((module.training, sorted(own), type(module)))
         objects += [id(v) for v in own.values()]
     for tensor in [*pipe.parameters(), *pipe.buffers(), *tensors_in(trees)]:
