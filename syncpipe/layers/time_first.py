@@ -14,30 +14,47 @@ from torch import Tensor, nn
 
 from syncpipe.tree import tensors_in
 
-__all__ = ["watch_time_first"]
+__all__ = ["is_time_first", "watch_time_first"]
+
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+#: Layers that leave the batch in the dimension where it is.
+_KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU,
+            nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention, *_LAYERS)  # fmt: skip
 
 
 def watch_time_first(modules: Iterable[tuple[str, nn.Module]], input: Any, chunks: int) -> bool:
     """Looks at what each time-first module is given first; for the first call of a pipe.
 
     Args:
-        modules: of the pipe, with their names.
+        modules: of the pipe, with their names; its layers are those without a dot.
         input: the mini-batch; None if it comes later.
         chunks: into how many micro-batches it is cut, at most.
 
     Returns:
         Whether there is nothing more to look at in later calls.
     """
-    found = [(name, module) for name, module in modules if _is_time_first(module)]
+    named = list(modules)
+    found = [(name, module) for name, module in named if _takes_time(module)]
     cut = [tensor for tensor in tensors_in(input) if tensor.dim()] if found else []
     sizes = {len(piece) for tensor in cut for piece in tensor.chunk(chunks)}
+    certain: set[str] = set()  # layers that are given the batch in the dimension of the input
+    for name, module in named:
+        if name and "." not in name:
+            if not isinstance(module, _KEEP_IT):
+                break
+            certain.add(name)
     for name, module in found if sizes else ():
-        watch = _Watch(name, sizes)
+        watch = _Watch(name, sizes, name.partition(".")[0] in certain)
         watch.handle = module.register_forward_pre_hook(watch)
     return bool(sizes) or not found
 
 
-def _is_time_first(module: nn.Module) -> bool:
+def is_time_first(module: nn.Module) -> bool:
+    """Whether a module of PyTorch's takes time in dimension 0."""
+    return _takes_time(module.self_attn if isinstance(module, _LAYERS) else module)
+
+
+def _takes_time(module: nn.Module) -> bool:
     return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first
 
 
@@ -46,15 +63,16 @@ class _Watch:
 
     handle: Any = None
 
-    def __init__(self, name: str, sizes: set[int]) -> None:
-        self.name, self.sizes = name, sizes
+    def __init__(self, name: str, sizes: set[int], certain: bool) -> None:
+        self.name, self.sizes, self.certain = name, sizes, certain
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.handle.remove()
         given = args[0] if args and isinstance(args[0], Tensor) else None
         if given is None or given.dim() != 3:
             return
-        if given.shape[0] in self.sizes and given.shape[1] not in self.sizes:
+        other = given.shape[1] not in self.sizes or self.certain  # or it may be transposed
+        if given.shape[0] in self.sizes and other:
             kind = type(module).__name__
             warnings.warn(
                 f"{self.name} is an nn.{kind} with batch_first=False, so it takes [time, batch, "

@@ -127,7 +127,7 @@ def pops(module: nn.Module) -> list[SkipKey]:
 
 def overrides_undeclared(module: nn.Module) -> bool:
     """Whether a forward that is not decorated overrides one with skips."""
-    if not is_skippable(module) or "skips" in module.__dict__:
+    if not is_skippable(module) or "_syncpipe_skips" in module.__dict__:
         return False
     return not hasattr(type(module).forward, "_syncpipe_skips") and bool(_inherited(type(module)))
 
@@ -136,7 +136,7 @@ def _declaration_of(module: nn.Module) -> Declaration:
     """What a module says for itself, or else its forward."""
     if not is_skippable(module):
         return Declaration()
-    own: Declaration | None = module.__dict__.get("skips")
+    own: Declaration | None = module.__dict__.get("_syncpipe_skips")
     found: Declaration = getattr(type(module).forward, "_syncpipe_skips", Declaration())
     return found if own is None else own
 

@@ -71,12 +71,24 @@ def test_models_that_are_right_hear_nothing(layers):
         warnings.simplefilter("error")
         pipe(torch.rand(10, 6, 4))
         pipe.train_batch(torch.rand(12, 6, 4), loss_fn=lambda y: y.square().mean())
-        pipe(torch.rand(10, 10, 4))
+        pipe_of(*layers)(torch.rand(10, 5, 4))
+
+
+@pytest.mark.parametrize(
+    "layers", [(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), (nn.LSTM(4, 4), First())]
+)
+def test_a_batch_as_large_as_the_micro_batches_hides_nothing(layers):
+    with pytest.warns(UserWarning, match=r"is given \[5, 5, 4\]"):
+        pipe_of(*layers)(torch.rand(10, 5, 4))
 
 
 def test_converted_models_are_looked_at_as_well():
     model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
-    layers = sequential(model, torch.rand(9, 6, 4))
+    with pytest.warns(UserWarning, match=r"1 is an nn\.TransformerEncoderLayer .*\[9, 6, 4\]"):
+        layers = sequential(model, torch.rand(9, 6, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?!.*is one layer)")
+        sequential(nn.Sequential(nn.Linear(4, 4), Transposed()), torch.rand(9, 6, 4))
     pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
     with pytest.warns(UserWarning, match=r"self_attn is an nn\.MultiheadAttention"):
         pipe(torch.rand(10, 6, 4))

@@ -61,8 +61,8 @@ class ConvertedLayer(Holder):
         self._takes = None if signature is not None else len(segment.takes)
         self._gives = None if segment.gives is None else len(segment.gives)
         stashes, pops = ([name for name, _ in those] for those in (segment.stashes, segment.pops))
-        self.skips = Declaration(tuple(stashes), tuple(pops))
-        self._skip_namespaces = dict.fromkeys(self.skips.names, namespace)
+        self._syncpipe_skips = Declaration(tuple(stashes), tuple(pops))
+        self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._retyped = False
         self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
         for name, value in tensors.items():
@@ -104,7 +104,7 @@ class ConvertedLayer(Holder):
         else:
             values = [input] if self._takes == 1 else list(input)
         namespaces = self._skip_namespaces
-        for name in self.skips.pop:
+        for name in self._syncpipe_skips.pop:
             values.append(store.take((namespaces[name], name), self))
         graded = torch.is_grad_enabled()
         try:
@@ -113,7 +113,7 @@ class ConvertedLayer(Holder):
             torch._C._set_grad_enabled(graded)
         if self._gives is None:
             return results
-        for name, value in zip(self.skips.stash, results[self._gives :], strict=True):
+        for name, value in zip(self._syncpipe_skips.stash, results[self._gives :], strict=True):
             store.put((namespaces[name], name), value, self)
         return results[0] if self._gives == 1 else results[: self._gives]
 

@@ -31,6 +31,7 @@ from syncpipe.layers.conversion.trace import (
     leaves_of,
     map_tree,
 )
+from syncpipe.layers.time_first import is_time_first
 from syncpipe.tree import described
 
 __all__ = ["HOOKS", "Progress", "Traced", "Whole", "live", "nodes_of", "traced"]
@@ -148,6 +149,7 @@ class _Inliner:
             for end in {0, *(k for k, c in enumerate(path) if c == "."), len(path)}
         )
         self.unlike: list[list[Tensor]] = []
+        self.notes: list[str] = []
         self.pinned: list[Fault] = []  # why the batch size must be that of the sample
         self._refused: set[tuple[Any, int]] = set()  # sizes that the model itself refuses
 
@@ -168,7 +170,7 @@ class _Inliner:
             faults += self._vary(evaluation)
             if not self._leave(faults):
                 break
-        notes = []
+        notes = self.notes
         if self.pinned:
             at = "".join(f"\n  {line or what}" for _, line, what in self.pinned[:3])
             notes.append(
@@ -294,6 +296,7 @@ class _Inliner:
                     _check_outputs(self.name, trace.result, varied.result, tensors, self.tensors)
                 if len(small) == len(faults):
                     free |= group
+                    self.notes = list(self._time_cut(trace, varied)) if is_batch else self.notes
                     break
                 pinned += faults
                 self.unlike.append(tensors)
@@ -304,6 +307,25 @@ class _Inliner:
                 for d in range(len(shape)):
                     shape[d] = None if (k, d) in free else shape[d]
         return found
+
+    def _time_cut(self, trace: Tracer, varied: Tracer) -> Iterator[str]:
+        """Modules that take time in dimension 0 and are given the batch there."""
+        others = {node.meta["key"]: node for node in live(varied)}
+        for node in sorted(live(trace), key=lambda node: str(node.meta["key"])):
+            module = (
+                self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+            )
+            if module is None or not is_time_first(module) or node.meta["key"] not in others:
+                continue
+            a, b = (next(iter(each.all_input_nodes)).meta["value"]
+                    for each in (node, others[node.meta["key"]]))  # fmt: skip
+            if a.dim() == 3 and a.shape[0] != b.shape[0] and a.shape[1] == b.shape[1]:
+                yield (
+                    f"{node.target} is an nn.{type(module).__name__} with batch_first=False, so it "
+                    f"takes [time, batch, features], and it is given {list(a.shape)} with the batch "
+                    "of the sample in dimension 0: make it with batch_first=True, or transpose "
+                    "before it, or give a sample with the batch in dimension 0"
+                )
 
     def _groups(self) -> list[frozenset[tuple[int, int]]]:
         """Dimensions of tensors that may have to change together: the batch, then those alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ class Converted(nn.Sequential):
             code and the reason. No layer begins inside of them.
     """
 
-    whole: list[Whole]
+    whole: Sequence[Whole] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the forward of the model."""
@@ -298,7 +298,7 @@ def _first_layer(layers: Converted, parts: list[Segment], trace: Any, input: Any
         if segment.gives is None:
             break
         given = [input] if len(segment.gives) == 1 else list(input)
-        given += [skips[layer._skip_namespaces[name], name] for name in layer.skips.stash]
+        given += [skips[layer._skip_namespaces[name], name] for name in layer._syncpipe_skips.stash]
         pairs = zip(given, segment.given, strict=True)
         if not all(_close(value, values.get(node.meta["key"])) for value, node in pairs):
             return k

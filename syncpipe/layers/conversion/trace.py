@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from syncpipe.runtime.locks import forkable
 from syncpipe.tree import storage_of
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
 #: The path of the module that is at fault, the line of its code, and what is wrong.
 Fault = tuple[str, str, str]
 
+#: Tracing puts functions in the place of others, for all threads: one trace at a time.
+_tracing_lock = forkable()
 #: What tells Python nothing that another batch or another length would change.
 _TELLS_NOTHING = frozenset(
     {
@@ -390,7 +393,7 @@ class Tracer(TorchFunctionMode):
             return own
 
         args, kwargs = map_tree(entering, (args, kwargs))
-        with self._tracing():
+        with _tracing_lock, self._tracing():
             self.result = self._model(*args, **kwargs)
             self.output = self._lift(self.result)
         self._off = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -193,3 +195,34 @@ def test_names_are_in_the_order_of_the_model_and_not_of_the_run(around):
     swapped.update_parameters(pipe)
     for name, value in swapped.module.state_dict().items():
         assert torch.equal(value, pipe.state_dict()[name])
+
+
+class Awkward(nn.Module):
+    """Has children of names that a layer may have for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.code, self.device, self.signature = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.takes = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.skips[1](self.skips[0](x)) * self.takes
+        return self.signature(self.device(self.code(y))) + x + torch.arange(4, device=x.device)
+
+
+def test_children_may_have_any_names():
+    model, x = Awkward(), torch.rand(4, 4)
+    pipe = Pipe(sequential(copy.deepcopy(model), x[:3, :]), "uniform", devices=["cpu:0", "cpu:1"])
+    pipe.load_state_dict(model.state_dict())
+    assert torch.equal(pipe(x), model(x))
+
+
+def test_models_are_converted_by_several_threads_at_once():
+    models = [ResNet() for _ in range(6)]
+    x, before = torch.randn(3, 6), len
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda model: sequential(model, x), models))
+    assert [repr(layers) for layers in found] == [repr(found[0])] * 6
+    assert builtins.len is before
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
