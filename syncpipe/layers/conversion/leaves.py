@@ -322,7 +322,7 @@ class _Inliner:
             if a.dim() == 3 and a.shape[0] != b.shape[0] and a.shape[1] == b.shape[1]:
                 yield (
                     f"{node.target} is an nn.{type(module).__name__} with batch_first=False, so it "
-                    f"takes [time, batch, features], and it is given {list(a.shape)} with the batch "
+                    f"takes [time, batch, features], and is given {list(a.shape)} with the batch "
                     "of the sample in dimension 0: make it with batch_first=True, or transpose "
                     "before it, or give a sample with the batch in dimension 0"
                 )
