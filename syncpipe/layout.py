@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -163,8 +164,16 @@ def _sizes(
         if not devices:
             balance_named(balance, module, 1)  # whether it is a name at all
             raise ValueError(
-                f"balance={balance!r} makes a partition for each device, but there are no "
-                "devices: give devices=['cpu:0', 'cpu:1'], for example"
+                f"balance={balance!r} makes a partition for each device, and there is no "
+                "accelerator to count: name CPU workers, devices=['cpu:0', 'cpu:1'], or give the "
+                "number of layers of each partition, for which there are CPU workers by default"
+            )
+        if asked.devices is None and len(devices) == 1:
+            warnings.warn(
+                f"balance={balance!r} makes a partition for each device, and there is one, "
+                f"{devices[0]}: all layers are on it, without a pipeline; name devices=, or give "
+                "the number of layers of each partition",
+                stacklevel=4,
             )
         first = resolve_workers(devices, 1)[0].device
         partitions = min(_stages_of(replicas, balance, len(devices)), max(1, len(module)))

@@ -57,7 +57,8 @@ def profile(
     is a real one.
 
     Time is that of the device on accelerators, and that of the clock on the CPU, for the number of
-    intra-op threads that the calling thread has or for ``threads``; the median over the rounds.
+    intra-op threads that the calling thread has or for ``threads``; the least over the rounds, as
+    whatever else runs makes times longer. ``spread`` says by how much the median is longer.
     What a layer stores for backward is what autograd saves; see
     :mod:`syncpipe.balance.profiling.stored` for what layers share and how stages add up. Under
     autocast the casts of the parameters count.

@@ -245,5 +245,5 @@ def test_another_string_is_refused_with_those_that_there_are(how: str) -> None:
 
 
 def test_without_devices_nobody_knows_how_many_stages() -> None:
-    with pytest.raises(ValueError, match=r"balance='uniform'.*no devices.*devices=\["):
+    with pytest.raises(ValueError, match=r"balance='uniform'.*no accelerator.*devices=\["):
         Pipe(linear_model(), "uniform")

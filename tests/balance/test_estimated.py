@@ -85,10 +85,10 @@ def test_a_plan_for_devices_that_are_not_here() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"on": "H1000"}, ValueError, "on='H1000' is not known; there are V100-16GB, "),
+        ({"on": "H1000"}, ValueError, "on='H1000' is unknown; there are V100-16GB, "),
         ({"on": 80}, TypeError, "on=80: give the name"),
-        ({"on": "T4", "efficiency": 0}, ValueError, "efficiency=0"),
-        ({"on": "T4", "efficiency": 1.5}, ValueError, "efficiency=1.5"),
+        ({"on": "H100", "efficiency": 0}, ValueError, "efficiency=0"),
+        ({"on": "H100", "efficiency": 1.5}, ValueError, "efficiency=1.5"),
     ],
 )
 def test_what_nobody_knows_is_refused(

@@ -175,7 +175,7 @@ def test_replicas(measured: str, json_too: list[str], capsys: pytest.CaptureFixt
         ([f"{HERE}:factory", "--sample", "8x3", "--profile", "."], "--profile: . is a folder"),
         ([f"{HERE}:factory", "--sample", "8x3", "--save", "plan.pdf"], "must end in .html"),
         ([f"{HERE}:factory", "--sample", "8x3", "--save", "p.svg", "--replicas"], "--save"),
-        ([f"{HERE}:factory", "--sample", "8x3", "--on", "abacus"], "on='abacus' is not known"),
+        ([f"{HERE}:factory", "--sample", "8x3", "--on", "abacus"], "on='abacus' is unknown"),
         ([f"{HERE}:factory", "--sample", "8x3", "--efficiency", "0.3"], "give --on"),
         ([f"{HERE}:factory", "--sample", "8x3", "--on", "H100", "--efficiency", "nan"], "nan"),
         ([f"{HERE}:factory", "--sample", "8x3", "--timeout", "-1"], "timeout=-1.0"),
@@ -283,3 +283,33 @@ def test_what_cannot_be_read_is_an_error_with_the_usage(
     with pytest.raises(SystemExit, match="2"):
         run(f"{HERE}:factory", *DEVICES, *arguments)
     assert "usage" in capsys.readouterr().err
+
+
+class Plain(nn.Module):
+    """No nn.Sequential, but one can be made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_any_module_is_converted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = [f"{HERE}:Plain", "--sample", "8x3", "--timeout", "0.05"]
+    assert run(*model, *DEVICES, "--json") == 0
+    assert sum(json.loads(capsys.readouterr().out)["balance"]) >= 2
+
+
+def test_suffixes_may_be_upper_case(measured: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.HTML"
+    assert run("--profile", measured, *DEVICES, "--save", str(path)) == 0
+    assert "verdict" in path.read_text()
+
+
+def test_a_parameter_takes_its_own_bytes_at_least(
+    measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--profile", measured, *DEVICES, "--param-scale", "0") == 2
+    assert "param_scale=0.0: must be a number, at least 1" in capsys.readouterr().err

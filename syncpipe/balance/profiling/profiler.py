@@ -8,6 +8,10 @@ So layers are measured as they are trained: forward one after another, and then 
 Of several sizes of the micro-batch each has two rounds in turn, of which the second counts: in
 training, micro-batches of one size follow each other.
 
+Whatever else runs on the machine makes times longer and never shorter. So the least of the rounds
+counts, and times that cannot be (a least that no other round comes near, more samples in less time)
+are measured again. How much longer the median takes is the spread of the profile.
+
 All layers need not be in memory for that. Once the others take more memory than caches have,
 nothing is left of a layer when its turn comes again. So they are measured in windows of that size,
 one window after another: a model may be larger than the device that measures it.
@@ -15,10 +19,12 @@ one window after another: a model may be larger than the device that measures it
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time as clock
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -41,6 +47,11 @@ __all__ = ["Profiler", "Timing"]
 LEAST, MOST = 3, 200
 #: Once all has taken so many times the timeout, one round is enough.
 PATIENCE = 5
+#: Two rounds agree if the times of each layer differ by this factor at most, or by so many seconds;
+#: so many more rounds are tried until they do.
+AGREE, TINY, AGAIN = 1.2, 2e-5, 12
+#: More samples take so many times longer than in proportion, at most.
+OUT = 4
 #: A run that takes so many seconds at most takes no time.
 QUICK = 1e-3
 #: Bytes of layers that are measured together: several times the caches of processors and GPUs.
@@ -93,6 +104,9 @@ class Profiler:
         self._bar = bar
         self._counted: set[int] = set()  # parameters and buffers
         self._stashed_by: dict[SkipKey, int] = {}
+        #: Of all layers at the largest size, forward and backward.
+        self._least: list[float] = []
+        self._medians: list[float] = []
 
     def run(self) -> Profile:
         given = {lane.size: size_of(lane.value) for lane in self._lanes}
@@ -121,7 +135,13 @@ class Profiler:
             numbers["shared_bytes"] = {x.size: x.keeping.shared[index] for x in self._lanes}
         layers = tuple(LayerProfile(**numbers) for numbers in measured)
         source = "measured" if self._timing is not None else "sizes"
-        return Profile(layers, tuple(skips), given, self._place.words, source=source)
+        least = math.fsum(self._least)
+        spread = math.fsum(self._medians) / least - 1 if least else 0.0
+        load = os.getloadavg()[0] if source == "measured" else 0.0
+        return Profile(
+            layers, tuple(skips), given, self._place.words, source=source, spread=max(0.0, spread),
+            load_average=load,
+        )  # fmt: skip
 
     def _observed(
         self, index: int, name: str, layer: nn.Module
@@ -165,9 +185,10 @@ class Profiler:
             for what in ("forward", "backward"):
                 rows = zip(self._lanes, visits, strict=True)
                 times = {lane.size: getattr(visit, what) for lane, visit in rows}
-                numbers[what] = {
-                    n: statistics.median(row) if row else 0.0 for n, row in times.items()
-                }
+                numbers[what] = _least_of(times)
+                if largest := times[self._lanes[-1].size]:
+                    self._least.append(min(largest))
+                    self._medians.append(statistics.median(largest))
 
     def _rotate(
         self,
@@ -191,10 +212,12 @@ class Profiler:
             measured[first + k]["weight_share"] = share
         until = begin + left * len(window) / behind
         watches = [stopwatch(visits[0].device) for visits in window]
+        sizes = [lane.size for lane in self._lanes]
         for done in range(MOST):
             now = clock.monotonic()
             late = now > timing.deadline + PATIENCE * timing.timeout
-            if now > until and done >= (1 if late else LEAST):
+            enough = done >= LEAST and (_agree(window, sizes) or done >= LEAST + AGAIN)
+            if now > until and (enough or (late and done >= 1)):
                 break
             for lane in range(len(self._lanes)):
                 # Micro-batches of one size follow each other: one of another leaves other caches.
@@ -261,6 +284,29 @@ class Profiler:
         size = sizes[max(0, lane)]
         few = f"; sizes={sizes} were to be measured" if len(sizes) > 1 else ""
         annotate(error, f"in {where}, profiled with a micro-batch of {size} samples{few}")
+
+
+def _least_of(times: dict[int, list[float]]) -> dict[int, float]:
+    """For each size the least time, and no more than for a larger one."""
+    found = {size: min(row, default=0.0) for size, row in times.items()}
+    for small, large in reversed(list(pairwise(sorted(found)))):
+        found[small] = min(found[small], found[large])
+    return found
+
+
+def _agree(window: list[list[Visit]], sizes: list[int]) -> bool:
+    """Whether the least times can be believed: another round comes near, fewer samples take no
+    longer, and more samples not out of all proportion.
+    """
+    for visits in window:
+        for what in ("forward", "backward"):
+            rows = [sorted(getattr(visit, what))[:2] for visit in visits]
+            if any(row[-1] > max(AGREE * row[0], row[0] + TINY) for row in rows):
+                return False
+            for (a, few), (b, many) in pairwise(zip((row[0] for row in rows), sizes, strict=True)):
+                if a > max(AGREE * b, b + TINY) or b > OUT * many / few * a + TINY:
+                    return False
+    return True
 
 
 def _python(visit: Visit, until: float) -> float:
