@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 
-DEMO = ["scikit-learn>=1.3", "tqdm>=4.60", "matplotlib>=3.7"]
+DEMO = ["scikit-learn>=1.3", "matplotlib>=3.7"]
 # (Ninja builds the simulated devices of the tests.)
 TEST = [
     "pytest>=9.0",
@@ -14,6 +14,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ninja>=1.11",
+    "tqdm>=4.60",
     "numpy",
     *DEMO,
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import Part
 from benchmarks.report import QUICK, Job, Report
-from syncpipe.commands.demo_gain import threads
+from syncpipe.commands.demo import threads
 
 __all__ = ["Group", "Options", "missing_extra"]
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from syncpipe.commands.demo_data import BATCH_SIZE, batches, load_digits
-from syncpipe.commands.demo_model import resnet
+from syncpipe.commands.demo import BATCH_SIZE, batches, load_digits, resnet
 from syncpipe.distributed import stage
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
@@ -20,7 +19,9 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)  # so that all ranks draw the same mini-batches
 digits = load_digits()
-mine = stage(resnet(), [5, 5, 5, 4], sample=digits.train_images[: BATCH_SIZE // CHUNKS])
+mine = stage(
+    resnet(torch.nn.BatchNorm2d), [2, 2, 2, 1], sample=digits.train_images[: BATCH_SIZE // CHUNKS]
+)
 schedule = mine.schedule("1f1b", chunks=CHUNKS, loss_fn=F.cross_entropy)
 optimizer = torch.optim.AdamW(mine.parameters(), lr=2e-3)
 

@@ -11,11 +11,14 @@ The architecture is that of "Aggregated Residual Transformations for Deep Neural
 (https://arxiv.org/abs/1611.05431), shrunk for images of 8x8 pixels.
 """
 
-from torch import nn
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from benchmarks.models.layers import conv
-from syncpipe.commands.demo_model import Fork, Join
-from syncpipe.skip import Namespace
+from syncpipe.skip import Namespace, pop, skippable, stash
 
 __all__ = ["BLOCKS", "resnext"]
 
@@ -29,6 +32,28 @@ BLOCKS = (
     (256, 128, 256, 1),
     (256, 128, 256, 1),
 )
+
+
+@skippable(stash=["identity"])
+class Fork(nn.Module):
+    """Opens a residual block: puts its input aside and passes it on."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("identity", x)
+        return x
+
+
+@skippable(pop=["identity"])
+class Join(nn.Module):
+    """Closes a residual block: adds what :class:`Fork` put aside."""
+
+    def __init__(self, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        identity = yield pop("identity")
+        return torch.relu(x + self.shortcut(identity))
 
 
 def _block(channels_in: int, width: int, channels: int, stride: int) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from benchmarks.ranks import Ranks, Work
 from benchmarks.ranks import missing as ranks_missing
 from benchmarks.schedules.model import linears, mlp
 from syncpipe.balance import balance_by_time
-from syncpipe.commands.demo_gain import threads
+from syncpipe.commands.demo import threads
 
 PARTITIONS = 2
 MODES = ("never", "always")
@@ -64,7 +64,7 @@ def linear_task(quick: bool, balance: Sequence[int] = ()) -> tuple[Task, str]:
 
 
 def resnext_task(quick: bool, balance: Sequence[int] = ()) -> tuple[Task, str]:
-    """The small ResNeXt of the demonstration; a skip crosses the border."""
+    """A small ResNeXt; a skip crosses the border."""
     batch, m = (8, 4) if quick else (128, 8)
     torch.manual_seed(0)
     model = resnext()
@@ -73,7 +73,7 @@ def resnext_task(quick: bool, balance: Sequence[int] = ()) -> tuple[Task, str]:
     balance = balance or balance_by_time(
         PARTITIONS, model, x[: batch // m], timeout=timeout, progress=False
     )
-    name = f"ResNeXt of 20 convolutions (that of the demonstration), batch {batch}, 8x8 pixels"
+    name = f"ResNeXt of 20 convolutions (a small ResNeXt), batch {batch}, 8x8 pixels"
     return Task(model, x, target, F.cross_entropy, m, balance), name
 
 

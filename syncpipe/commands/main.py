@@ -1,6 +1,7 @@
 """The command line: ``python -m syncpipe COMMAND``, or, installed, ``syncpipe COMMAND``."""
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from pathlib import Path
 import torch
 
 import syncpipe
-from syncpipe.commands import demo, demo_options
+from syncpipe.commands import demo
 from syncpipe.commands import plan as plan_command
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # as shells say it
+_INTERRUPTED, _NO_READER = 130, 141  # as shells say it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read this, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
     return status
 
 
@@ -61,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "plan, check, train and measure a small model on handwritten digits (half a minute)"
     command = commands.add_parser("demo", help=about, description=demo.__doc__)
-    demo_options.add_arguments(command)
+    demo.add_arguments(command)
     command.set_defaults(run=demo.run)
 
     about = "find how to cut a model and run it on several devices, here or elsewhere"
