@@ -25,7 +25,7 @@ from syncpipe.schedules.named import naive, one_f_one_b, zb_h1
 from syncpipe.schedules.player import Costs, play
 from syncpipe.schedules.schedule import Action, Schedule
 
-__all__ = ["AutoSchedule", "Problem", "Report", "auto", "halved", "lower_bound"]
+__all__ = ["AutoSchedule", "Problem", "Report", "auto", "lower_bound"]
 
 #: Of floats that differ by less, relative, neither is the greater one.
 _ROUNDING = 1e-9
@@ -317,24 +317,6 @@ def _check(name: str, values: Sequence[object], n: int) -> None:
         raise ValueError(f"{name} has {len(values)} numbers, but there are {n} {what}")
 
 
-def halved(schedule: Schedule, *, join: bool = False) -> Schedule:
-    """The same with each backward in two halves, one right after the other.
-
-    Args:
-        schedule: a valid one.
-        join: instead make halves whole, in place of the input half.
-    """
-    kinds: dict[Kind, tuple[Kind, ...]] = {"backward": HALVES}
-    if join:
-        kinds = {HALVES[0]: ("backward",), HALVES[1]: ()}
-    rows = [
-        tuple([Action(kind, i, j) for old, i, j in row for kind in kinds.get(old, (old,))])
-        for row in schedule.actions
-    ]
-    name = f"{schedule.name} {'whole' if join else 'in halves'}"
-    return Schedule(schedule.m, schedule.device_of, tuple(rows), name)
-
-
 def _made(problem: Problem, starts: Iterable[Schedule]) -> AutoSchedule:
     m, devices = problem.m, problem.device_of
     named = _named(problem)
@@ -404,9 +386,18 @@ def _back_and_forth(
 def _in_order(problem: Problem, schedule: Schedule) -> _Actions:
     """The same kinds in the same order, with the micro-batches of each stage in theirs."""
     numbers: dict[tuple[Kind, int], Iterator[int]] = defaultdict(count)
-    rows = halved(schedule, join=not problem.split).actions
+    kinds: dict[Kind, tuple[Kind, ...]] = {"backward": HALVES}
+    if not problem.split:
+        kinds = {HALVES[0]: ("backward",), HALVES[1]: ()}
     return tuple(
-        tuple([Action(kind, next(numbers[kind, j]), j) for kind, _, j in row]) for row in rows
+        tuple(
+            [
+                Action(kind, next(numbers[kind, j]), j)
+                for old, _, j in row
+                for kind in kinds.get(old, (old,))
+            ]
+        )
+        for row in schedule.actions
     )
 
 
