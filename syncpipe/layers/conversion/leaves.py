@@ -34,7 +34,7 @@ from syncpipe.layers.conversion.trace import (
 from syncpipe.layers.time_first import is_time_first
 from syncpipe.tree import described
 
-__all__ = ["HOOKS", "Progress", "Traced", "Whole", "live", "nodes_of", "traced"]
+__all__ = ["HOOKS", "LAYERS", "Progress", "Traced", "Whole", "live", "nodes_of", "traced"]
 
 #: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
 HOOKS = (
@@ -43,7 +43,7 @@ HOOKS = (
     "_load_state_dict_post_hooks",
 )  # fmt: skip
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
 
 
@@ -550,7 +550,7 @@ def _must_be_leaf(module: nn.Module) -> str:
     kind = type(module)
     if not module._modules and not isinstance(module, _CONTAINERS):
         return "it has no modules inside"
-    if isinstance(module, _LAYERS):
+    if isinstance(module, LAYERS):
         return "PyTorch's layer takes a faster way in evaluation"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"

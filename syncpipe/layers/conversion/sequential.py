@@ -19,7 +19,7 @@ from syncpipe.layers.conversion.layer import (
     in_order,
     index_keys,
 )
-from syncpipe.layers.conversion.leaves import Progress, Traced, Whole, live, traced
+from syncpipe.layers.conversion.leaves import LAYERS, Progress, Traced, Whole, live, traced
 from syncpipe.layers.conversion.segments import Segment, code_of, segments
 from syncpipe.layers.conversion.signature import Signature, equal
 from syncpipe.layers.conversion.trace import COLLECTED, guard, leaves_of
@@ -185,6 +185,8 @@ def _large_modules(model: nn.Module, found: Traced) -> Iterator[str]:
     calls = [node for node in found.trace.root.nodes() if node.op == "call_module"]
     seconds = sum(node.meta["seconds"] for node in calls)
     for path, line, reason in found.whole:
+        if isinstance(model.get_submodule(path), LAYERS):
+            continue  # PyTorch's own, which nobody writes anew
         inside = list(model.get_submodule(path).parameters())
         share = sum(parameter.numel() for parameter in inside) / total
         time = sum(node.meta["seconds"] for node in calls if node.target == path)
