@@ -81,6 +81,7 @@ FAULTS = [
 ]
 
 _PYTEST = ("-m", "gpu or not gpu", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no")
+_PYTEST += ("--timeout=120",)  # a mutant may well hang: no test of these takes so long
 
 
 class Detector(NamedTuple):
@@ -312,6 +313,8 @@ def reds_by(root: Path, detector: Detector) -> list[str]:
     if process.exitcode == 0:
         return []
     text = output.read_text(encoding="utf-8", errors="replace")
+    if "+ Timeout +" in text:
+        return ["a test hangs"]
     found = [
         line.split(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ")
         for line in text.splitlines()
