@@ -54,7 +54,7 @@ def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
 
 def _one_by_one(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for layer in layers:
-        if type(layer) is nn.Sequential and not _hooked(layer):
+        if type(layer) is nn.Sequential and _never_writes(layer):
             yield from _one_by_one(layer)
         else:
             yield layer

@@ -383,6 +383,17 @@ def test_what_is_recomputed_in_a_later_call_only_from_what_was_written_into(driv
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_of_its_own_makes_a_layer_of_pytorch_one_that_may_write(inside):
+    layer: nn.Module = nn.Sequential(nn.Linear(3, 3)) if inside else nn.Linear(3, 3)
+    layer.forward = lambda x: x.mul_(2)  # type: ignore[method-assign]
+    pipe = Pipe(nn.Sequential(layer, nn.ReLU()), [1, 1], devices=DEVICES[1][:2])
+    x = torch.randn(4, 3)
+    given = x.clone()
+    pipe(given)
+    assert torch.equal(given, x)
+
+
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
 @pytest.mark.parametrize("on", ["layer", "partition", "all modules"])
 def test_a_hook_that_writes_into_the_input(on, hook):
