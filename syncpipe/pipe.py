@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from syncpipe.forward import forward
 from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input, call_input
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
@@ -41,6 +40,7 @@ from syncpipe.schedules.build import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
+from syncpipe.training.forward import forward
 from syncpipe.training.loss.check import LossCounts
 from syncpipe.training.loss.known import check_arguments
 from syncpipe.training.loss.objective import Objective

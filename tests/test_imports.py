@@ -54,7 +54,7 @@ FLOORS = [
     ["state"],
     ["compare", "layers", "timeline"],
     ["balance", "stages"],
-    ["forward", "layout", "planner", "training"],
+    ["layout", "planner", "training"],
     ["pipe"],
     ["distributed", "verification"],
     [""],  # the public names

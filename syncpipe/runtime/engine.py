@@ -14,7 +14,6 @@ every worker that got it has finished its list, been cancelled, or failed.
 
 from __future__ import annotations
 
-import contextvars
 import os
 import sys
 import threading
@@ -269,7 +268,7 @@ class Engine:
         execution = _Execution(self, steps, task)
         if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
-            contextvars.copy_context().run(backward_here, execution.run_here)
+            state.context.copy().run(backward_here, execution.run_here)
             return
         reports = _Reports(len(self._workers))
         queues: list[SimpleQueue[Item | None]] = []

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["AccumulateGrad", "go_back", "nodes_of"]
+__all__ = ["AccumulateGrad", "captured", "go_back", "nodes_of"]
 
 _C: Any = torch._C
 #: The node that adds to the ``.grad`` of a leaf, its ``variable``; one for all graphs of that leaf.
@@ -35,7 +36,9 @@ def nodes_of(ends: Iterable[Any], begins: Iterable[Any] = ()) -> list[Any]:
     return nodes
 
 
-def go_back(roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any] = ()) -> None:
+def go_back(
+    roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any] = (), *, keep: bool = False
+) -> None:
     """Runs a graph backward, and adds to the gradients of its leaves.
 
     As ``torch.autograd.backward``, which takes a third of the time of a small cell to look at its
@@ -45,16 +48,40 @@ def go_back(roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any] = 
         roots: tensors, or ends of a graph (``GradientEdge``).
         grads: for each the gradient.
         inputs: the leaves whose gradients are wanted; none for all of them.
+        keep: let the graph be run once more.
     """
     _run_backward(
         tuple(roots),
         tuple(grads),
-        False,  # keep the graph
+        keep,
         False,  # record a graph
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def captured(
+    roots: Sequence[Any], grads: Sequence[Any], leaves: Sequence[Tensor], *, keep: bool
+) -> Sequence[Tensor | None]:
+    """Runs a graph backward, and returns the gradients of leaves instead of adding to them.
+
+    Args:
+        roots: ends of a graph.
+        grads: for each the gradient.
+        leaves: the leaves.
+        keep: let the graph be run once more.
+    """
+    found: Sequence[Tensor | None] = _run_backward(
+        tuple(roots),
+        tuple(grads),
+        keep,
+        False,  # record a graph
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward

@@ -15,7 +15,7 @@ from syncpipe.runtime.thread_state import settled
 
 __all__ = ["INLINE", "driven", "inline"]
 
-INLINE: ContextVar[bool] = ContextVar("syncpipe_inline", default=False)
+INLINE: ContextVar[bool | str] = ContextVar("syncpipe_inline", default=False)
 
 
 class inline(AbstractContextManager[None]):
@@ -25,10 +25,19 @@ class inline(AbstractContextManager[None]):
 
         with syncpipe.inline():
             y = pipe(x)
+
+    Args:
+        graph: ``pipe(x)`` leaves the graph of its layers behind, for whoever uses tensors that
+            forward hooks kept, and so on: its stages run one after another with ordinary copies
+            between devices, and what is computed again is so by ``torch.utils.checkpoint``. Outputs
+            are the same, and gradients but for the order in which those of one parameter are added.
     """
 
+    def __init__(self, *, graph: bool = False) -> None:
+        self._graph = graph
+
     def __enter__(self) -> None:
-        self._token = INLINE.set(True)
+        self._token = INLINE.set("graph" if self._graph else True)
 
     def __exit__(self, *exc_info: object) -> None:
         INLINE.reset(self._token)

@@ -9,16 +9,14 @@ interpreter's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from syncpipe.runtime.graph import AccumulateGrad, nodes_of
 from syncpipe.runtime.streams import Lane, Streams
 from syncpipe.schedules.schedule import Devices, devices_of
 
@@ -128,39 +126,6 @@ class Recorder:
         record.end = self._now(copied_by, source.outbound if copied_by is source else there.inbound)
         self._records.append(record)
 
-    def backward(self, i: int, j: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Records the backward of a cell that autograd runs, whenever it does.
-
-        Args:
-            i: the micro-batch.
-            j: the stage.
-            outputs: what the cell computed.
-            inputs: from what.
-        """
-        lane = self._lane(i, j)
-        records: dict[int, Record] = {}  # for each backward through this graph
-
-        def current() -> Record:
-            key = torch._C._current_graph_task_id()
-            if key not in records:
-                records[key] = self._record("backward", i, j)
-                records[key].start = self._now_here(lane)
-            return records[key]
-
-        def before(grads: Any) -> None:
-            current()
-
-        def after(grads: Any, more: Any) -> None:
-            record = current()
-            if record.end is None:
-                self._records.append(record)
-            record.end = self._now_here(lane)
-
-        for node in nodes_of([y.grad_fn for y in outputs], [x.grad_fn for x in inputs]):
-            if type(node) is not AccumulateGrad:
-                node.register_prehook(before)
-                node.register_hook(after)
-
     def _record(self, kind: str, i: int, j: int) -> Record:
         return Record(kind, i, j, self._row(i, j), self.step)
 
@@ -176,10 +141,6 @@ class Recorder:
             return Moment(time.perf_counter())
         origin = self._origins[lane.device]
         return Moment(origin.host, lane.streams.stamp(stream), origin.event)
-
-    def _now_here(self, lane: Lane) -> Moment:
-        """In a thread of autograd, on the stream that it is using."""
-        return self._now(lane, None if lane.streams is None else lane.streams.current())
 
 
 def _origin(streams: Streams, stream: Any) -> tuple[float, Moment]:

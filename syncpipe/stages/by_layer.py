@@ -5,7 +5,7 @@
 
 A unit is a stage inside of a stage: it has an input, skips that come and go, and a state from which
 it can be computed again, which ``Stage`` does. Backward reaches it inside of that of the cell, and
-there its slots ask for it (``CheckpointFrame``), so nothing of this is seen outside.
+there ``torch.utils.checkpoint`` computes it again, so nothing of this is seen outside.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class Unit(Stage):
         """Runs it as a part of a cell."""
         marks = [*_marks(inputs), *[TIED] * len(cell.tied)] if self._again else ()
         inputs = (inputs[0], (*inputs[1], *cell.tied))
-        outputs, _ = self.forward(
-            cell.i, inputs, cell.context, rematerialize=self._again, marks=marks
-        )
-        return outputs
+        run = self.checkpointed if self._again else self.forward
+        return run(cell.i, inputs, cell.context, marks=marks)
 
     def learn(self, seen: Seen, k: int | None = None) -> None:
         """As that of the stage, which goes back as a whole."""
@@ -74,9 +72,6 @@ class Unit(Stage):
 
     def _count(self, context: CallContext) -> None:
         pass  # the stage counts
-
-    def _recorded(self, cell: StageRun) -> Any:
-        return cell.recomputed  # within the backward of the cell, which is recorded
 
 
 class Divided:

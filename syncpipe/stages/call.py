@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
@@ -33,11 +35,12 @@ from syncpipe.stages.by_layer import divided
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import CallContext
 from syncpipe.stages.sharing.replicas import CallReplicas
+from syncpipe.stages.sharing.stand_ins import StandIns
 from syncpipe.stages.sharing.ties import CallTies
 from syncpipe.stages.transfer import sent
 from syncpipe.tree import map_tensors, objects_in, tensors_in
 
-__all__ = ["Call", "EntryEvent"]
+__all__ = ["Call", "EntryEvent", "begun", "needs_graph"]
 
 _T = TypeVar("_T")
 
@@ -66,12 +69,13 @@ class Call:
         checkpoint: for each stage its mode.
         inline: run on the calling thread.
         recorder: writes down what runs when, for a trace.
-        graph: the caller gets an autograd graph.
+        graph: gradients are captured, and given back by a node of the caller's graph.
 
     Attributes:
         context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
         rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
+        instead: for each stage, by the identity of a tensor of its modules, what stands for it.
         ties: the tensors that stages share; None if there are none.
         replicas: those of all stages; None if there are none.
     """
@@ -92,43 +96,10 @@ class Call:
                 "an optimizer's hook), while other stages update their weights: what came out "
                 "would depend on who is first. Evaluate when the call has ended (give it steps=)"
             )
-        state = CallerState()
-        self.pipeline = pipeline
-        self.inline = (
-            inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
-        )
-        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
-        nested = is_checkpointing() or is_recomputing()
-        counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
-        recorded = state.grad and not nested
-        modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
-        self.rematerialized = tuple(
-            counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
-        )
+        how = begun(pipeline, m, checkpoint, inline=inline, recorder=recorder)
+        self.pipeline, self.context, self.inline = pipeline, how.context, how.inline
+        self.rematerialized, modes = how.rematerialized, how.modes
         stages = pipeline.stages
-        self.context = CallContext(
-            m,
-            draw_seed(),
-            state,
-            threads=0 if self.inline or not pipeline.on_cpu else pipeline.engine.share(),
-            forwards=[0] * len(stages),
-            statistics={},
-            recorder=recorder,
-            plain=[stage.plain for stage in stages],
-            divided={
-                stage: divided(stage, mode.spans)
-                for stage, mode in zip(stages, modes, strict=True)
-                if isinstance(mode, ByLayer) and mode.spans
-            },
-            selective={
-                stage: mode
-                for stage, mode in zip(stages, modes, strict=True)
-                if isinstance(mode, Selective)
-            },
-        )
-        for numbers in pipeline.numbers:
-            if stages[numbers[0]].defers:
-                self.context.statistics |= dict.fromkeys(numbers, MiniBatchStatistics())
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._offloads = {
             j: self._offload(j)
@@ -145,23 +116,30 @@ class Call:
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.placement)
+        self.instead: list[dict[int, Tensor]] = [{} for _ in stages]
+        if graph and self.context.state.grad:
+            self._stand_in_for_hooked()
         self.ties: CallTies | None = None
         if ties := pipeline.shared.find():
             check_replicas(ties, list(map(len, pipeline.numbers)))
             self._wait_for_caller()
             lanes = [self.lane_of(stage.number) for stage in stages]
             self.ties = CallTies(
-                ties, pipeline.shared, stages, lanes, pipeline.edges, self.context, recorder,
-                graph=graph,
+                ties, pipeline.shared, lanes, pipeline.edges, self.context, self.instead,
+                in_order=graph,
             )  # fmt: skip
         self.replicas: CallReplicas | None = None
         if len(stages) > pipeline.n:
             self._wait_for_caller()
             self.replicas = CallReplicas(
                 pipeline.replicas, pipeline.numbers, stages,
-                [self.lane_of(stage.number) for stage in stages], self.context, recorder,
-                graph=graph,
+                [self.lane_of(stage.number) for stage in stages], self.context,
             )  # fmt: skip
+        for stage, others in zip(stages, self.instead, strict=True):
+            if others:
+                self.context.plain[stage.number] = False
+                for run in self.context.runs(stage):
+                    self.context.stand_ins[run] = StandIns(run.partition, others)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         # For each edge, and micro-batches until all replicas come round again.
         self._round = lcm(*map(len, pipeline.numbers))
@@ -178,6 +156,31 @@ class Call:
         for lane, caller in zip(self.lanes, self._callers, strict=True):
             lane.wait_for(caller)
 
+    def _stand_in_for_hooked(self) -> None:
+        """Lets leaves of the same memory stand for tensors that have hooks, or a graph: these are
+        for the caller's graph, once."""
+        for stage in self.pipeline.stages[: self.pipeline.n]:
+            for module in stage.partition.modules():
+                for tensor in chain(module._parameters.values(), module._buffers.values()):
+                    if tensor is None or not tensor.requires_grad or is_lazy(tensor):
+                        continue
+                    if tensor._backward_hooks or not tensor.is_leaf:
+                        self.instead[stage.number][id(tensor)] = _leaf(tensor)
+
+    def run_backward(self, steps: Steps, task: Task) -> None:
+        """Runs the second half of a program, on whatever thread autograd is."""
+        self.context.moment = object()
+        state = self.context.state
+        try:
+            if self.inline or _thread_is_used():
+                with state.applied():
+                    self._run(steps, task, (), inline=True)
+            else:
+                self._run(steps, task, (), inline=False)
+        finally:
+            if state.autocast.casts:  # the caller may have left its autocast, which clears them
+                torch.clear_autocast_cache()
+
     def run(self, steps: Steps, task: Task, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
@@ -186,6 +189,13 @@ class Call:
             task: what to do for each action.
             input: a tree that comes from the caller and is used by the first stage.
         """
+        self._run(steps, task, input, inline=self.inline)
+        if self.ties is not None:
+            self.ties.finish()
+        if self.replicas is not None:
+            self.replicas.finish()
+
+    def _run(self, steps: Steps, task: Task, input: Any, *, inline: bool) -> None:
         self._wait_for_caller()
         self.lane_of(0).record_on_stream(tensors_in(input), self.caller_of(0))
         for j, offload in self._offloads.items():
@@ -195,7 +205,7 @@ class Call:
             steps,
             task,
             self.context.state,
-            inline=self.inline,
+            inline=inline,
         )
         try:
             outside_of_turn(run)  # the order of locks is: stage before random state
@@ -204,10 +214,6 @@ class Call:
                 offload.let_go()
             for lane, caller in zip(self.lanes, self._callers, strict=True):
                 caller.wait_for(lane)
-        if self.ties is not None:
-            self.ties.finish()
-        if self.replicas is not None:
-            self.replicas.finish()
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
         """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
@@ -245,9 +251,7 @@ class Call:
         """The lane of stage ``j``."""
         return self.lanes[self.pipeline.worker_of[j]]
 
-    def send(
-        self, edge: Edge, i: int, value: Any, *, backward: bool = False, graph: bool = False
-    ) -> tuple[Any, Any]:
+    def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
         """Sends a value over an edge; for the worker at its near end to call.
 
         Args:
@@ -255,7 +259,6 @@ class Call:
             i: the micro-batch.
             value: a tree.
             backward: from the edge's target to its source.
-            graph: let gradients come back the same way when autograd asks for them.
 
         Returns:
             The value at the far end, and the event to wait for there.
@@ -268,14 +271,13 @@ class Call:
         if backward:
             source, target = target, source
         if not (backward or isinstance(value, Tensor)):
-            self._check_objects(edge, i, value, graph)
+            self._check_objects(edge, i, value)
         if self.recorder is None:
-            return sent(source, target, value, graph, None)
-        note = partial(self.recorder.transfer, i, edge.source, edge.target)
-        with note(backward=backward):
-            return sent(source, target, value, graph, note)
+            return sent(source, target, value)
+        with self.recorder.transfer(i, edge.source, edge.target, backward=backward):
+            return sent(source, target, value)
 
-    def _check_objects(self, edge: Edge, i: int, value: Any, graph: bool) -> None:
+    def _check_objects(self, edge: Edge, i: int, value: Any) -> None:
         """Refuses objects with tensors in them that would have to be sent.
 
         Raises:
@@ -285,7 +287,7 @@ class Call:
         def has_to_be_sent(tensor: Tensor) -> bool:
             there = tensor.device.type not in ("cpu", "meta")
             return (there and not isinstance(tensor, nn.Parameter)) or (
-                not graph and tensor.requires_grad and not tensor.is_leaf
+                tensor.requires_grad and not tensor.is_leaf
             )
 
         for thing in objects_in(value):
@@ -368,6 +370,101 @@ class Call:
     def caller_of(self, j: int) -> Lane:
         """The lane on which the caller works on the device of stage ``j``."""
         return self._callers[self.pipeline.worker_of[j]]
+
+
+class Begun(NamedTuple):
+    """What all runs of a mini-batch begin with.
+
+    Attributes:
+        context: what the stages need to know of the call.
+        modes: for each stage and replica its mode.
+        rematerialized: for each how many micro-batches, from the first on, are recomputed.
+        inline: run on the calling thread.
+    """
+
+    context: CallContext
+    modes: list[StageMode]
+    rematerialized: tuple[int, ...]
+    inline: bool
+
+
+def begun(
+    pipeline: Pipeline,
+    m: int,
+    checkpoint: Sequence[StageMode],
+    *,
+    inline: bool,
+    recorder: Recorder | None,
+    seed: int | None = None,
+) -> Begun:
+    """What a call begins with, by the state of its caller; the arguments are those of ``Call``."""
+    state = CallerState()
+    inline = inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
+    # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+    nested = is_checkpointing() or is_recomputing()
+    counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
+    recorded, stages = state.grad and not nested, pipeline.stages
+    modes = [checkpoint[s.j] if recorded else "never" for s in stages]
+    rematerialized = tuple(
+        counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
+    )
+    context = CallContext(
+        m,
+        draw_seed() if seed is None else seed,
+        state,
+        threads=0 if inline or not pipeline.on_cpu else pipeline.engine.share(),
+        forwards=[0] * len(stages),
+        statistics={},
+        recorder=recorder,
+        plain=[stage.plain for stage in stages],
+        divided={
+            stage: divided(stage, mode.spans)
+            for stage, mode in zip(stages, modes, strict=True)
+            if isinstance(mode, ByLayer) and mode.spans
+        },
+        selective={
+            stage: mode
+            for stage, mode in zip(stages, modes, strict=True)
+            if isinstance(mode, Selective)
+        },
+    )
+    for numbers in pipeline.numbers:
+        if stages[numbers[0]].defers:
+            context.statistics |= dict.fromkeys(numbers, MiniBatchStatistics())
+    return Begun(context, modes, rematerialized, inline)
+
+
+def needs_graph() -> bool:
+    """Whether the caller of ``pipe(x)`` needs the plain graph of the layers."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return (
+        bool(RUNNING.get())
+        or is_checkpointing()
+        or is_recomputing()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or torch._C._current_graph_task_id() != -1  # computed again in somebody's backward
+        or (hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
+    )
+
+
+def _thread_is_used() -> bool:
+    """Whether this thread cannot wait for workers, or others cannot do what it does."""
+    return (
+        bool(RUNNING.get())
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A leaf of the same memory, which counts the same versions."""
+    leaf = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        return torch.Tensor._make_subclass(type(tensor), leaf, True)
+    return leaf.requires_grad_()
 
 
 def _received(lane: Lane, parcels: Sequence[Any]) -> None:

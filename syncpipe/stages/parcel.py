@@ -59,9 +59,7 @@ def packed(
     j: int,
     outputs: Inputs,
     lent: Sequence[int],
-    prepare: Callable[[Edge, Any], tuple[Any, Sequence[Any]]] | None,
-    *,
-    graph: bool,
+    prepare: Callable[[Edge, Any], tuple[Any, Sequence[Any]]],
 ) -> list[Parcel]:
     """The outputs of a cell for the stages that need them, in the order of the edges.
 
@@ -71,9 +69,7 @@ def packed(
         j: the stage.
         outputs: its outputs.
         lent: the marks of the outputs; empty if nobody else needs any of them.
-        prepare: takes an edge and a value; returns what to send, and ``Parcel.along``. None: the
-            value is sent alone, as it is.
-        graph: let gradients come back the same way when autograd asks for them.
+        prepare: takes an edge and a value; returns what to send, and ``Parcel.along``.
     """
     output, skips = outputs
     marks: list[Sequence[int]] = [_OWN]
@@ -82,9 +78,7 @@ def packed(
     parcels: list[Parcel] = []
     for edge in call.pipeline.outgoing[j]:
         value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
-        along: Sequence[Any] = ()
-        if prepare is not None:
-            value, along = prepare(edge, value)
-        value, event = call.send(edge, i, value, graph=graph)
+        value, along = prepare(edge, value)
+        value, event = call.send(edge, i, value)
         parcels.append(new_parcel((value, event, marks[k], along)))
     return parcels

@@ -77,6 +77,7 @@ class CallContext:
         selective: for each stage that saves some operations which.
         backward_draws: for each stage that went back the generators that its backward draws from.
         writes: for each stage that was given what others need whether it may write into that.
+        moment: another object when the user's code may have changed modules since.
     """
 
     m: int
@@ -93,6 +94,7 @@ class CallContext:
     selective: dict[StageLayers, Selective] = field(default_factory=dict)
     backward_draws: dict[int, int] = field(default_factory=dict)
     writes: dict[StageLayers, bool] = field(default_factory=dict)
+    moment: object = None
 
     def runs(self, stage: StageLayers) -> list[StageLayers]:
         """All that runs layers of a stage: itself, and if it is divided its units."""

@@ -6,18 +6,22 @@ after, and where it is re-materialized it is told how to be computed again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from syncpipe.runtime.randomness.random import run_seeded
-from syncpipe.runtime.rematerialization.checkpoint import CheckpointFrame
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
-from syncpipe.runtime.rematerialization.recomputation import Recomputation, without_storing
+from syncpipe.runtime.rematerialization.recomputation import (
+    Recomputation,
+    stored_by,
+    without_storing,
+)
 from syncpipe.stages.inplace import TIED, Given, entering, handed_on, may_write
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.stages.selective import SelectiveRun
@@ -30,18 +34,12 @@ _BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers 
 
 
 class Stage(StageLayers):
-    """One partition on one device, ready to go forward and back.
-
-    Attributes:
-        has_python_nodes: whether there are any in the graphs of its cells; None: not known yet.
-    """
+    """One partition on one device, ready to go forward and back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.has_python_nodes: bool | None = None
         self.commits = self.defers  #: moves running statistics; where there are replicas, none does
-        # TorchScript compiles itself in its second run, and stores other tensors in that one.
-        self._compiled = not any(
+        self._new_script = any(
             isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
         )
 
@@ -51,30 +49,61 @@ class Stage(StageLayers):
         inputs: Inputs,
         context: CallContext,
         *,
-        rematerialize: bool,
         marks: Sequence[int],
         target: Any = None,
-    ) -> tuple[Inputs, CheckpointFrame | None]:
+    ) -> Inputs:
         """Computes cell ``(i, j)``.
 
         Args:
             i: the micro-batch.
             inputs: the input of the first layer, and the skips that this stage pops.
             context: what the cells of this call share.
-            rematerialize: store nothing for backward, compute the cell again then.
             marks: for each tensor of the inputs (nothing for what comes from the caller) who else
                 it belongs to.
             target: what came with the inputs from the caller.
 
         Returns:
-            The output of the last layer with the skips for other stages; and the frame that
-            recomputes the cell, if there is anything to recompute.
+            The output of the last layer with the skips for other stages.
         """
-        cell = self._cell(i, context) if rematerialize else StageRun(self, i, context)
-        if rematerialize:
-            self._modules(context)  # so that `_locked` knows whether there is anything to lock
-        run = self._run if not self.changes.any else partial(self._locked, self._run)
-        return run(cell, inputs, rematerialize, marks, target)
+        cell = StageRun(self, i, context)
+        return self._locked(self._run, cell, inputs, marks, target)
+
+    def checkpointed(
+        self, i: int, inputs: Inputs, context: CallContext, *, marks: Sequence[int]
+    ) -> Inputs:
+        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it.
+
+        Args:
+            i: the micro-batch.
+            inputs: as for :meth:`forward`.
+            context: what the cells of this call share.
+            marks: as for :meth:`forward`.
+        """
+        again: Recomputation | None = None
+        flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
+
+        def run(_: Tensor) -> Inputs:
+            nonlocal again, inputs
+            if again is None:
+                detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
+                outputs, again = self.forward_without_storing(
+                    i, inputs, context, detached=detached, marks=marks
+                )
+                inputs = detached
+                return outputs
+            following = iter(flags)
+            given = map_tensors(
+                lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
+                again.inputs,
+            )
+            moment = context.moment or torch._C._current_graph_task_id()
+            return self.recompute(again, given, moment, keep=True)
+
+        like = torch.empty(0, device=self.device)  # tells what kind of device it is
+        outputs: Inputs = checkpoint(
+            run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
+        return outputs
 
     def forward_without_storing(
         self,
@@ -103,9 +132,18 @@ class Stage(StageLayers):
         self._modules(context)
         return self._locked(self._run_without_storing, cell, inputs, detached, marks, target)
 
-    def recompute(self, recomputation: Recomputation, inputs: Inputs) -> Inputs:
-        """The outputs of a cell whose graph was dropped once more, with a new graph."""
-        outputs: Inputs = self._locked(recomputation, inputs)
+    def recompute(
+        self, recomputation: Recomputation, inputs: Inputs, moment: object, *, keep: bool = False
+    ) -> Inputs:
+        """The outputs of a cell whose graph was dropped once more, with a new graph.
+
+        Args:
+            recomputation: of the cell.
+            inputs: its inputs, as the begin of the graph.
+            moment: the same as long as the user's code cannot have changed any module.
+            keep: let it be done again.
+        """
+        outputs: Inputs = self._locked(recomputation, inputs, moment, keep)
         return outputs
 
     def run_loss(
@@ -215,25 +253,15 @@ class Stage(StageLayers):
                 return []
         return [] if torch.is_inference_mode_enabled() else handed_on(inputs, (), outputs)
 
-    def _run(
-        self, cell: StageRun, inputs: Inputs, rematerialize: bool, marks: Sequence[int], target: Any
-    ) -> tuple[Inputs, CheckpointFrame | None]:
-        compiled, self._compiled = self._compiled, True
-        frame = None
-        if rematerialize and (
-            compiled or cell.context.m > 1
-        ):  # TorchScript's second run must be no recomputation
+    def _run(self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any) -> Inputs:
+        if self.j == 0:
             marks = self._marked(cell, inputs, marks, target)
-            outputs, frame = self._rematerialized(cell, inputs, marks)
+        if any(marks):
+            outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
         else:
-            if self.j == 0:
-                marks = self._marked(cell, inputs, marks, target)
-            if any(marks):
-                outputs, _ = self._written(cell, self._given(cell, inputs, marks), cell.run)
-            else:
-                outputs = cell.run(inputs)
+            outputs = cell.run(inputs)
         self._count(cell.context)
-        return outputs, frame
+        return outputs
 
     def _run_without_storing(
         self, cell: StageRun, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
@@ -241,6 +269,7 @@ class Stage(StageLayers):
         state, cell.drawn = self._state(cell), {}
         given = self._given(cell, inputs, self._marked(cell, inputs, marks, target), detached)
         unchanged = UnchangedObjects(inputs)
+        begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
         outputs, written = self._written(cell, given, lambda tree: without_storing(cell.run, tree))
         unchanged.check(cell)
         self._learn(state, cell.context)
@@ -251,8 +280,16 @@ class Stage(StageLayers):
             mutates_inputs=True in written,
             state=state,
             where=cell,
+            stored=self._stored(cell, outputs, begins),
         )
         return outputs, recomputation
+
+    def _stored(self, cell: StageRun, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
+        """What the first cell of a call stored, to be compared; in the first call with shapes."""
+        # TorchScript compiles itself in its second run, and stores other tensors in that one.
+        if cell.i > 0 or (self._new_script and self.look("TorchScript")):
+            return None
+        return stored_by(outputs, begins, shapes=self.look(("stored", self.partition.training)))
 
     def _marked(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], target: Any
@@ -271,30 +308,6 @@ class Stage(StageLayers):
             found = context.writes[self] = may_write(self.partition, pops=bool(self.pops))
         return found
 
-    def _rematerialized(
-        self, cell: StageRun, inputs: Inputs, marks: Sequence[int]
-    ) -> tuple[Inputs, CheckpointFrame | None]:
-        """Runs a cell that stores nothing, and returns with its outputs what recomputes it."""
-        state, cell.drawn = self._state(cell), {}
-        kept = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
-        given = self._given(cell, inputs, marks, kept)
-        frame = CheckpointFrame(
-            self._recorded(cell),
-            given.kept,
-            requires_grad=[tensor.requires_grad for tensor in tensors_in(inputs)],
-            restored=state.restored,
-            lock=OUTERMOST.get(),
-            caller=cell.context.state,
-            threads=cell.context.threads,
-            where=cell,
-        )
-        unchanged = UnchangedObjects(inputs)
-        outputs, written = self._written(cell, given, lambda tree: frame.forward(cell.run, tree))
-        frame.keep(given.settle(written), mutates_inputs=True in written)
-        unchanged.check(cell)
-        self._learn(state, cell.context)
-        return outputs, frame if frame.stores else None
-
     def _state(self, cell: StageRun) -> CellState:
         """What a recomputation of the cell starts from, besides the inputs."""
         return CellState(self._modules(cell.context), cell)
@@ -312,18 +325,6 @@ class Stage(StageLayers):
         if self not in context.modules:
             context.modules[self] = ModuleState(self.partition, self.changes)
         return context.modules[self]
-
-    def _recorded(self, cell: StageRun) -> Callable[[Inputs], Inputs]:
-        """The recomputation of a cell, for the trace if there is one."""
-        recorder = cell.context.recorder
-        if recorder is None:
-            return cell.recomputed
-
-        def again(inputs: Inputs) -> Inputs:
-            with recorder.span("recompute", cell.i, self.j):
-                return cell.recomputed(inputs)
-
-        return again
 
     def _given(
         self, cell: StageRun, inputs: Inputs, marks: Sequence[int], kept: Inputs | None = None

@@ -6,17 +6,18 @@ the graph of a cell, which is looked at before it goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.runtime.graph import AccumulateGrad, nodes_of
+from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.stages.call import Call
-from syncpipe.training.border import ANCHOR, CROSSING
+from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
 from syncpipe.training.gradients import Gradients
 from syncpipe.tree import described
 
@@ -68,22 +69,22 @@ class Leaves:
         Args:
             j: the stage.
             nodes: where the graph ends.
-            begins: the nodes of borders where it may begin.
+            begins: the borders where it may begin.
 
         Raises:
             RuntimeError: it begins somewhere else.
         """
         known, nodes_known = self._known[j], self._nodes[j]
         new = []
-        for node in nodes_of(nodes, (*nodes_known, *begins)):
+        for node in nodes_of(nodes, nodes_known):
             kind = type(node)
             if kind is AccumulateGrad:
                 if id(node.variable) in known:
                     nodes_known.add(node)
                 else:
                     new.append(node.variable)
-            elif kind is CROSSING:
-                raise RuntimeError(_FOREIGN)
+            elif kind is CROSSING and node.apply.__self__ not in begins:
+                raise RuntimeError(FOREIGN)
         return new
 
     def claim(self, j: int, new: list[Tensor]) -> None:
@@ -125,6 +126,39 @@ class Leaves:
             if len(rest) < len(fresh):
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
+
+    def look(self, j: int, nodes: Sequence[Any], border: Border) -> None:
+        """Looks at the graph of the first cell of a stage."""
+
+    def go_back(
+        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any
+    ) -> None:
+        """Backward through the graph of a cell of stage ``j``.
+
+        Args:
+            j: the stage.
+            roots: where it ends.
+            grads: the gradients that it begins with.
+            pending: the cell.
+        """
+        self.claim(j, self.new(j, [root.node for root in roots], pending.border))
+        pending.go_back(roots, grads)
+
+    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of leaves that are copies of others; not there any more."""
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return grads
+
+    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Adds what replicas have for leaves of stage ``j``."""
+        there = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        if there:
+            self.claim(j, [])
+            go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
+            there.clear()
+            self.got(j)
 
     def found(self) -> list[Tensor]:
         """The leaves that are no parameters, by stage and in the order in which it found them."""
@@ -218,13 +252,6 @@ def _users(tensor: Tensor) -> int:
     return count
 
 
-_FOREIGN = (
-    "its graph goes back into that of another cell, or of one whose graph was dropped to be "
-    "recomputed: a layer or loss_fn uses a tensor that another layer has put aside (self.aux = "
-    "...). Its gradient would not come by the pipeline, and be lost. Let the layer return it, or "
-    "stash it as a skip; what layers of the last stage put aside, loss_fn may use with "
-    "checkpoint='never' there"
-)
 _C: Any = torch._C
 _ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
 _COMMUNICATE = (

@@ -10,26 +10,19 @@ business. Of a re-materialized cell it holds the inputs, until the cell is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.rematerialization.recomputation import Recomputation
 from syncpipe.schedules.steps import Edge
-from syncpipe.training.border import Border
+from syncpipe.training.border import Border, ends_of
 from syncpipe.training.weight_gradients import WeightGradients
-from syncpipe.tree import distinct, map_tensors, tensors_in
+from syncpipe.tree import map_tensors, tensors_in
 
-__all__ = ["PendingBackward", "cut", "ends_of"]
-
-_PythonNode: type[Any] = torch._C._FunctionBase
-#: A ``GradientEdge`` from a tuple of all that is in it, without a way through Python.
-_gradient_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-_NO_TOKEN = tuple(GradientEdge._field_defaults.values())  # there are none in older versions
+__all__ = ["PendingBackward"]
 
 
 class PendingBackward:
@@ -65,7 +58,14 @@ class PendingBackward:
         self.flags = flags
         self.ends: list[list[GradientEdge]] = []
 
-    def detached(self, edge: Edge, value: Any) -> tuple[Any, list[bool]]:
+    def copy(self) -> PendingBackward:
+        """The same cell, for one of several backwards through it."""
+        other = PendingBackward(self.border, self.flags)
+        other.ends, other.expected = list(self.ends), self.expected
+        other.recomputation = self.recomputation
+        return other
+
+    def detached(self, edge: Edge | None, value: Any) -> tuple[Any, list[bool]]:
         """An output to send without its graph, and for each tensor whether it needs a gradient."""
         if type(value) is Tensor:
             flags, there = [value.requires_grad], value.detach()
@@ -103,29 +103,3 @@ class PendingBackward:
                     ends.append(end)
                     there.append(grad)
         return ends, there
-
-
-def ends_of(value: Any) -> list[GradientEdge]:
-    """Where the graph of the tensors of a tree ends; those that need no gradient have none."""
-    if type(value) is Tensor:
-        return [_end(value)] if value.requires_grad else []
-    return [_end(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def _end(tensor: Tensor) -> GradientEdge:
-    node = tensor.grad_fn
-    if node is None or isinstance(node, _PythonNode):  # which its Python object does not keep alive
-        return get_gradient_edge(tensor)
-    return _gradient_edge((node, tensor.output_nr, *_NO_TOKEN))
-
-
-def cut(value: Any) -> tuple[Border, Any]:
-    """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
-    tensors = distinct(value)
-    if len(tensors) == 1 and tensors[0] is value:
-        border = Border([value.requires_grad])
-        return border, border.cross(value.detach())
-    border = Border([tensor.requires_grad for tensor in tensors])
-    crossed = border.cross([tensor.detach() for tensor in tensors])
-    begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
-    return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)

@@ -9,17 +9,16 @@ see ``Call``.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler
-from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.randomness.turns import undisturbed
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.thread_state import without_autocast
@@ -27,13 +26,11 @@ from syncpipe.schedules.kinds import Kind
 from syncpipe.stages.call import Call
 from syncpipe.stages.parcel import Parcel, new_parcel, packed, unpacked
 from syncpipe.stages.transfer import sent
-from syncpipe.training.border import Border
-from syncpipe.training.leaves import Leaves
-from syncpipe.training.loss.head import LossHead
-from syncpipe.training.pending_backward import PendingBackward, ends_of
+from syncpipe.training.border import Border, ends_of
+from syncpipe.training.pending_backward import PendingBackward
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
-from syncpipe.tree import compact, distinct, map_tensors, tensors_in
+from syncpipe.tree import compact, map_tensors, tensors_in
 
 __all__ = ["TrainingTask", "Watch"]
 
@@ -62,19 +59,19 @@ class TrainingTask:
         self,
         call: Call,
         source: Source,
-        head: LossHead,
+        head: Any,
         *,
         splits: frozenset[tuple[int, int]] = frozenset(),
-        leaves: Leaves | None = None,
+        leaves: Any = None,
         watch: Watch | None = None,
     ) -> None:
         stages = call.pipeline.stages
-        self._call = call
+        self.call = call
         self._pipeline = call.pipeline
         self._source = source
         self._splits = splits
         self._watch = watch
-        self._loss_head = head
+        self._head = head
         self._first = [stage.j == 0 for stage in stages]
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
         self._several = len(call.pipeline.numbers[-1]) > 1
@@ -86,20 +83,37 @@ class TrainingTask:
         self._ties = call.ties
         if call.ties is not None:  # their gradients go on with the input half
             self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
-        self._returned: list[list[tuple[Tensor, Tensor]]] = [[] for _ in stages]
+        self._keep = False
+        self._targets: list[list[tuple[Tensor, Tensor]]] = [[] for _ in stages]
+        #: For each micro-batch the gradients of the tensors that entered the first stage.
+        self.entered: dict[int, list[Tensor | None]] = {}
 
     @property
     def returned(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors of the caller, with the gradients that go on into the caller's graph."""
-        return list(chain.from_iterable(self._returned))
+        pairs = [
+            (tensor, grad)
+            for i, grads in sorted(self.entered.items())
+            for tensor, grad in zip(self._source.inputs(i), grads, strict=True)
+            if grad is not None
+        ]
+        return [*pairs, *chain.from_iterable(self._targets)]
+
+    def going_back(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
+        """The task of the second half alone: for one of several backwards, if they are kept."""
+        other = copy(self)
+        other._leaves, other._head, other._keep, other.entered = leaves, head, keep, {}
+        if keep:
+            other._pending = [{i: p.copy() for i, p in cells.items()} for cells in self._pending]
+        return other
 
     def bind(self, kind: Kind, j: int) -> Run:
         run: Run = partial(_METHODS[kind], self, j)
         if kind.startswith("backward"):
-            run = without_autocast(self._call.context.state, run)
+            run = without_autocast(self.call.context.state, run)
         if self._watch is not None:
             run = self._watch(kind, j, run)
-        return self._call.bound(run, kind, j)
+        return self.call.bound(run, kind, j)
 
     # -- forward
 
@@ -120,24 +134,24 @@ class TrainingTask:
             inputs,
             marks,
             outputs,
-            self._call.context,
-            rematerialize=i < self._call.rematerialized[j],
+            self.call.context,
+            rematerialize=i < self.call.rematerialized[j],
         )
         del inputs, target
-        if self._call.context.state.grad:
+        if self.call.context.state.grad:
             self._pending[j][i] = pending
         if not last:
-            made = packed(self._call, i, j, outputs, lent, pending.detached, graph=False)
+            made = packed(self.call, i, j, outputs, lent, pending.detached)
             if self._ties is not None:
                 self._expect_tied(j, pending)
             return made if came is None else [*made, came]
         if came is None:
-            target = self._call.to_stage(self._source.target(i), j)
+            target = self.call.to_stage(self._source.target(i), j)
         else:
-            target = self._call.to_stage(came.value[0], j, came.value[1])
+            target = self.call.to_stage(came.value[0], j, came.value[1])
         if self._several:
-            self._loss_head.first_size(self._source.size(0))
-        self._loss_head.take(j, i, outputs[0], target, self._source.size(i), pending)
+            self._head.first_size(self._source.size(0))
+        self._head.take(j, i, outputs[0], target, self._source.size(i), pending)
         return []
 
     def _pulled(
@@ -147,24 +161,22 @@ class TrainingTask:
         came = None
         if self._source.lazy:
             value, target, ready = undisturbed(partial(self._taken, i))
-            value = self._call.to_stage(value, j, ready)
+            value = self.call.to_stage(value, j, ready)
             came = Parcel((target, ready), None)
         else:
             value, target = self._source.pull(i), self._source.peek_target(i)
-        grad = self._call.context.state.grad
+        grad = self.call.context.state.grad
         flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]
-        # Unlike detach(), `data` has a version counter of its own: the micro-batches are views of
-        # one tensor, and what is done to one of them in place is nothing to the others.
-        inputs = map_tensors(lambda tensors: [t.data for t in tensors], value)
+        inputs = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
         if j > 0 and not self._source.lazy:
-            inputs = self._call.to_stage(inputs, j)
+            inputs = self.call.to_stage(inputs, j)
         return (inputs, ()), [flags], (), target, came
 
     def _taken(self, i: int) -> tuple[Any, Any, Any]:
         """Input and target from the caller's iterator, and when they are there."""
-        with self._call.as_caller():
+        with self.call.as_caller():
             value, target = self._source.pull(i), self._source.target(i)
-            return value, target, self._call.ready((value, target))
+            return value, target, self.call.ready((value, target))
 
     def _computed(
         self,
@@ -176,19 +188,34 @@ class TrainingTask:
         target: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
-        stage, context = self._pipeline.stages[j], self._call.context
+        context = self.call.context
         given = pending.border.cross(inputs)
-        if i < self._call.rematerialized[j]:
+        first = not context.forwards[j]
+        outputs = self._made(i, j, given, inputs, pending, marks, target)
+        if first and self._leaves is not None:
+            nodes = [t.grad_fn for t in tensors_in(outputs) if t.requires_grad]
+            self._leaves.look(j, nodes, pending.border)
+        return outputs
+
+    def _made(
+        self,
+        i: int,
+        j: int,
+        given: Any,
+        inputs: Any,
+        pending: PendingBackward,
+        marks: Sequence[int],
+        target: Any,
+    ) -> Any:
+        stage, context = self._pipeline.stages[j], self.call.context
+        if i < self.call.rematerialized[j]:
             outputs, recomputation = stage.forward_without_storing(
                 i, given, context, detached=inputs, marks=marks, target=target
             )
             if any(tensor.requires_grad for tensor in tensors_in(outputs)):
                 pending.recomputation = recomputation  # else nothing goes back: it is frozen
             return outputs
-        outputs, _ = stage.forward(
-            i, given, context, rematerialize=False, marks=marks, target=target
-        )
-        return outputs
+        return stage.forward(i, given, context, marks=marks, target=target)
 
     # -- backward
 
@@ -198,9 +225,10 @@ class TrainingTask:
         if recomputation is None:
             return []
         given = pending.border.cross(recomputation.inputs)
-        output, skips = stage.recompute(recomputation, given)
+        moment = self.call.context.moment
+        output, skips = stage.recompute(recomputation, given, moment, keep=self._keep)
         if self._last[j]:
-            pending.ends.append(ends_of(distinct(output)))
+            pending.ends.append(ends_of(self._head.given(output)))
         for edge in self._pipeline.outgoing[j]:
             pending.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
         if self._ties is not None:
@@ -219,28 +247,30 @@ class TrainingTask:
         parcels.clear()
         run = self._go_back
         if (i, j) in self._splits:
-            lane = self._call.lane_of(j)
+            lane = self.call.lane_of(j)
             pending.halves = self._halves[j][i] = WeightGradients(lane, self._ordinary[j])
         if profiler._is_profiler_enabled:
             run = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", run)
         try:
-            stage.backward(i, self._call.context, run, j, pending, grads)
+            stage.backward(i, self.call.context, run, j, i, pending, grads)
             self._leaves.got(j)
         except BaseException as error:
             annotate(error, f"in backward of {stage.describe(i)}")
             raise
         if pending.target is not None:
-            self._return(j, pending.targets, pending.target)
-        if self._first[j]:
-            self._return(j, self._source.inputs(i), pending.border)
+            found = zip(pending.targets, self._returned(j, pending.target), strict=True)
+            self._targets[j] += [(tensor, grad) for tensor, grad in found if grad is not None]
+        if self._first[j] and pending.border.grads:
+            self.entered[i] = self._returned(j, pending.border)
         parts: list[Any] = [pending.border.grads]  # for each incoming edge
         if len(pending.flags) > 1:
             following = iter(pending.border.grads)
             parts = [list(islice(following, sum(flags))) for flags in pending.flags]
         back = list(zip(self._pipeline.incoming[j], parts, strict=False))
         if self._ties is not None:
-            back += self._ties.gradients(j)
-        send = self._call.send
+            senders = self._ties.senders(j)
+            back += [(edge, self._leaves.taken(j, leaves)) for edge, leaves in senders]
+        send = self.call.send
         return [new_parcel((*send(edge, i, part, backward=True), (), ())) for edge, part in back]
 
     def _expect_tied(self, j: int, pending: PendingBackward) -> None:
@@ -252,24 +282,22 @@ class TrainingTask:
         else:
             pending.expected += tuple(map(len, receivers))
 
-    def _go_back(self, j: int, pending: PendingBackward, grads: list[Any]) -> None:
+    def _go_back(self, j: int, i: int, pending: PendingBackward, grads: list[Any]) -> None:
         """Backward through the graph of a cell.
 
         Args:
             j: the stage.
+            i: the micro-batch.
             pending: what is kept of the cell.
             grads: for each outgoing edge the gradients of the outputs that need one; emptied.
         """
-        if pending.root is not None:
-            self._loss_head.go_back(j, pending)
-        if pending.output is not None:
-            grads.append(pending.output.grads)
+        pending.border.begin()
+        if self._last[j]:
+            grads += self._head.go_back(j, i, pending)
         roots, given = pending.roots(grads)
         grads.clear()
         if roots:
-            nodes = [root.node for root in roots]
-            self._leaves.claim(j, self._leaves.new(j, nodes, pending.border.node))
-            pending.go_back(roots, given)
+            self._leaves.go_back(j, roots, given, pending)
 
     def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         halves = self._halves[j].pop(i, None)
@@ -280,29 +308,21 @@ class TrainingTask:
 
     def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         """Sends the gradients of a replica to the first one, who adds them to its own."""
-        replicas = self._call.replicas
+        replicas = self.call.replicas
         assert replicas is not None
         if i > 0:
-            owner = self._call.lane_of(self._pipeline.stages[j].j)
-            return [Parcel(*sent(self._call.lane_of(j), owner, replicas.taken(j), False, None))]
+            owner = self.call.lane_of(self._pipeline.stages[j].j)
+            grads = self._leaves.taken(j, replicas.trained(j))
+            return [Parcel(*sent(self.call.lane_of(j), owner, grads))]
         for parcel in parcels:  # replica 1, 2, ...
-            pairs = zip(replicas.trained(j), parcel.value, strict=True)
-            there = [(leaf, grad) for leaf, grad in pairs if grad is not None]
-            del parcel
-            if there:
-                self._leaves.claim(j, [])
-                go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
-                there.clear()
-                self._leaves.got(j)
+            self._leaves.add(j, replicas.trained(j), parcel.value)
         return []
 
-    def _return(self, j: int, tensors: Sequence[Tensor], border: Border) -> None:
-        """Notes gradients of what came from the caller."""
-        for tensor, grad in zip(tensors, border.grads, strict=True):
-            if grad is not None:
-                grad = compact(grad)
-                self._call.release_to_caller(j, grad)
-                self._returned[j].append((tensor, grad))
+    def _returned(self, j: int, border: Border) -> list[Tensor | None]:
+        """The gradients of what came from the caller."""
+        grads = [None if grad is None else compact(grad) for grad in border.grads]
+        self.call.release_to_caller(j, grads)
+        return grads
 
 
 # Not bound to an object, which would then hold itself.

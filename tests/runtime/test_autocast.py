@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.running import MODES, assert_same, pipe_of, plain, trained
+from tests.support.running import MODES, assert_same, one_by_one, pipe_of, trained
 
 BF16 = torch.bfloat16
 
@@ -38,7 +38,7 @@ def test_training_under_autocast_gives_the_plain_loops_bits_step_after_step(mode
     for _ in range(3):
         result = step(ours, pipe)
         assert result[0].dtype == BF16
-        assert_same(result, step(theirs, lambda x: plain(theirs, x)))
+        assert_same(result, step(theirs, lambda x: one_by_one(theirs, x)))
 
 
 class OwnAutocast(nn.Module):
@@ -84,7 +84,7 @@ def test_a_layer_with_an_autocast_of_its_own_never_uses_a_stale_weight(layer, mo
     # The plain loop comes after: leaving its autocast clears the cache, which is everybody's.
     results = [step(ours, pipe) for _ in range(3)]
     for result in results:
-        assert_same(result, step(theirs, lambda x: plain(theirs, x)))
+        assert_same(result, step(theirs, lambda x: one_by_one(theirs, x)))
 
 
 def test_a_pipe_leaves_the_callers_autocast_cache_alone():

@@ -27,7 +27,7 @@ from tests.support.running import (
     weigh,
 )
 from tests.support.skips import Receive
-from tests.support.watched import Fails, Odd, gone, numbered
+from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import notes_of
 
 STAGES, CHUNKS = 3, 3
@@ -259,8 +259,6 @@ def test_an_exception_keeps_nothing_alive_once_it_is_dropped(phase):
             pytest.fail("nothing was raised")
 
     run()
-    if phase == "forward":  # not even a cycle is left for the garbage collector
-        assert gone(alive)
     # PyTorch itself keeps the roots of a backward that failed until the next one.
     weigh(pipe(numbered(CHUNKS).requires_grad_())).backward()
     assert_freed(alive)

@@ -64,10 +64,11 @@ def test_deleting_a_pipe_ends_its_threads_at_once():
     gc.disable()
     try:
         del pipe
+        weigh(output).backward()  # the graph needs the threads, and not the pipe
+        del output
         assert our_threads() == []
     finally:
         gc.enable()
-    weigh(output).backward()  # the graph does not need the pipe
 
 
 def test_a_pipe_may_be_deleted_by_one_of_its_own_layers():

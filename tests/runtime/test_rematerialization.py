@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections import Counter
 
 import pytest
@@ -17,8 +18,8 @@ from tests.support.running import (
     Do,
     assert_same,
     on_gradient,
+    one_by_one,
     pipe_of,
-    plain,
     trained,
     weigh,
 )
@@ -107,13 +108,26 @@ def test_nothing_is_dropped_without_training_or_without_grad(why):
 
 @pytest.mark.parametrize("mode", ["except_last", "always"])
 def test_a_recomputation_starts_before_the_gradient_arrives(mode):
-    pipe, events = recording()
-    pipe.checkpoint = mode
-    weigh(pipe(numbered())).backward()
-    order = {(name, i): k for k, (name, i, _) in enumerate(events)}
-    for i in RECOMPUTED[mode]:
-        # Stage 0 is ready for micro-batch i before stage 1 has sent it the gradient.
-        assert order["recompute 0", i] < order["backward 1", i]
+    begun = [threading.Event() for _ in range(4)]
+    late = []
+
+    def first(x):
+        if is_recomputing():
+            begun[int(x.detach()[0, 0])].set()
+
+    def second(x):
+        i = int(x.detach()[0, 0])
+        # Stage 1 sends no gradient before stage 0 recomputes.
+
+        def wait(_):
+            if i in RECOMPUTED[mode] and not begun[i].wait(10):
+                late.append(i)
+
+        return on_gradient(x, wait)
+
+    pipe = pipe_of(nn.Sequential(Do(first), Do(second)), checkpoint=mode)
+    weigh(pipe(numbered().requires_grad_())).backward()
+    assert not late
 
 
 def test_micro_batches_go_back_in_reverse_order_on_every_stage():
@@ -185,7 +199,7 @@ def test_buffers_and_gradients_are_those_of_the_plain_loop(kind, mode):
             with inline():
                 assert_same(result, trained(theirs, theirs, x))
         else:
-            assert_same(result, trained(lambda x: plain(other, x), other, x))
+            assert_same(result, trained(lambda x: one_by_one(other, x), other, x))
 
 
 def test_batch_norm_counts_each_micro_batch_once():

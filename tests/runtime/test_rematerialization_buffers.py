@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncpipe import Pipe
 from tests.runtime.test_rematerialization_state import X, between
 from tests.support.running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
 
@@ -156,14 +157,15 @@ def test_an_object_that_a_layer_changes_is_refused(what, made):
         else:
             box.x.add_(1)
 
-    pipe = pipe_of(nn.Sequential(Do(made), Do(change), Do(lambda box: box.x)), checkpoint="always")
+    layers = nn.Sequential(Do(made), Do(change), Do(lambda box: box.x))
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0"] * 3, chunks=4, checkpoint="always")
     with pytest.raises(RuntimeError, match=rf"stage 1 .*attribute 'x' of the {made.__name__}"):
         pipe(X.clone().requires_grad_() * 1)
 
 
 def test_an_object_that_no_layer_changes_passes():
-    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Do(Box), Do(lambda box: box.x.tanh())))
-    pipe.checkpoint = "always"
+    layers = nn.Sequential(nn.Linear(6, 6), Do(Box), Do(lambda box: box.x.tanh()))
+    pipe = Pipe(layers, [1, 2], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint="always")
     weigh(pipe(X)).backward()
     assert pipe[0].weight.grad is not None
 

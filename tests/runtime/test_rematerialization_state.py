@@ -12,7 +12,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe
-from tests.support.running import MODES, Do, assert_same, pipe_of, plain, trained, weigh
+from tests.support.running import MODES, Do, assert_same, one_by_one, pipe_of, trained, weigh
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(7))
 
@@ -23,7 +23,7 @@ def between(layers, change, mode="always", x=X):
     ours = pipe_of(copy.deepcopy(layers), checkpoint=mode)
     weigh(ours(x)).backward()  # not new any more
     ours.zero_grad()
-    for module, run in ((layers, lambda x: plain(layers, x)), (ours, ours)):
+    for module, run in ((layers, lambda x: one_by_one(layers, x)), (ours, ours)):
         loss = weigh(run(x))
         change(module)
         loss.backward()
@@ -56,7 +56,7 @@ def test_a_parameter_that_was_replaced_is_recomputed_from_the_old_one():
     loss.backward()
     new, layers[0].weight = layers[0].weight, old
     ours, old.grad = old.grad, None
-    weigh(plain(layers, X)).backward()
+    weigh(one_by_one(layers, X)).backward()
     assert new.grad is None
     assert torch.equal(ours, old.grad)
 
@@ -94,7 +94,7 @@ def test_embeddings_that_renorm_their_rows_train_as_in_the_plain_loop(mode):
     for step in range(3):
         x = torch.randint(5, (12,), generator=torch.Generator().manual_seed(step))
         results = []
-        for module, run in ((layers, pipe), (other, lambda x: plain(other, x))):
+        for module, run in ((layers, pipe), (other, lambda x: one_by_one(other, x))):
             module.zero_grad()
             weigh(run(x)).backward()
             results.append([t for p in module.parameters() for t in (p.detach(), p.grad)])
@@ -121,7 +121,7 @@ def test_lazy_layers_get_their_parameters_in_the_first_call(mode):
     other = copy.deepcopy(pipe)
     ours = [p.grad for p in pipe.parameters()]
     other.zero_grad()
-    weigh(plain(nn.Sequential(*other), X)).backward()
+    weigh(one_by_one(nn.Sequential(*other), X)).backward()
     assert_same(ours, [p.grad for p in other.parameters()])
 
 
@@ -139,7 +139,7 @@ def test_a_layer_may_make_its_parameters_in_its_first_forward():
     weigh(pipe(X)).backward()
     ours = [p.grad for p in pipe.parameters()]
     pipe.zero_grad()
-    weigh(plain(nn.Sequential(*pipe), X)).backward()
+    weigh(one_by_one(nn.Sequential(*pipe), X)).backward()
     assert_same(ours, [p.grad for p in pipe.parameters()])
 
 
@@ -201,7 +201,7 @@ def test_buffers_that_come_into_a_layer_between_calls_are_known(kind):
         LATER[kind](module[0])
     for _ in range(2):
         ours = trained(pipe, pipe, X)
-        assert_same(ours, trained(lambda x: plain(other, x), other, X))
+        assert_same(ours, trained(lambda x: one_by_one(other, x), other, X))
 
 
 def test_a_layer_that_comes_in_between_forward_and_backward_is_refused():
@@ -238,13 +238,11 @@ def test_asking_twice_for_what_was_saved_recomputes_once():
     assert len(runs) == 2 * 4
 
 
-def test_where_saved_tensor_hooks_are_forbidden_the_error_says_so():
+def test_saved_tensor_hooks_may_be_forbidden():
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6)), [1], devices=["cpu"], checkpoint="always")
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        pytest.raises(RuntimeError, match=r"not here.*checkpoint='never'"),
-    ):
-        pipe(X)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        weigh(pipe(X)).backward()
+    assert pipe[0].weight.grad is not None
 
 
 @pytest.mark.parametrize(

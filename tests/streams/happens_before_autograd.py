@@ -74,6 +74,16 @@ class AutogradWorld(World):
             for leaf in here.leaves:
                 self.current(leaf.device).join(leaf.clock)
 
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Around a backward inside of a node of another one, on one thread."""
+        here = self.here
+        before = dict(here.__dict__)
+        try:
+            yield
+        finally:
+            here.__dict__.update(before)
+
     def _engine_adds(self, stream: Stream, what: str) -> Stream:
         """Gradients that meet, which no node adds but the engine, on the consumer's stream."""
         if not self.here.meeting or self.here.inside is not None or "add" not in what:

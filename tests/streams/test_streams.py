@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-import syncpipe.forward
 import syncpipe.runtime.streams
 import syncpipe.stages.call
 import syncpipe.stages.transfer
+import syncpipe.training.forward
 from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
-from syncpipe.stages.transfer import Send
 from syncpipe.tree import tensors_in
 from tests.streams.happens_before import FakeStreams, Stream, parameters_of
 from tests.streams.happens_before_autograd import AutogradWorld
@@ -240,8 +240,11 @@ class Scenario:
 def world(monkeypatch) -> AutogradWorld:
     """A world that the library works in: devices are told apart, and graph nodes are tagged."""
     world = AutogradWorld()
-    scatter, gather = syncpipe.forward.scatter, syncpipe.forward.gather
-    bind, apply = syncpipe.forward._Forward.bind, Send.apply
+    driver, task = syncpipe.training.forward, syncpipe.training.task
+    scatter, gather, apply = driver.scatter, driver.gather, driver._Node.apply
+    ends_of, captured = task.ends_of, syncpipe.training.captured.captured
+    sums = syncpipe.training.captured.Captured.sums
+    real = torch.Tensor.device
 
     def watched_scatter(input, chunks):
         with world.watch():
@@ -255,29 +258,40 @@ def world(monkeypatch) -> AutogradWorld:
         world.tag(tensors_in(gathered))
         return gathered
 
-    def tagged_bind(self, kind, j):
-        run, stream = bind(self, kind, j), self._call.lane_of(j).compute
+    def tagged_apply(*args):
+        made = apply(*args)
+        world.tag(made)
+        return made
 
-        def tagged(i, received):
-            sent = run(i, received)
-            made = (sent, self.outputs[i], self._tokens[j])
-            world.tag(tensors_in(made), stream)
-            return sent
+    def tagged_ends_of(value):
+        world.tag(tensors_in(value))
+        return ends_of(value)
 
-        return tagged
+    def acted(roots, grads, leaves, *, keep):
+        with world.nested(), world.going_back():
+            found = captured(roots, grads, leaves, keep=keep)
+        for leaf in leaves:  # their nodes have not run
+            get_gradient_edge(leaf).node.metadata.get("arrived", {}).clear()
+        return found
 
-    def tagged_apply(source, target, events, note, *tensors):
-        # The nodes before this one belong to the stage, this one to where its outputs are.
-        world.tag(tensors, source.compute)
-        copies = apply(source, target, events, note, *tensors)
-        world.tag(copies, world.current(target.device.index))
-        return copies
+    def watched_sums(self):
+        with world.watch():
+            return sums(self)
 
-    monkeypatch.setattr(syncpipe.forward, "scatter", watched_scatter)
-    monkeypatch.setattr(syncpipe.forward, "gather", watched_gather)
-    monkeypatch.setattr(syncpipe.forward._Forward, "bind", tagged_bind)
-    monkeypatch.setattr(Send, "apply", tagged_apply)
+    def device(tensor):
+        block = world.block_of(tensor)
+        return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
+
+    monkeypatch.setattr(driver, "scatter", watched_scatter)
+    monkeypatch.setattr(driver, "gather", watched_gather)
+    monkeypatch.setattr(driver._Node, "apply", tagged_apply)
+    for module in (task, syncpipe.training.pending_backward):
+        monkeypatch.setattr(module, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.captured, "captured", acted)
+    monkeypatch.setattr(syncpipe.training.captured.Captured, "sums", watched_sums)
+    monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(syncpipe.runtime.streams, "same_memory", lambda a, b: a == b)
+    monkeypatch.setattr(syncpipe.stages.call, "same_memory", lambda a, b: a == b)
     return world
 
 
@@ -322,15 +336,3 @@ def test_what_is_left_out_is_reported(world, layout, what):
     with inline():
         reports = Scenario(world, layout, checkpoint="never", chunks=4).run(2)
     assert any(report.startswith("race" if what == "wait" else "reuse") for report in reports)
-
-
-@pytest.mark.parametrize("layout", ["two devices", "four devices"])
-def test_race_if_the_node_of_a_copy_is_made_on_the_source(world, layout, monkeypatch):
-    """Gradients that meet there would be added on another stream than the copy waits for."""
-
-    def sent_from_source(source, target, tensors, note=None):
-        events = []
-        return list(Send.apply(source, target, events, note, *tensors)), events[0]
-
-    monkeypatch.setattr(syncpipe.stages.transfer, "send", sent_from_source)
-    assert Scenario(world, layout, checkpoint="never", chunks=2).run(1)

@@ -62,7 +62,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
-    ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.task.go_back
+    ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.leaves.go_back
     backward = torch.autograd.backward
     loss = syncpipe.training.loss.head.LossHead._loss
     real = torch.Tensor.device
@@ -83,10 +83,10 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         with world.going_back():
             return backward(tensors, *args, **kwargs)
 
-    def acted_go_back(roots, grads, inputs=()):
+    def acted_go_back(roots, grads, inputs=(), *, keep=False):
         world.tag(tensors_in(roots))
         with world.going_back():
-            go_back(roots, grads, inputs)
+            go_back(roots, grads, inputs, keep=keep)
 
     def device(tensor):
         block = world.block_of(tensor)
@@ -100,7 +100,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
     for module in (
-        syncpipe.training.task,
+        syncpipe.training.leaves,
         syncpipe.training.pending_backward,
         syncpipe.training.weight_gradients,
     ):

@@ -233,8 +233,51 @@ def concatenate(outputs: list[Any]) -> Any:
 
 
 def in_turn(model: nn.Module, chunks: int) -> Callable[[Any], Any]:
-    """What ``Pipe(model, chunks=chunks)`` has to equal."""
-    return lambda x: concatenate([model(piece) for piece in cut(x, chunks)])
+    """What ``Pipe(model, chunks=chunks)`` has to equal: each micro-batch goes back by itself."""
+
+    def run(x: Any) -> Any:
+        pieces = cut(x, chunks)
+        return concatenate(by_itself([model(piece) for piece in pieces]))
+
+    return run
+
+
+def by_itself(outputs: list[Any]) -> list[Any]:
+    """The outputs of micro-batches, so that each goes back by itself, the last one first."""
+    leaves, spec = pytree.tree_flatten(outputs)
+    counts = [len(pytree.tree_leaves(output)) for output in outputs]
+    own = [k for k, count in enumerate(counts) for _ in range(count)]
+    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    if not any(flags):
+        return outputs
+    there = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+    of = [k for k, flag in zip(own, flags, strict=True) if flag]
+    anchor = torch.empty(0, requires_grad=True)
+    passed = iter(_OneByOne.apply(there, of, anchor))
+    found = [next(passed) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    return pytree.tree_unflatten(found, spec)
+
+
+class _OneByOne(torch.autograd.Function):
+    """``apply(outputs, micro_batches, anchor)``."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Tensor], of: list[int], anchor: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.outputs, ctx.of = outputs, of
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        for i in sorted(set(ctx.of), reverse=True):
+            pairs = [
+                (output, grad)
+                for output, k, grad in zip(ctx.outputs, ctx.of, grads, strict=True)
+                if k == i and grad is not None
+            ]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return None, None, None
 
 
 @dataclass
@@ -260,6 +303,7 @@ def loss_of(output: Any) -> Tensor | None:
 def step(call: Callable[[Any], Any], module: nn.Module, x: Any) -> Result:
     """Forward and one backward of ``call``, whose parameters are those of ``module``."""
     x = pytree.tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), x)
+    module.zero_grad()
     output = call(x)
     loss = loss_of(output)
     if loss is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.compare import assert_same as assert_same  # for those who import it here
+from tests.support.models import by_itself
 
 MODES = ("never", "except_last", "always")
 
@@ -29,6 +30,12 @@ def pipe_of(module: nn.Sequential, balance: list[int] | None = None, **options: 
 def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
     """The reference: the micro-batches one after another through the plain model."""
     return torch.cat([module(chunk) for chunk in x.chunk(chunks)])
+
+
+def one_by_one(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
+    """The same, where each micro-batch goes back by itself, the last one first."""
+    outputs: list[Tensor] = by_itself([module(chunk) for chunk in x.chunk(chunks)])
+    return torch.cat(outputs)
 
 
 def beside(

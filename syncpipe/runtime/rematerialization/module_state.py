@@ -150,12 +150,12 @@ class ModuleState:
         self._versions = [version_of(p) for p in self._parameters]
         self._renormed = dict(self.changes.renormed.items())
 
-    def _swaps(self, where: object, *, once: bool) -> list[_Swap]:
+    def _swaps(self, where: object, moment: object) -> list[_Swap]:
         """What to put back for a recomputation, nearly always nothing.
 
         Args:
             where: the cell, which as a string is its name in messages.
-            once: nothing of the user's has run since the forward, so look once and for all.
+            moment: the same as long as the user's code cannot have changed any module.
 
         Raises:
             RuntimeError: a parameter was modified in place, or the layers are other ones.
@@ -167,9 +167,8 @@ class ModuleState:
                 version -= renormed.get(p, 0) - self._renormed.get(p, 0)  # by the forward itself
                 if version != then:
                     raise modified(f"a parameter ({described(p)})", where, then, version)
-        task = None if once else torch._C._current_graph_task_id()
-        if self._checked is None or task == -1 or self._checked[0] != task:
-            self._checked = (task, self._differences(where))
+        if self._checked is None or self._checked[0] != moment:
+            self._checked = (moment, self._differences(where))
         return self._checked[1]
 
     def _differences(self, where: object) -> list[_Swap]:
@@ -268,17 +267,18 @@ class CellState:
         for module, name in self._lazy:  # it has its first value now, which is as good
             self._copies[module, name] = fresh(module._buffers[name])
 
-    def restored(self, run: Callable[[], None], *, once: bool = False) -> None:
+    def restored(self, run: Callable[[], None], moment: object, *, keep: bool) -> None:
         """Runs the stage again, from what it was before the forward; under the lock.
 
         Args:
             run: runs it.
-            once: it will not run again, and nothing of the user's has run since the forward.
+            moment: the same as long as the user's code cannot have changed any module.
+            keep: let it run once more.
 
         Raises:
             RuntimeError: it cannot be made what it was.
         """
-        swaps = list(self.modules._swaps(self._where, once=once))
+        swaps = list(self.modules._swaps(self._where, moment))
         self._changes.any |= bool(swaps)
         for module, noted in self._constant:
             for name, buffer, version in noted:
@@ -289,7 +289,7 @@ class CellState:
         copy = _Copies()
         for (module, name), kept in self._copies.items():
             if name in module._buffers:
-                value = kept if once else copy(kept)
+                value = copy(kept) if keep else kept
                 swaps.append((setitem, module._buffers, name, value))
         for embedding in self._changes.renorming:
             swaps.append((setitem, embedding.__dict__, "max_norm", None))

@@ -9,38 +9,30 @@ stage of its own, over stand-ins of the modules that hold tensors of its own: co
 as fresh as the originals are when a call begins, or where that is the same memory the very same
 values, as leaves of their own. So no two workers ever run one module, or add to one gradient.
 
-In ``train_batch`` a replica adds up the gradients of its micro-batches in its own leaves. When it
-is through with its stage it sends them to the owner, who adds them to its own: replica 1, 2, and so
-on, whenever they come. Each goes through the parameter's hooks as one gradient. In ``pipe(x)`` the
-same is in the autograd graph::
-
-    weight <-- Uses <-- owner's cells
-                 ^----- SendCopy <-- cells of replica 1
+A replica adds up the gradients of its micro-batches in its own leaves. When it is through with its
+stage it sends them to the owner, who adds them to its own: replica 1, 2, and so on, whenever they
+come. Each goes through the parameter's hooks as one gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
-from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.runtime.streams import Lane, same_memory
 from syncpipe.stages.run import CallContext, Partition, StageLayers
 from syncpipe.stages.sharing.copies import Copy
-from syncpipe.stages.sharing.stand_ins import Lasting, StandIns
-from syncpipe.stages.transfer import SendCopy, Uses
+from syncpipe.stages.sharing.stand_ins import Lasting
 
 __all__ = ["CallReplicas", "Replica"]
 
@@ -130,8 +122,6 @@ class CallReplicas:
         stages: by number.
         lanes: by number, the lane of its worker, which waits for the caller already.
         context: the call's.
-        recorder: writes transfers down.
-        graph: the caller gets an autograd graph, in which all replicas are linked.
     """
 
     def __init__(
@@ -141,18 +131,12 @@ class CallReplicas:
         stages: Sequence[StageLayers],
         lanes: Sequence[Lane],
         context: CallContext,
-        recorder: Recorder | None,
-        *,
-        graph: bool,
     ) -> None:
         self._stages, self._numbers, self._context = stages, numbers, context
-        self._lanes = lanes
         self._trained: dict[int, list[Tensor]] = {}  # by number: what gets gradients
         self._before: list[tuple[StageLayers, list[tuple[nn.Module, str, Tensor, int]]]] = []
         #: Stages that go by what they knew of their draws, and that.
         self._trusting: list[tuple[StageLayers, list[int], int]] = []
-        # Their values are no tensors of the process, or go with tangents: everything runs here.
-        self._as_they_are = context.state.needs_inline or forward_ad._current_level >= 0
         grad = context.state.grad
         for j, more in enumerate(replicas):
             if not more:
@@ -163,8 +147,6 @@ class CallReplicas:
             for number, replica in zip(numbers[j][1:], more, strict=True):
                 replica.follow(tensors, lanes[j], lanes[number], trains=grad)
             trained = [t for t in tensors if grad and t.requires_grad]
-            if graph and (trained or self._as_they_are):
-                self._link(j, tensors if self._as_they_are else trained, more, recorder)
             self._trained[j] = trained
             for number, replica in zip(numbers[j][1:], more, strict=True):
                 self._trained[number] = list(map(replica.of, trained))
@@ -195,68 +177,6 @@ class CallReplicas:
         for one, other in _pairs(owner, stage, context):
             known = list(other.draws), stage.backward_draws
             self._trusting += [(one, *known), (other, *known)]
-
-    # -- pipe(x)
-
-    def _link(
-        self,
-        j: int,
-        tensors: Sequence[Tensor],
-        replicas: Sequence[Replica],
-        recorder: Recorder | None,
-    ) -> None:
-        """Puts nodes that add up gradients between the tensors and those who use them."""
-        owner = self._lanes[j]
-        fixed: list[dict[int, Tensor]] = [{} for _ in self._numbers[j]]
-        for tensor in tensors:
-            if self._as_they_are:
-                uses = [tensor] * len(fixed)
-            else:
-                with owner.active():
-                    uses = Uses.apply(len(replicas), tensor)  # type: ignore[no-untyped-call]
-            fixed[0][id(tensor)] = uses[0]
-            for k, replica in enumerate(replicas, start=1):
-                own, lane = replica.of(tensor), self._lanes[self._numbers[j][k]]
-                fixed[k][id(own)] = self._sent(j, k, owner, lane, uses[k], own, recorder)
-        for number, tensors_of_it in zip(self._numbers[j], fixed, strict=True):
-            stage, context = self._stages[number], self._context
-            context.plain[number] = False
-            for run in context.runs(stage):
-                context.stand_ins[run] = StandIns(run.partition, tensors_of_it)
-
-    def _sent(
-        self,
-        j: int,
-        k: int,
-        owner: Lane,
-        lane: Lane,
-        use: Tensor,
-        own: Tensor,
-        recorder: Recorder | None,
-    ) -> Tensor:
-        """A tensor on its way to replica ``k``, and its gradient on the way back."""
-        if self._as_they_are:
-            (there,), event = owner.send([use], lane)
-            lane.receive(event, [there])
-            return there
-        if (lane.streams, owner.streams) == (None, None):
-            return use
-        note = recorder and partial(recorder.transfer, k, j, j)
-        with lane.active():
-            linked: Tensor = SendCopy.apply(  # type: ignore[no-untyped-call]
-                owner, lane, note, own.detach(), use
-            )
-        return linked
-
-    # -- train_batch
-
-    def taken(self, number: int) -> list[Tensor | None]:
-        """The gradients that a replica has added up; not there any more."""
-        leaves = self._trained[number]
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        return grads
 
     def trained(self, number: int) -> list[Tensor]:
         """What gets gradients on a replica, in one order on all of a stage."""

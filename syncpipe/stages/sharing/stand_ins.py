@@ -48,7 +48,7 @@ class StandIns:
         self, partition: nn.Module, fixed: dict[int, Tensor], linked: Sequence[Tensor] = ()
     ) -> None:
         self._partition = partition
-        self._fixed = fixed
+        self.fixed = fixed
         self._linked = list(map(id, linked))
         replaced = {*fixed, *self._linked}
         holders = {
@@ -77,7 +77,7 @@ class StandIns:
         Args:
             tensors: for each linked tensor what the cell uses.
         """
-        others = {**self._fixed, **dict(zip(self._linked, tensors, strict=True))}
+        others = {**self.fixed, **dict(zip(self._linked, tensors, strict=True))}
         made = _Made(others, self._on_the_way)
         try:
             yield made.of(self._partition)

@@ -4,41 +4,27 @@
                         ^                               |
                         +---- gradient of cell (i, 3) --+          in the backward of each cell
 
-In ``train_batch`` the copy is a leaf of its own. What a cell adds to its gradient goes to cell
-``(i, 0)``, begins the backward of the weight there, and the gradient of that cell is added to it:
-the plain model's order. (Over a third stage in between it goes from stage to stage.) In
-``pipe(x)`` the uses of all cells are linked in the autograd graph, so that they are added in that
-order, too::
-
-    weight <-- Uses(0) <-- Uses(1) <-- ... <-- Uses(m-1)
-                 ^ ^         ^ ^
-                 | +- (0,3)  | +- (1,3) over the border to stage 3
-                 +--- (0,0)  +--- (1,0)
+The copy is a leaf of its own. What a cell adds to its gradient goes to cell ``(i, 0)``, begins the
+backward of the weight there, and the gradient of that cell is added to it: the plain model's order.
+(Over a third stage in between it goes from stage to stage.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_tensors
-from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.runtime.streams import Lane, same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
-from syncpipe.stages.inplace import TIED
-from syncpipe.stages.run import CallContext, Inputs, Partition, StageLayers
+from syncpipe.stages.run import CallContext, Partition
 from syncpipe.stages.sharing.copies import Copy
-from syncpipe.stages.sharing.stand_ins import StandIns
-from syncpipe.stages.transfer import SendCopy, Uses
 
 __all__ = ["CallTies", "SharedTensors"]
 
@@ -83,33 +69,31 @@ class CallTies:
     Args:
         ties: what the stages share.
         shared: what is kept of it from call to call.
-        layers: the stages.
         lanes: for each stage the lane of its worker, which waits for the caller already.
         edges: those of the pipeline; ours have the numbers after them.
         context: the call's.
-        recorder: writes transfers down.
-        graph: the caller gets an autograd graph, in which all uses are linked.
+        fixed: for each stage, by the identity of a tensor, what stands in its place; filled.
+        in_order: one worker alone goes forward in the plain model's order.
 
     Attributes:
         edges: over which gradients go back, from a stage to the one before it that has the weight.
-        leaves: for each stage what stands in ``train_batch`` for parameters that are not its own.
+        leaves: for each stage those of these that get gradients.
     """
 
     def __init__(
         self,
         ties: Sequence[Tie],
         shared: SharedTensors,
-        layers: Sequence[StageLayers],
         lanes: Sequence[Lane],
         edges: Sequence[Edge],
         context: CallContext,
-        recorder: Recorder | None,
+        fixed: list[dict[int, Tensor]],
         *,
-        graph: bool,
+        in_order: bool,
     ) -> None:
         several = any(lane is not lanes[0] for lane in lanes)
-        #: One worker alone goes through `pipe(x)` in the plain model's order, there and back.
-        self._in_order = not several and (graph or not context.state.grad)
+        #: What is written into a tied tensor is then seen as in the plain model.
+        self._in_order = not several and (in_order or not context.state.grad)
         if not self._in_order:
             check_modes(ties)
         self._lanes = lanes
@@ -119,47 +103,29 @@ class CallTies:
         self._copies: _Copies = {}
         self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
-        tangents = forward_ad._current_level >= 0  # they go with the tensors themselves
         trained = [tie for tie in ties if context.state.grad and tie.tensor.requires_grad]
-        self._linked_ties = trained if graph and several and not tangents else []
-        returning = [] if graph else trained
-        stages = range(len(lanes))
-        self.leaves: list[list[Tensor]] = [[] for _ in stages]
-        fixed: list[dict[int, Tensor]] = [{} for _ in stages]
-        values: dict[tuple[int, int], Tensor] = {}
+        self.leaves: list[list[Tensor]] = [[] for _ in lanes]
+        self.fixed = fixed
         for tie in ties:
             for j in tie.stages[1:]:
                 value = tie.tensor.detach()
                 apart = not same_memory(lanes[tie.owner].device, lanes[j].device)
                 if apart:
-                    value = self._brought(tie, j, tangents=tangents and graph)
-                values[id(tie), j] = value
-                if tie in returning:
+                    value = self._brought(tie, j)
+                if tie in trained:
                     value = value.detach().requires_grad_()
                     self.leaves[j].append(value)
-                if tie in returning or (apart and tie not in self._linked_ties):
-                    fixed[j][id(tie.tensor)] = value
-        self._slots = [[tie for tie in self._linked_ties if j in tie.stages] for j in stages]
-        for j, stage in enumerate(layers):
-            if fixed[j] or self._slots[j]:
-                context.plain[j] = False
-                for run in context.runs(stage):
-                    linked = [tie.tensor for tie in self._slots[j]]
-                    context.stand_ins[run] = StandIns(run.partition, fixed[j], linked)
-        self._cells = self._link(values, recorder)
-        self._plan_return(returning, fixed, len(edges))
+                if tie in trained or apart:
+                    self.fixed[j][id(tie.tensor)] = value
+        self._plan_return(trained, len(edges))
 
     def foreign(self, j: int) -> set[int]:
         """The tensors, by identity, that are in stage ``j`` but not its own."""
         return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
 
-    def _brought(self, tie: Tie, j: int, *, tangents: bool) -> Tensor:
+    def _brought(self, tie: Tie, j: int) -> Tensor:
         """The tensor on the device of stage ``j``."""
         tensor, owner, lane = tie.tensor, self._lanes[tie.owner], self._lanes[j]
-        if tangents:
-            (copy,), event = owner.send([tensor], lane)
-            lane.receive(event, [copy])
-            return copy
         key = (id(tensor), lane.device)
         found = self._copies.get(key)
         if found is None:
@@ -175,47 +141,7 @@ class CallTies:
         lane.receive(found.event, [found.copy])
         return found.copy
 
-    # -- pipe(x)
-
-    def _link(
-        self, values: dict[tuple[int, int], Tensor], recorder: Recorder | None
-    ) -> list[list[tuple[Tensor, ...]]]:
-        """For each cell the tensors that its stage uses, as nodes that add up their gradients."""
-        if not self._linked_ties:
-            return []
-        m, stages = self._context.m, range(len(self._lanes))
-        cells: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(m)]
-        for tie in self._linked_ties:
-            owner, rest = self._lanes[tie.owner], tie.tensor
-            for i in range(m):
-                with owner.active():
-                    rest, *uses = Uses.apply(len(tie.stages), rest)  # type: ignore[no-untyped-call]
-                for j, use in zip(reversed(tie.stages), uses, strict=True):
-                    lane = self._lanes[j]
-                    if lane is not owner and (lane.streams, owner.streams) != (None, None):
-                        note = recorder and partial(recorder.transfer, i, tie.owner, j)
-                        with lane.active():
-                            use = SendCopy.apply(  # type: ignore[no-untyped-call]
-                                owner, lane, note, values[id(tie), j], use
-                            )
-                    cells[i][id(tie), j] = use
-        return [
-            [tuple([table[id(tie), j] for tie in self._slots[j]]) for j in stages]
-            for table in cells
-        ]
-
-    def joined(self, i: int, j: int, inputs: Inputs, marks: Sequence[int]) -> Any:
-        """The inputs of cell ``(i, j)`` with the tied tensors that are linked; and the marks."""
-        if not self._slots[j]:
-            return inputs, marks
-        values = self._cells[i][j]
-        return (inputs[0], (*inputs[1], *values)), [*marks, *[TIED] * len(values)]
-
-    # -- train_batch
-
-    def _plan_return(
-        self, returning: Sequence[Tie], fixed: Sequence[dict[int, Tensor]], number: int
-    ) -> None:
+    def _plan_return(self, returning: Sequence[Tie], number: int) -> None:
         """Which gradients go back from where to where."""
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in returning:
@@ -224,12 +150,12 @@ class CallTies:
         self.edges = tuple(
             [Edge(number + k, source, j, None) for k, (j, source) in enumerate(sorted(hops))]
         )
-        stages = range(len(fixed))
+        stages = range(len(self._lanes))
         self._receivers: list[list[list[Tensor]]] = [[] for _ in stages]
         self._senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in stages]
         for edge in self.edges:
             tensors = hops[edge.target, edge.source]
-            here, there = fixed[edge.source], fixed[edge.target]
+            here, there = self.fixed[edge.source], self.fixed[edge.target]
             self._receivers[edge.source].append([here.get(id(t), t) for t in tensors])
             self._senders[edge.target].append((edge, [there[id(t)] for t in tensors]))
 
@@ -237,14 +163,9 @@ class CallTies:
         """For each of ``edges`` that leaves stage ``j`` the leaves that its gradients are for."""
         return self._receivers[j]
 
-    def gradients(self, j: int) -> list[tuple[Edge, list[Tensor | None]]]:
-        """What goes back over each of ``edges`` that comes to stage ``j``; not there any more."""
-        found = []
-        for edge, leaves in self._senders[j]:
-            found.append((edge, [leaf.grad for leaf in leaves]))
-            for leaf in leaves:
-                leaf.grad = None
-        return found
+    def senders(self, j: int) -> list[tuple[Edge, list[Tensor]]]:
+        """For each of ``edges`` that comes to stage ``j`` the leaves whose gradients go back."""
+        return self._senders[j]
 
     # -- after the last cell
 

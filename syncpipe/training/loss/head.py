@@ -11,10 +11,11 @@ from torch import Tensor
 
 from syncpipe.runtime.errors import annotate
 from syncpipe.stages.call import Call
+from syncpipe.training.border import cut, ends_of
 from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.loss.check import LossCheck
 from syncpipe.training.loss.objective import Objective
-from syncpipe.training.pending_backward import PendingBackward, cut, ends_of
+from syncpipe.training.pending_backward import PendingBackward
 from syncpipe.tree import compact, distinct, map_tensors
 
 __all__ = ["LossHead"]
@@ -136,22 +137,34 @@ class LossHead:
         """Whether the loss function drew random numbers."""
         return any(self._draws.values())
 
-    def go_back(self, j: int, pending: PendingBackward) -> None:
-        """Backward of the loss of a micro-batch, and of the cell where their graphs are one."""
+    def given(self, output: Any) -> list[Tensor]:
+        """The tensors of an output whose gradients come from the loss."""
+        return distinct(output)
+
+    def go_back(self, j: int, i: int, pending: PendingBackward) -> list[list[Tensor | None]]:
+        """Backward of the loss of a micro-batch, and of the cell where their graphs are one.
+
+        Returns:
+            The gradients of the outputs, in a list, if the cell's graph is another one.
+        """
+        if pending.root is not None:
+            self._backward(j, pending)
+        return [] if pending.output is None else [pending.output.grads]
+
+    def _backward(self, j: int, pending: PendingBackward) -> None:
         leaves = self._leaves
         assert pending.root is not None
         root, grad = pending.root
         pending.root = None
         begin = pending.border if pending.output is None else pending.output
-        targets = None if pending.target is None else pending.target.node
-        new = leaves.new(j, [root.node], begin.node, targets)
+        new = leaves.new(j, [root.node], begin, pending.target)
         others = leaves.of_others(j, new)
         inputs: list[Tensor] = []  # all of them
         if others:
             # The loss depends on parameters of other workers. Two threads that add to one gradient
             # add in any order, so what these get is added when all workers are through.
             ends = [end.node for ends in pending.ends for end in ends]
-            leaves.claim(j, leaves.new(j, ends, pending.border.node))
+            leaves.claim(j, leaves.new(j, ends, pending.border))
             grads = torch.autograd.grad(root, others, grad, retain_graph=True, allow_unused=True)
             self._put_aside(j, others, grads)
             aside = set(map(id, others))

@@ -51,7 +51,7 @@ class StreamLeaves(Leaves):
                 "closure), or detach() it"
             )
 
-    def taken(self, j: int) -> None:
+    def renewed(self, j: int) -> None:
         """Call after an update: gradients begin anew."""
         self._fresh[j] = None
 
@@ -80,8 +80,8 @@ class StreamTask(TrainingTask):
 
     def bind(self, kind: Kind, j: int) -> Run:
         if kind == "update":
-            update = without_autocast(self._call.context.state, partial(self._update, j))
-            return self._call.bound(update, kind, j)
+            update = without_autocast(self.call.context.state, partial(self._update, j))
+            return self.call.bound(update, kind, j)
         run, weights = super().bind(kind, j), self._weights[j]
 
         def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
@@ -104,22 +104,22 @@ class StreamTask(TrainingTask):
         return undisturbed(partial(self._comes, i))
 
     def _comes(self, i: int) -> bool:
-        with self._call.as_caller():
+        with self.call.as_caller():
             return self._stream.there(i)
 
     def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         try:
             following = (i // self._stream.chunks + 1) * self._stream.chunks
-            self._call.release_to_caller(j, self._weights[j].gradients(following))
+            self.call.release_to_caller(j, self._weights[j].gradients(following))
             self._weights[j].update()
         except BaseException as error:
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")
             raise
-        context = self._call.context
+        context = self.call.context
         for run in context.runs(self._pipeline.stages[j]):
             if run in context.modules:
                 context.modules[run].note_versions()
         if context.state.nested:  # casts of the weights as they were
             torch.clear_autocast_cache()
-        self._leaves.taken(j)
+        self._leaves.renewed(j)
         return []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline, is_checkpointing, is_recomputing
 from syncpipe.skip import pop, skippable, stash
-from tests.support.models import assert_equals_plain, linear_model
+from tests.support.models import assert_equals_plain, in_turn, linear_model
 from tests.support.running import assert_same, beside, trained
 from tests.support.training import FOUR, KINDS, RUNS
 from tests.support.watched import Memory, alive, gone
@@ -211,7 +211,8 @@ def test_hooks_of_partitions_run_around_all_of_it():
 def test_autocast_of_the_forward_is_that_of_the_recomputation(dtype):
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
-    pipe, run, plain = beside([0, 2], layers, (2, 2))
+    pipe, _, plain = beside([0, 2], layers, (2, 2))
+    run = in_turn(plain, pipe.chunks)
     x = torch.randn(8, 3)
     results = []
     for module, call in ((pipe, pipe), (plain, run)):

@@ -55,6 +55,7 @@ def plain_train(pipe: Pipe, plain: nn.Sequential, x: Any, target: Any, **options
 def plain_forward(pipe: Pipe, plain: nn.Sequential, x: Tensor) -> Result:
     """The same of ``pipe(x)`` and one backward, where the last micro-batch goes back first."""
     x = fresh(x)
+    plain.zero_grad()
     named = dict(plain.named_parameters())
     leaves = [
         {name: p.detach().requires_grad_(p.requires_grad) for name, p in named.items()}

@@ -257,7 +257,7 @@ def test_gradients_can_be_asked_for_and_differentiated():
         (grad,) = torch.autograd.grad(module(x).square().sum(), weight, create_graph=True)
         (again,) = torch.autograd.grad(grad.square().sum(), weight)
         found.append((grad.detach(), again))
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_a_loss_with_parameters_of_its_own_and_of_a_layer():

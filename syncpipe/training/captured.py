@@ -1,0 +1,218 @@
+"""The gradients that ``pipe(x)`` gives back: captured in each cell, summed for each stage.
+
+Nothing is added to a ``.grad`` here, that is for autograd to do when the node has returned them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from syncpipe.runtime.graph import AccumulateGrad, captured, go_back, nodes_of
+from syncpipe.runtime.interrupts import undone
+from syncpipe.stages.call import Call
+from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
+from syncpipe.training.leaves import is_shared
+from syncpipe.tree import described
+
+__all__ = ["Captured"]
+
+
+class Captured:
+    """What gets gradients in one call of ``pipe(x)``, as ``Leaves`` in ``train_batch``.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        stages = call.pipeline.stages
+        self._found: list[dict[int, Tensor]] = [{} for _ in stages]
+        self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
+        self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
+        self._places: list[tuple[dict[str, Any], str, Any, bool]] = []
+        self._nested = [False for _ in stages]
+        self._keep = False
+        self._sums: list[dict[int, Tensor]] = []
+        self._several: set[int] = set()  # the sums that nobody else has, by identity of the leaf
+
+    def look(self, j: int, nodes: Iterable[Any], border: Border) -> None:
+        """Looks for leaves that are in no module, in the graph of a cell of stage ``j``.
+
+        Raises:
+            RuntimeError: it goes on into another cell's.
+        """
+        known = {id(t) for t in _tensors_of(self._call.pipeline.stages[j].partition)}
+        known |= {id(t) for t in self._call.instead[j].values()} | {id(ANCHOR)}
+        for node in nodes_of(nodes):
+            kind = type(node)
+            if kind is AccumulateGrad and id(node.variable) not in known:
+                leaf = node.variable
+                if leaf._backward_hooks:
+                    raise RuntimeError(
+                        f"{described(leaf)}, which requires grad and has hooks, is used by "
+                        f"{self._call.pipeline.stages[j].describe(0)}, and is none of the "
+                        "parameters of its layers: its hooks would run once for each micro-batch. "
+                        "Make it a parameter of a layer, or use syncpipe.inline(graph=True)"
+                    )
+                self._found[j][id(leaf)] = leaf
+            elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
+                self._nested[j] = True
+            elif kind is CROSSING and node.apply.__self__ is not border:
+                raise RuntimeError(FOREIGN)
+
+    def close(self) -> list[Tensor]:
+        """Call after the last forward.
+
+        Returns:
+            The tensors that get gradients, each once.
+        """
+        call, n = self._call, self._call.pipeline.n
+        given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
+        for j, stage in reversed(list(enumerate(call.pipeline.stages))):
+            ties, instead = call.ties, call.instead[j]
+            own: list[Tensor] = list(self._found[j].values())
+            if j >= n:
+                assert call.replicas is not None
+                self._own[j] = [*own, *call.replicas.trained(j)]
+            else:
+                foreign = set() if ties is None else ties.foreign(j)
+                own += [t for t in _tensors_of(stage.partition) if id(t) not in foreign]
+                for module in stage.partition.modules():
+                    for held in (module._parameters, module._buffers):
+                        for name, t in held.items():
+                            stays = t is None or t.requires_grad or held is module._parameters
+                            self._places.append((held, name, t, stays))
+            for tensor in own:
+                if tensor.requires_grad:
+                    leaf = instead.get(id(tensor), tensor)
+                    given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
+                    if j < n:
+                        self._own[j].append(leaf)
+            if ties is not None and j < n:
+                self._own[j] += ties.leaves[j]
+        self._given = list(given.values())
+        return [tensor for tensor, _ in self._given]
+
+    def begun(self, keep: bool) -> Captured:
+        """The same for one backward, which keeps the graph or not."""
+        other = copy(self)
+        other._keep = keep
+        other._sums, other._several = [{} for _ in self._own], set()
+        other._own = [[leaf for leaf in own if leaf.requires_grad] for own in self._own]
+        return other
+
+    def go_back(
+        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any
+    ) -> None:
+        """As of ``Leaves``."""
+        own = self._own[j]
+        if self._nested[j]:
+            self._accumulated(j, roots, grads)
+        else:
+            self.add(j, own, captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1])
+
+    def _accumulated(self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        """The same where a layer runs a backward inside of its own, which adds to ``.grad``."""
+        own = self._own[j]
+        before = [leaf.grad for leaf in own]
+
+        def run() -> None:
+            for leaf in own:
+                leaf.grad = None
+            go_back(roots, grads, keep=self._keep)
+            self.add(j, own, [leaf.grad for leaf in own])
+
+        undone(run, map(setattr, own, repeat("grad"), before))
+
+    def lowest(self, needed: Sequence[bool]) -> int:
+        """The first stage that has a leaf whose gradient is needed."""
+        n = self._call.pipeline.n
+        there = [
+            min(self._call.pipeline.stages[j].j for j, _ in places)
+            for (_, places), flag in zip(self._given, needed, strict=True)
+            if flag
+        ]
+        return min(there, default=n)
+
+    def got(self, j: int) -> None:
+        """As of ``Leaves``: nothing has been added to any leaf."""
+
+    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """As of ``Leaves``."""
+        self._several.difference_update(map(id, leaves))
+        return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
+
+    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """As of ``Leaves``."""
+        sums, several = self._sums[j], self._several
+        into: list[Tensor] = []
+        added: list[Tensor] = []
+        for leaf, grad in zip(leaves, grads, strict=True):
+            key = id(leaf)
+            if grad is None:
+                continue
+            if key not in sums:
+                sums[key] = grad
+            elif (key in several or _is_own(sums[key])) and type(grad) is Tensor:
+                several.add(key)
+                into.append(sums[key])
+                added.append(grad)
+            else:
+                sums[key] = sums[key] + grad
+                several.add(key)
+        if into:
+            with torch.no_grad():
+                torch._foreach_add_(into, added)
+
+    def sums(self) -> list[Tensor | None]:
+        """The gradients of what :meth:`close` returned."""
+        for j, sums in enumerate(self._sums):
+            self._call.release_to_caller(j, list(sums.values()))
+        found: list[Tensor | None] = []
+        for _, places in self._given:
+            total = None
+            for j, leaf in places:
+                part = self._sums[j].pop(id(leaf), None)
+                if part is not None:
+                    total = part if total is None else total + part
+            if total is not None and type(total) is Tensor and is_shared(total):
+                total = total.clone()
+            found.append(total)
+        return found
+
+    def swaps(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """What has to be in the modules for the layers to run once more: parameters as they were,
+        and copies of buffers."""
+        return [
+            (held, name, tensor if stays else tensor.clone())
+            for held, name, tensor, stays in self._places
+        ]
+
+
+def _tensors_of(partition: torch.nn.Module) -> list[Tensor]:
+    """All parameters and buffers that need a gradient, each once."""
+    found = {
+        id(tensor): tensor
+        for module in partition.modules()
+        for tensor in chain(module._parameters.values(), module._buffers.values())
+        if tensor is not None and tensor.requires_grad
+    }
+    return list(found.values())
+
+
+def _is_own(grad: Tensor) -> bool:
+    """Whether it can be added to in place: nobody else has its memory, nor it any twice."""
+    return (
+        type(grad) is Tensor
+        and grad.layout is torch.strided
+        and not is_shared(grad)
+        and grad.untyped_storage().nbytes() == grad.nbytes
+    )
