@@ -33,7 +33,7 @@ BySize = Mapping[int, float]
 
 _OPTIONAL = ("shared_bytes", "peak_bytes")
 _BY_SIZE = ("forward", "backward", "output_bytes", "stored_bytes", *_OPTIONAL)
-#: Where the times of a profile are from, and that nobody knows.
+#: Where the times of a profile are from, empty if unknown.
 _SOURCES = ("measured", "estimated", "sizes", "")
 
 
@@ -52,14 +52,14 @@ class LayerProfile:
         peak_bytes: the most bytes that are alive at once while it runs forward or back: of its
             inputs, what it stores, its outputs, what it makes meanwhile, and gradients, that of a
             weight until it is added to the one from before included. Its inputs do not count if
-            the layers before it store them, and it does not. Empty where nobody knows.
+            the layers before it store them, and it does not. Empty where unknown.
         parameter_bytes: its parameters.
         frozen_bytes: the part of these that needs no gradient.
         buffer_bytes: its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
-            size (:mod:`syncpipe.balance.profiling.interpreter`); 0 where nobody knows.
+            size (:mod:`syncpipe.balance.profiling.interpreter`); 0 where unknown.
         weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
-            take (:mod:`syncpipe.balance.profiling.halves`); None where nobody knows.
+            take (:mod:`syncpipe.balance.profiling.halves`); None where unknown.
     """
 
     name: str
@@ -106,12 +106,12 @@ class Profile:
         input_bytes: what the first layer is given, by samples.
         device: where it was measured, or for what it was estimated, in words; empty if nobody
             knows.
-        whole: nobody knows how many samples were measured: sizes are in mini-batches, and all
+        whole: how many samples were measured is unknown: sizes are in mini-batches, and all
             numbers are for 1.
         spread: by what part of them measured times are uncertain; 0 if unknown.
         load_average: processes that waited for a processor when it was measured; 0 if unknown.
         source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
-            were counted, and times, if there are any, were put in later; empty if nobody knows.
+            were counted, and times, if there are any, were put in later; empty if unknown.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -174,7 +174,7 @@ class Profile:
 
     @property
     def how(self) -> str:
-        """Where the numbers are from, in words; empty if nobody knows."""
+        """Where the numbers are from, in words; empty if unknown."""
         if self.source == "estimated":
             return f"times estimated for {self.device}; sizes counted without values"
         if self.source == "sizes":
@@ -216,7 +216,7 @@ class Profile:
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
                 output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
-            samples: how many samples were measured; None if nobody knows. The numbers are then
+            samples: how many samples were measured; None if unknown. The numbers are then
                 those of the mini-batch that is planned for.
 
         Raises:

@@ -52,7 +52,7 @@ def entries(kind: type, data: Any, what: str) -> dict[str, Any]:
         what: it is called in messages.
 
     Raises:
-        ValueError: it is no mapping, lacks something, or has what nobody knows.
+        ValueError: it is no mapping, lacks something, or has what is unknown.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} is {shown(data)}, not a mapping")
@@ -69,7 +69,7 @@ def _complete(data: Mapping[str, Any], needed: Collection[str], known: Collectio
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     unknown = [shown(name) for name in data if name not in known]
     if unknown:
-        raise ValueError(f"{what} has {', '.join(unknown)}, which nobody knows here")
+        raise ValueError(f"{what} has {', '.join(unknown)}, which is unknown here")
 
 
 def by_size(data: dict[str, Any], keys: Collection[str], what: str) -> dict[str, Any]:

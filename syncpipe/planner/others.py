@@ -52,7 +52,7 @@ class Effort:
         play: so many actions are played for each schedule, more or less.
         rounds: stages on each device, at most, where they go round.
         wide: whether other numbers of devices and micro-batches than the plan's are tried.
-        cells: micro-batches by devices, at most, where nobody asked for more.
+        cells: micro-batches by devices, at most, where no more are asked for.
         made: micro-batches by stages that a schedule is made for, at most.
     """
 

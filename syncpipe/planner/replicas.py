@@ -57,7 +57,7 @@ class Replicas:
         data_parallel: all layers on each of the machines.
         bandwidth: bytes per second of a machine's network.
         samples: in a mini-batch; None if unknown.
-        chunks: micro-batches with which a synchronous pipe is fastest; 0 if nobody asked.
+        chunks: micro-batches with which a synchronous pipe is fastest; 0 if not asked for.
         step: seconds that its step takes under 1F1B, with gradients exchanged.
         memory: bytes that it takes on each device, those of the first stage first.
     """

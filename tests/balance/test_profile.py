@@ -79,7 +79,7 @@ def test_a_list_of_unknown_size_becomes_what_one_says_it_is() -> None:
         (f"[{'9' * 5000}]", "not a JSON file"),
         ('{"syncpipe_profile": 1, "layers": 3}', "layers is 3, not a list"),
         ('{"syncpipe_profile": 1, "layers": [{"name": "a"}]}', r"layers\[0\] lacks forward"),
-        ('{"syncpipe_profile": 1, "layers": [], "colour": 3}', "has 'colour', which nobody knows"),
+        ('{"syncpipe_profile": 1, "layers": [], "colour": 3}', "has 'colour', which is unknown"),
         ('{"syncpipe_profile": 1, "layers": [3], "skips": []}', "not a whole profile"),
         ("[]", "at least one layer"),
         ("[3]", "entry 0 is 3, not a mapping"),
