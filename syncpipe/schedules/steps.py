@@ -10,7 +10,7 @@ have numbers, so that nobody has to work out on the way what anything is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -32,6 +32,7 @@ __all__ = [
     "Steps",
     "compiled",
     "forward_steps",
+    "in_turn",
     "numbers_of",
     "training_steps",
 ]
@@ -98,26 +99,33 @@ class Steps:
         Raises:
             RuntimeError: there is none, which no valid schedule meets.
         """
-        if len(self.of) == 1:
-            return self.of[0]
-        order: list[Step] = []
-        there: set[int] = set()
-        position = [0] * len(self.of)
-        ran = True
-        while ran:
-            ran = False
-            for w, steps in enumerate(self.of):
-                if position[w] < len(steps) and there.issuperset(steps[position[w]].needs):
-                    order.append(steps[position[w]])
-                    there.update(order[-1].sends)
-                    position[w] += 1
-                    ran = True
-        stuck = [s[p] for s, p in zip(self.of, position, strict=True) if p < len(s)]
-        if stuck:
-            raise RuntimeError(
-                f"this schedule can never finish: nothing lets {stuck[0].action} start"
-            )
-        return tuple(order)
+        return self.of[0] if len(self.of) == 1 else tuple(in_turn(self.of))
+
+
+def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
+    """An order in which one thread can run everything: the next step of each row in turn.
+
+    Args:
+        rows: may be made on the way; one is asked for its next step when the last one has run.
+
+    Raises:
+        RuntimeError: there is none, which no valid schedule meets.
+    """
+    left = [iter(row) for row in rows]
+    heads = [next(row, None) for row in left]
+    there: set[int] = set()
+    ran = True
+    while ran:
+        ran = False
+        for k, row in enumerate(left):
+            step = heads[k]
+            if step is not None and there.issuperset(step.needs):
+                yield step
+                there.difference_update(step.needs)
+                there.update(step.sends)
+                heads[k], ran = next(row, None), True
+    for step in filter(None, heads):
+        raise RuntimeError(f"this schedule can never finish: nothing lets {step.action} start")
 
 
 def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from itertools import count
 from typing import Literal, get_args
 
 from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.steps import Edge, Step
+from syncpipe.schedules.steps import Edge, Step, in_turn
 
 __all__ = ["VERSIONS", "Extent", "StreamSteps", "Versions", "version_used", "versions_kept"]
 
@@ -110,17 +110,7 @@ class StreamSteps:
     @property
     def serial(self) -> Iterator[Step]:
         """An order in which one thread can run all of them: each stage's next one in turn."""
-        rows = [self._row(j) for j in range(self._n)]
-        heads = [next(row, None) for row in rows]
-        there: set[int] = set()
-        while any(heads):
-            for j, row in enumerate(rows):
-                step = heads[j]
-                if step is not None and there.issuperset(step.needs):
-                    yield step
-                    there.difference_update(step.needs)
-                    there.update(step.sends)
-                    heads[j] = next(row, None)
+        return in_turn([self._row(j) for j in range(self._n)])
 
     def _row(self, j: int) -> Iterator[Step]:
         """The steps of a stage: ``n - j`` forwards, then back and forth in turn."""

@@ -198,9 +198,20 @@ def test_little_memory_for_several_stages_on_a_device() -> None:
     assert report.step == pytest.approx(report.bound)
 
 
+def in_order(schedule: Schedule) -> bool:
+    """Whether micro-batches go forward and back from the first to the last."""
+    return all(
+        [action.i for action in row if action[::2] == kind_of] == list(range(schedule.m))
+        for row in schedule.actions
+        for kind_of in {action[::2] for action in row}
+    )
+
+
 def test_a_link_may_be_what_takes_longest() -> None:
     """All eight go over it, and the last one then forward, back over the other one, and back."""
     costs = Costs((1, 1), (1, 1), (1, 1), (5,))
+    schedule = auto(8, 2, costs=costs, memory=math.inf, split=False, starts=[gpipe(8, 2)])
+    assert in_order(schedule)
     report = auto(8, 2, costs=costs, memory=math.inf).report
     assert report.step == report.bound == 1 + 8 * 5 + (1 + 1 + 5 + 1 + 1)
 
@@ -208,11 +219,7 @@ def test_a_link_may_be_what_takes_longest() -> None:
 def test_the_same_arguments_give_the_same_schedule() -> None:
     schedule = auto(8, 4, costs=UNEVEN, memory=3)
     assert schedule == auto(8, 4, costs=UNEVEN, memory=3)
-    assert all(
-        [action.i for action in row if action[::2] == kind_of] == list(range(8))
-        for row in schedule.actions
-        for kind_of in {action[::2] for action in row}
-    )
+    assert in_order(schedule)
 
 
 def test_without_limit_and_without_halves() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncpipe.schedules import gpipe, naive, one_f_one_b
+from syncpipe.schedules import build, gpipe, naive, one_f_one_b
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 from tests.schedules.test_schedule import schedules
@@ -48,6 +48,14 @@ def test_what_is_played_is_when_spans_end(data: st.DataObject) -> None:
     every = data.draw(st.sampled_from([None, 1, 2]))
     simulation = simulate(schedule, costs, counts, update_every=every)
     assert simulation.makespan == max(span.end for span in simulation.spans)
+
+
+@pytest.mark.parametrize("device_of", [((0, 1), 2), (0, (1, 2)), ((0, 1), (2, 3))])
+def test_each_replica_has_links_of_its_own(device_of: tuple[int | tuple[int, ...], ...]) -> None:
+    simulation = simulate(build("1f1b", 6, device_of), Costs.even(2, transfer=4.0))
+    assert simulation.makespan == max(span.end for span in simulation.spans)
+    receivers = {simulation.schedule.device(t.action.i, t.target) for t in simulation.transfers}
+    assert receivers == set(range(len(simulation.schedule.actions)))
 
 
 @given(recomputing())
