@@ -8,10 +8,10 @@ Example::
     model(input).sum().backward()
 """
 
+from syncpipe.data import NoChunk
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
 from syncpipe.layers.unpack import PipeSequential
-from syncpipe.microbatch import NoChunk
 from syncpipe.options import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan

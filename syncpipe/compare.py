@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from syncpipe.data import described
 from syncpipe.state import same_bits
-from syncpipe.tree import described
 
 __all__ = ["Comparison", "Status", "compare"]
 

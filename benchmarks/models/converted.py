@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from benchmarks import common
 from benchmarks.models import handwritten
 from syncpipe import Pipe, sequential
+from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.sequential import Converted
-from syncpipe.tree import tensors_in
 
 __all__ = ["DOCUMENTED", "MODELS", "Model", "main"]
 

@@ -20,13 +20,12 @@ from syncpipe.balance.profile import Profile
 from syncpipe.balance.profiling.profiler import Profiler, Timing
 from syncpipe.balance.profiling.rounds import Progress
 from syncpipe.balance.profiling.sandbox import Place, copy_of_tensor, place_of
+from syncpipe.data import NoChunk, described, flatten, scatter, unflatten
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
 from syncpipe.layers.unpack import unpacks
-from syncpipe.microbatch import NoChunk, scatter
 from syncpipe.skip import verify_skippables
 from syncpipe.state import sandboxed
-from syncpipe.tree import described, flatten, unflatten
 
 __all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from syncpipe.data import tensors_in
 from syncpipe.distributed.peers import LostProcess, Peers
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.kinds import Kind
@@ -42,7 +43,6 @@ from syncpipe.training.gradients import Gradients
 from syncpipe.training.leaves import Leaves, is_shared
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.task import Watch
-from syncpipe.tree import tensors_in
 
 __all__ = ["Averaging"]
 

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.data import NoChunk, flatten
 from syncpipe.layers.conversion.leaves import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential
-from syncpipe.microbatch import NoChunk
 from syncpipe.runtime.streams import accelerators, same_memory
 from syncpipe.runtime.worker import Worker
-from syncpipe.tree import flatten
 
 __all__ = [
     "check_balance",

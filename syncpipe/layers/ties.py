@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from syncpipe.data import extent, overlap, storage_of
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
-from syncpipe.tree import extent, overlap, storage_of
 
 __all__ = [
     "Place",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from syncpipe.tree import tensors_in
+from syncpipe.data import tensors_in
 
 __all__ = ["is_time_first", "watch_time_first"]
 

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from syncpipe.data import described, extent, storage_of
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.runtime.streams import Lane
-from syncpipe.tree import described, extent, storage_of
 
 __all__ = ["Offload"]
 

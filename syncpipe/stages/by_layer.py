@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from syncpipe.data import overlap, place_of, tensors_in
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import current_store
@@ -21,7 +22,6 @@ from syncpipe.skip.walk import layer_skips
 from syncpipe.stages.inplace import ALIASED, TIED
 from syncpipe.stages.run import CallContext, Inputs, Partition, StageRun
 from syncpipe.stages.stage import Stage
-from syncpipe.tree import overlap, place_of, tensors_in
 
 __all__ = ["Divided", "divided"]
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
+from syncpipe.data import hidden_tensor, map_tensors, objects_in, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
-from syncpipe.objects import hidden_tensor
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
 from syncpipe.runtime.offload import Offload
@@ -38,7 +38,6 @@ from syncpipe.stages.sharing.replicas import CallReplicas
 from syncpipe.stages.sharing.stand_ins import StandIns
 from syncpipe.stages.sharing.ties import CallTies
 from syncpipe.stages.transfer import sent
-from syncpipe.tree import map_tensors, objects_in, tensors_in
 
 __all__ = ["Call", "EntryEvent", "begun", "needs_graph"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from syncpipe.data import tensors_in
 from syncpipe.runtime.streams import same_memory
 from syncpipe.stages.call import Call
 from syncpipe.stages.transfer import sent
-from syncpipe.tree import tensors_in
 
 __all__ = ["collected", "on_one_device"]
 

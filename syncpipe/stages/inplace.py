@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 from syncpipe.runtime.rematerialization.guards import version_of
-from syncpipe.tree import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 
 __all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "may_write", "sent"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.streams import same_memory
@@ -20,7 +21,6 @@ from syncpipe.skip.namespace import SkipKey
 from syncpipe.stages.call import begun
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.sharing.stand_ins import StandIns
-from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["plain"]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from syncpipe.data import map_tensors, storage_of, tensors_in
 from syncpipe.runtime.randomness.random import run_seeded
 from syncpipe.runtime.rematerialization.guards import UnchangedObjects
 from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
@@ -25,7 +26,6 @@ from syncpipe.runtime.rematerialization.recomputation import (
 from syncpipe.stages.inplace import TIED, Given, entering, handed_on, may_write
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 from syncpipe.stages.selective import SelectiveRun
-from syncpipe.tree import map_tensors, storage_of, tensors_in
 
 __all__ = ["Stage"]
 

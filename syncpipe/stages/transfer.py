@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from syncpipe.data import map_tensors
 from syncpipe.runtime.streams import Lane, same_memory
-from syncpipe.tree import map_tensors
 
 __all__ = ["sent"]
 

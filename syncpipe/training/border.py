@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.tree import distinct, map_tensors, tensors_in
+from syncpipe.data import distinct, map_tensors, tensors_in
 
 __all__ = ["ANCHOR", "CROSSING", "FOREIGN", "Border", "cut", "ends_of"]
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from syncpipe.data import described
 from syncpipe.runtime.graph import AccumulateGrad, captured, go_back, nodes_of
 from syncpipe.runtime.interrupts import undone
 from syncpipe.stages.call import Call
 from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
 from syncpipe.training.leaves import is_shared
-from syncpipe.tree import described
 
 __all__ = ["Captured"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.microbatch import gather, scatter
+from syncpipe.data import gather, map_tensors, scatter, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.schedules.build import build
@@ -34,7 +34,6 @@ from syncpipe.training.captured import Captured
 from syncpipe.training.pending_backward import PendingBackward
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
-from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["forward"]
 

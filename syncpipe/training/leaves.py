@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from syncpipe.data import described
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.stages.call import Call
 from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
 from syncpipe.training.gradients import Gradients
-from syncpipe.tree import described
 
 __all__ = ["Leaves", "is_shared", "leaves_of"]
 

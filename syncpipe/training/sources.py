@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from syncpipe.data import map_tensors, scatter_pair, tensors_in, unwrapped
 from syncpipe.layers.placement import check_input
-from syncpipe.microbatch import scatter_pair, unwrapped
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 from syncpipe.training.loader import next_of
-from syncpipe.tree import map_tensors, tensors_in
 
 __all__ = ["FromMiniBatch", "Source", "input_and_target", "pair_of", "source_of"]
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import profiler
 
+from syncpipe.data import compact, map_tensors, tensors_in
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.turns import undisturbed
@@ -30,7 +31,6 @@ from syncpipe.training.border import Border, ends_of
 from syncpipe.training.pending_backward import PendingBackward
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
-from syncpipe.tree import compact, map_tensors, tensors_in
 
 __all__ = ["TrainingTask", "Watch"]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from syncpipe.microbatch import gather
+from syncpipe.data import gather
 from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
+from syncpipe.data import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
 from syncpipe.skip.store import Store
 from syncpipe.state import Change, State
-from syncpipe.tree import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
 from syncpipe.verification.runs import Layer, PlainRun, Runs, named
 
 __all__ = ["Observation", "observe"]

@@ -20,10 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncpipe.data import (
+    NoChunk,
+    clones,
+    described,
+    flatten,
+    gather,
+    leaf_names,
+    map_tensors,
+    unflatten,
+)
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.layers.unpack import Unpacked
-from syncpipe.microbatch import NoChunk, gather
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.inline import INLINE
@@ -41,7 +50,6 @@ from syncpipe.training.loss.known import Loss
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import FromMiniBatch, Source
 from syncpipe.training.train import objective_of
-from syncpipe.tree import clones, described, flatten, leaf_names, map_tensors, unflatten
 
 __all__ = ["Layer", "PlainRun", "Result", "Runs", "named"]
 

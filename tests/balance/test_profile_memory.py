@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from syncpipe.balance.by_cost import balance_by_size, balance_by_time
 from syncpipe.balance.measure import profile
 from syncpipe.balance.profile import Profile
+from syncpipe.data import clones, map_tensors, tensors_in
 from syncpipe.skip import pop, skippable
 from syncpipe.skip.store import use_store
-from syncpipe.tree import clones, map_tensors, tensors_in
 from tests.support.models import LAYERS, SENDS, Receive, Send, Spec
 
 FLOAT = 4

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from syncpipe.data import tensors_in
 from syncpipe.runtime import offload
 from syncpipe.runtime.worker import Worker
-from syncpipe.tree import tensors_in
 from tests import simulated
 from tests.fuzz.cases import Call, Case, drawn_case
 from tests.fuzz.command import by_hand

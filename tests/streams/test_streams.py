@@ -16,9 +16,9 @@ import syncpipe.stages.call
 import syncpipe.stages.transfer
 import syncpipe.training.forward
 from syncpipe import Pipe, inline
+from syncpipe.data import tensors_in
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
-from syncpipe.tree import tensors_in
 from tests.streams.happens_before import FakeStreams, Stream, parameters_of
 from tests.streams.happens_before_autograd import AutogradWorld
 from tests.support.running import Residual

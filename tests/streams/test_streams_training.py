@@ -15,9 +15,9 @@ import syncpipe.training.pending_backward
 import syncpipe.training.task
 import syncpipe.training.train
 from syncpipe import Pipe
+from syncpipe.data import tensors_in
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Action, Schedule
-from syncpipe.tree import tensors_in
 from tests.streams import test_streams
 from tests.streams.happens_before import FakeStreams, Stream
 from tests.streams.happens_before_autograd import AutogradWorld

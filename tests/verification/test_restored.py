@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
-from syncpipe.tree import tensors_in
+from syncpipe.data import tensors_in
 from tests.support.interrupts import interrupted
 from tests.verification.models import (
     WIDTH,

@@ -36,10 +36,10 @@ from syncpipe.balance.profiling.halves import weight_share
 from syncpipe.balance.profiling.rounds import Between, Mark, Progress, Visit, stopwatch
 from syncpipe.balance.profiling.sandbox import Place, compiled, described_layer, layer_to_run
 from syncpipe.balance.profiling.stored import size_of
+from syncpipe.data import tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.walk import layer_skips
-from syncpipe.tree import tensors_in
 
 __all__ = ["Profiler", "Timing"]
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from syncpipe.balance.profiling.interpreter import python_time
 from syncpipe.balance.profiling.live import Live
 from syncpipe.balance.profiling.stored import Keeping, Saved, blocks, size_of
+from syncpipe.data import clones, map_tensors, tensors_in
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
-from syncpipe.tree import clones, map_tensors, tensors_in
 
 __all__ = ["Progress", "Visit", "stopwatch"]
 

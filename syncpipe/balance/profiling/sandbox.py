@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from syncpipe.balance.estimation.fused import as_on_gpu
+from syncpipe.data import NoChunk, flatten, tensors_in
 from syncpipe.layers.building import Materializer, build_alone, waiting
 from syncpipe.layers.listing import Function, LayerSpec
-from syncpipe.microbatch import NoChunk
-from syncpipe.tree import flatten, tensors_in
 
 __all__ = [
     "Place",

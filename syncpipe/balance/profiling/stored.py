@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from syncpipe.tree import tensors_in
+from syncpipe.data import tensors_in
 
 __all__ = ["Keeping", "Saved", "blocks", "size_of"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.tree import Structure, described, flatten, leaf_names, unflatten
+from syncpipe.data import Structure, described, flatten, leaf_names, unflatten
 
 __all__ = ["Boundary", "start"]
 

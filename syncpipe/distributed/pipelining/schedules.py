@@ -19,15 +19,14 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
 from syncpipe.distributed.pipelining.module import StageModule
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
-from syncpipe.microbatch import gather, scatter_pair
 from syncpipe.training.loss.known import Loss
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source
 from syncpipe.training.train import objective_of
-from syncpipe.tree import described, map_tensors, tensors_in
 
 __all__ = ["SCHEDULES", "make"]
 

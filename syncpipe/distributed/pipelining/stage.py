@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from syncpipe.balance.by_name import balance_named
 from syncpipe.balance.profiling.sandbox import copy_of_layer
+from syncpipe.data import tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers
 from syncpipe.distributed.pipelining.carried import Boundary
 from syncpipe.distributed.pipelining.gradients import SharedWeights, grad_norm, local
@@ -30,13 +31,11 @@ from syncpipe.layers.listing import Layers, as_sequential, type_name
 from syncpipe.layers.placement import check_balance, move_layers, resolve_workers
 from syncpipe.layers.ties import check_modes, find_ties
 from syncpipe.layers.unpack import unpacks
-from syncpipe.microbatch import unwrapped
 from syncpipe.options import checked_chunks
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.state import sandboxed
 from syncpipe.training.loss.known import known_loss
-from syncpipe.tree import tensors_in
 
 __all__ = ["Stages", "stage"]
 

@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import torch
 from torch import Tensor, fx, nn
 
+from syncpipe.data import described
 from syncpipe.layers.conversion.signature import Signature, equal
 from syncpipe.layers.conversion.trace import (
     Call,
@@ -32,7 +33,6 @@ from syncpipe.layers.conversion.trace import (
     map_tree,
 )
 from syncpipe.layers.time_first import is_time_first
-from syncpipe.tree import described
 
 __all__ = ["HOOKS", "LAYERS", "Progress", "Traced", "Whole", "live", "nodes_of", "traced"]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
+from syncpipe.data import storage_of
 from syncpipe.layers.conversion.leaves import live, nodes_of
 from syncpipe.layers.conversion.trace import (
     DEVICE,
@@ -29,7 +30,6 @@ from syncpipe.layers.conversion.trace import (
     leaves_of,
     map_tree,
 )
-from syncpipe.tree import storage_of
 
 __all__ = ["Segment", "code_of", "segments"]
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import NoChunk, described
 from syncpipe.layers.conversion.trace import leaves_of, map_tree
-from syncpipe.microbatch import NoChunk
-from syncpipe.tree import described
 
 __all__ = ["Signature", "equal"]
 

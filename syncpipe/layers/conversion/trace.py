@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from syncpipe.data import storage_of
 from syncpipe.runtime.locks import forkable
-from syncpipe.tree import storage_of
 
 __all__ = [
     "COLLECTED", "DEVICE", "TRAINING", "Call", "Fault", "Function", "Text", "Tracer", "guard",

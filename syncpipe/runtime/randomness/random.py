@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import tensors_in
 from syncpipe.runtime.randomness.generators import CPU, LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.runtime.randomness.seen import Seen
 from syncpipe.runtime.randomness.turns import in_turn
-from syncpipe.tree import tensors_in
 
 __all__ = ["cell_seed", "changed", "fingerprint", "run_seeded", "states_of"]
 

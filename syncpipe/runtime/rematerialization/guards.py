@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from syncpipe.objects import attributes_of
-from syncpipe.tree import described, objects_in, tensors_in
+from syncpipe.data import attributes_of, described, objects_in, tensors_in
 
 __all__ = ["UnchangedObjects", "UnmodifiedTensors", "modified", "version_of", "versions"]
 

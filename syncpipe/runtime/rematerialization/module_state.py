@@ -37,10 +37,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from syncpipe.data import described
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.rematerialization.guards import modified, version_of, versions
-from syncpipe.tree import described
 
 __all__ = ["OUTERMOST", "CellState", "Changes", "ModuleState"]
 

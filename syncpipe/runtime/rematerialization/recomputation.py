@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from syncpipe.data import clones, map_tensors, tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.rematerialization.checkpoint import CHECKPOINTING, RECOMPUTING
 from syncpipe.runtime.rematerialization.guards import UnmodifiedTensors
 from syncpipe.runtime.rematerialization.module_state import CellState
-from syncpipe.tree import clones, map_tensors, tensors_in
 
 __all__ = ["Recomputation", "stored_by", "without_storing"]
 

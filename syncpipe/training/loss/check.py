@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.microbatch import gather
+from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
 from syncpipe.state import SIMPLE, unchanged
 from syncpipe.training.loss.objective import Objective
-from syncpipe.tree import flatten, map_tensors, tensors_in, unflatten
 
 __all__ = ["LossCheck", "LossCounts"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import compact, distinct, map_tensors
 from syncpipe.runtime.errors import annotate
 from syncpipe.stages.call import Call
 from syncpipe.training.border import cut, ends_of
@@ -16,7 +17,6 @@ from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.loss.check import LossCheck
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.pending_backward import PendingBackward
-from syncpipe.tree import compact, distinct, map_tensors
 
 __all__ = ["LossHead"]
 

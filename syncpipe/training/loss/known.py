@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from syncpipe.data import described
 from syncpipe.runtime.errors import annotate
-from syncpipe.tree import described
 
 __all__ = ["REDUCTIONS", "Loss", "Weight", "check_arguments", "known_loss", "number"]
 

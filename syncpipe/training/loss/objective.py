@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import compact, described, distinct, map_tensors
 from syncpipe.runtime.streams import moved
 from syncpipe.training.loss.known import Loss, Weight, number
-from syncpipe.tree import compact, described, distinct, map_tensors
 
 __all__ = ["Objective"]
 

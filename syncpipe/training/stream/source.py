@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.schedules.stream import Extent
 from syncpipe.training.loss.known import Loss
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import FromMiniBatch, Source, pair_of
 from syncpipe.training.train import objective_of
-from syncpipe.tree import tensors_in
 
 __all__ = ["Losses", "StreamSource"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncpipe.data import described
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.randomness.turns import undisturbed
@@ -22,7 +23,6 @@ from syncpipe.training.loss.head import LossHead
 from syncpipe.training.stream.source import StreamSource
 from syncpipe.training.stream.weights import StageWeights
 from syncpipe.training.task import TrainingTask
-from syncpipe.tree import described
 
 __all__ = ["StreamLeaves", "StreamTask"]
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from syncpipe.data import storage_of
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.rematerialization.guards import version_of
 from syncpipe.stages.run import StageLayers
 from syncpipe.stages.sharing.stand_ins import StandIns
-from syncpipe.tree import storage_of
 
 __all__ = ["StageWeights"]
 
