@@ -325,3 +325,41 @@ def test_values_are_dropped_after_their_last_use():
         layers(x)
     assert len(alive.held) > 40
     assert alive.most <= 4
+
+
+def test_no_layer_begins_between_a_view_and_a_write_into_it():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            whole = x * 2
+            half = whole[:, :2]
+            y = self.b(self.a(x))
+            half += y[:, :2]
+            return self.c(whole)
+
+    model, x = Net(), torch.randn(3, 4)
+    layers = sequential(model, x)
+    assert len(layers) == 2  # a copy on another device would not see the write
+    assert torch.equal(layers(x), model(x))
+
+
+def test_gradients_are_on_again_after_an_error():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            with torch.no_grad():
+                other = self.b(x)
+            return x + other
+
+    layers = sequential(Net(), x := torch.randn(3, 4))
+    dict(layers.named_modules())["b"].weight.data = torch.zeros(4, 5)
+    with pytest.raises(RuntimeError):
+        layers(x)
+    assert torch.is_grad_enabled()
