@@ -7,7 +7,8 @@ forward. What the workers do is in ``task``; here is what comes before and after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from numbers import Real
@@ -121,15 +122,50 @@ def train(
                 targets=task.targets_travel,
                 returns=() if call.ties is None else call.ties.edges,
             )
-            call.run(steps, task, source.entering())
+            hooks = _Hooks(chain(*leaves.parameters))
+            hooks.held(lambda: call.run(steps, task, source.entering()))
             results = _results(call, head, objective)
             if check is not None:
                 _compare(counts, objective, check, draws=head.draws)
             _complete(task, head, objective, gradients, averaging)
+            hooks.run()
         except BaseException:
             gradients.restore()
             raise
     return results
+
+
+class _Hooks:
+    """Post-accumulate-grad hooks, which run once a call, when gradients are whole.
+
+    An optimizer in backward would make a step for each micro-batch otherwise.
+
+    Args:
+        leaves: what gets gradients.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        hooked = [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+        self._leaves = hooked
+        self._dicts: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
+        self._hooks = list(map(OrderedDict, self._dicts))
+
+    def held(self, run: Callable[[], None]) -> None:
+        """Runs something, in which gradients are added up, without the hooks."""
+
+        def without() -> None:
+            for each in self._dicts:
+                each.clear()
+            run()
+
+        undone(without, map(OrderedDict.update, self._dicts, self._hooks))
+
+    def run(self) -> None:
+        """Runs the hooks."""
+        for leaf, hooks in zip(self._leaves, self._hooks, strict=True):
+            if leaf.grad is not None:
+                for hook in hooks.values():
+                    hook(leaf)
 
 
 def check_can_train(pipeline: Pipeline, what: str) -> None:

@@ -123,8 +123,8 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_checked", "_flags", "_marks", "_modules", "_parameters", "_renormed", "_root", "_states",
-        "_versions", "changes", "lazy",
+        "_checked", "_flags", "_marks", "_modules", "_originals", "_parameters", "_renormed",
+        "_root", "_states", "_versions", "changes", "lazy",
     )  # fmt: skip
 
     def __init__(self, root: nn.Module, changes: Changes) -> None:
@@ -138,11 +138,25 @@ class ModuleState:
         self._flags = [p.requires_grad for p in self._parameters]
         self.note_versions()
         self._checked: tuple[object, list[_Swap]] | None = None
+        #: Buffers that no forward has changed so far: a copy of each, and the version that it has.
+        self._originals: dict[_Place, tuple[int, Tensor | None]] = {}
         changes._follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
         """Whether the modules, their modes and parameters are the same ones."""
         return self._marks == other._marks
+
+    def keep(self, module: nn.Module, noted: list[_Noted]) -> None:
+        """Copies buffers of a module, once a call: one of them may yet be changed."""
+        copy = _Copies()
+        for name, buffer, version in noted:
+            if (module, name) not in self._originals:
+                self._originals[module, name] = version, copy(buffer)
+
+    def original(self, module: nn.Module, name: str, version: int) -> Tensor | None:
+        """A buffer as it was in some version; None if that is not known."""
+        then, copy = self._originals.get((module, name), (version, None))
+        return copy if then == version else None
 
     def note_versions(self) -> None:
         """The parameters are as they should be: cells that do not compute with them as they were
@@ -229,27 +243,23 @@ class CellState:
                     noted.append((name, buffer, _version(buffer)))
             if noted and _same_tensors(noted, changes._constant.get(module)):
                 self._constant.append((module, noted))
+                modules.keep(module, noted)
             elif noted:
                 self._unknown.append((module, noted))
                 self._copies.update(((module, name), copy(buffer)) for name, buffer, _ in noted)
 
     def learn(self) -> None:
-        """Call after the forward: sees which buffers it changed.
-
-        Raises:
-            RuntimeError: a buffer changed that never did before, so that there is no copy of it.
-        """
+        """Call after the forward: sees which buffers it changed."""
         changes = self._changes
         for module, noted in self._constant:
+            changed = []
             for name, buffer, version in noted:
-                if not _same(module, name, buffer, version):
+                if not _same(module, name, buffer, version):  # which no forward did so far
                     changes._constant.pop(module, None)
                     changes._changing.add((module, name))
-                    raise RuntimeError(
-                        f"{_named(module, name)} changed in a forward for the first time only now, "
-                        "too late to recompute this micro-batch exactly. It is known from the next "
-                        "call on; to have it known from the start, let the first forward change it"
-                    )
+                    self._copies[module, name] = self.modules.original(module, name, version)
+                    changed.append(name)
+            noted[:] = [each for each in noted if each[0] not in changed]
         for module, noted in self._unknown:
             constant: list[_Noted] = []
             for name, buffer, version in noted:
@@ -283,8 +293,11 @@ class CellState:
         for module, noted in self._constant:
             for name, buffer, version in noted:
                 if _version(buffer) != version:
-                    raise modified(_named(module, name), self._where, version, _version(buffer))
-                if module._buffers.get(name, buffer) is not buffer:
+                    original = self.modules.original(module, name, version)
+                    if original is None:
+                        raise modified(_named(module, name), self._where, version, _version(buffer))
+                    swaps.append((setitem, module._buffers, name, original.clone()))
+                elif module._buffers.get(name, buffer) is not buffer:
                     swaps.append((setitem, module._buffers, name, buffer))
         copy = _Copies()
         for (module, name), kept in self._copies.items():
