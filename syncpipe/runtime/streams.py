@@ -13,10 +13,9 @@ and nothing below is ever called for it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -148,7 +147,6 @@ class Lane:
     outbound: Any = None
     inbound: Any = None
     caller: Any = None
-    held: deque[tuple[Any, list[Tensor]]] = field(default_factory=deque)
 
     def active(self) -> AbstractContextManager[Any]:
         """The context in which the stages of this worker run."""
@@ -165,11 +163,6 @@ class Lane:
             if stream is not None and self.compute != stream:
                 self.streams.wait(self.compute, other.streams.record(stream))
 
-    def wait_for_caller(self) -> None:
-        """Lets this lane's work wait for what the caller has been doing on its device."""
-        if self.streams is not None and self.compute != self.caller:
-            self.streams.wait(self.compute, self.streams.record(self.caller))
-
     def record_on_stream(self, tensors: Sequence[Tensor], other: Lane) -> None:
         """Keeps the memory of tensors that ``other`` made until this lane is done with it."""
         if self.streams is not None and self.compute != other.compute:
@@ -183,17 +176,6 @@ class Lane:
         self.streams.wait(self.compute, event)
         for tensor in tensors:
             self.streams.keep(tensor, self.compute)
-
-    def keep_until_copied(self, tensors: list[Tensor]) -> None:
-        """Holds tensors that were just sent until the copy is done.
-
-        Autograd adds to a gradient in place when nobody else holds it, copy or no copy.
-        """
-        if self.streams is None:
-            return
-        self.held.append((self.streams.record(self.outbound), tensors))
-        while self.held and self.streams.done(self.held[0][0]):
-            self.held.popleft()
 
     def send(self, tensors: list[Tensor], to: Lane, after: Any = None) -> tuple[list[Tensor], Any]:
         """Sends tensors to another lane.

@@ -5,7 +5,7 @@ Nothing is added to a ``.grad`` here, that is for autograd to do when the node h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from itertools import chain, repeat
 from typing import Any
@@ -100,6 +100,31 @@ class Captured:
                 self._own[j] += ties.leaves[j]
         self._given = list(given.values())
         return [tensor for tensor, _ in self._given]
+
+    def passed(
+        self, entered: Sequence[Tensor], trained: Sequence[Tensor], link: Callable[..., Any]
+    ) -> list[Tensor]:
+        """The tensors that get gradients, by way of a node for each stage on an accelerator.
+
+        Args:
+            entered: those of the input.
+            trained: what :meth:`close` returned.
+            link: makes the node.
+        """
+        call = self._call
+        if all(lane.streams is None for lane in call.lanes):
+            return [*entered, *trained]
+        groups: dict[int, list[int]] = {-1: list(range(len(entered)))}
+        for k, (_, places) in enumerate(self._given, start=len(entered)):
+            groups.setdefault(call.pipeline.stages[places[0][0]].j, []).append(k)
+        tensors = [*entered, *trained]
+        for j, those in groups.items():
+            if those:
+                with call.caller_of(max(j, 0)).active():
+                    made = link(*[tensors[k] for k in those])
+                for k, tensor in zip(those, made, strict=True):
+                    tensors[k] = tensor
+        return tensors
 
     def begun(self, keep: bool) -> Captured:
         """The same for one backward, which keeps the graph or not."""

@@ -222,7 +222,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.work = backward
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*backward.entered, *backward.trained)
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -239,6 +239,23 @@ class _Node(torch.autograd.Function):
         return None, None, *work.run(grads, needed, keep=keep)
 
 
+class _Pass(torch.autograd.Function):
+    """``apply(*tensors)``: what takes gradients to the tensors of one stage, on its device.
+
+    The engine lets a node wait for another one of the same device only, on the stream on which that
+    was made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return grads
+
+
 def _is_needed(node: Any) -> bool:
     """Whether the backward that runs has a use for the gradient of an input."""
     try:
@@ -252,7 +269,8 @@ def _with_graph(backward: _Backward, outputs: list[Any]) -> list[Any]:
     flat = tensors_in(outputs)
     flags = [flag for flags in backward.flags for flag in flags]
     needed = [tensor for tensor, flag in zip(flat, flags, strict=True) if flag]
-    made = iter(_Node.apply(backward, needed, *backward.entered, *backward.trained))  # type: ignore[no-untyped-call]
+    tensors = backward.leaves.passed(backward.entered, backward.trained, _Pass.apply)
+    made = iter(_Node.apply(backward, needed, *tensors))  # type: ignore[no-untyped-call]
 
     def joined(tensors: list[Tensor]) -> list[Tensor]:
         return [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)]

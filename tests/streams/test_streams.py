@@ -241,7 +241,7 @@ def world(monkeypatch) -> AutogradWorld:
     """A world that the library works in: devices are told apart, and graph nodes are tagged."""
     world = AutogradWorld()
     driver, task = syncpipe.training.forward, syncpipe.training.task
-    scatter, gather, apply = driver.scatter, driver.gather, driver._Node.apply
+    scatter, gather = driver.scatter, driver.gather
     ends_of, captured = task.ends_of, syncpipe.training.captured.captured
     sums = syncpipe.training.captured.Captured.sums
     real = torch.Tensor.device
@@ -258,10 +258,13 @@ def world(monkeypatch) -> AutogradWorld:
         world.tag(tensors_in(gathered))
         return gathered
 
-    def tagged_apply(*args):
-        made = apply(*args)
-        world.tag(made)
-        return made
+    def tagged(function):
+        def apply(*args):
+            made = function(*args)
+            world.tag(made)
+            return made
+
+        return apply
 
     def tagged_ends_of(value):
         world.tag(tensors_in(value))
@@ -284,7 +287,8 @@ def world(monkeypatch) -> AutogradWorld:
 
     monkeypatch.setattr(driver, "scatter", watched_scatter)
     monkeypatch.setattr(driver, "gather", watched_gather)
-    monkeypatch.setattr(driver._Node, "apply", tagged_apply)
+    monkeypatch.setattr(driver._Node, "apply", tagged(driver._Node.apply))
+    monkeypatch.setattr(driver._Pass, "apply", tagged(driver._Pass.apply))
     for module in (task, syncpipe.training.pending_backward):
         monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.captured, "captured", acted)
