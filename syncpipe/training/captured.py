@@ -41,7 +41,7 @@ class Captured:
         self._nested = [False for _ in stages]
         self._keep = False
         self._sums: list[dict[int, Tensor]] = []
-        self._several: set[int] = set()  # the sums that nobody else has, by identity of the leaf
+        self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
 
     def look(self, j: int, nodes: Iterable[Any], border: Border) -> None:
         """Looks for leaves that are in no module, in the graph of a cell of stage ``j``.
@@ -130,7 +130,7 @@ class Captured:
         """The same for one backward, which keeps the graph or not."""
         other = copy(self)
         other._keep = keep
-        other._sums, other._several = [{} for _ in self._own], set()
+        other._sums, other._summed = [{} for _ in self._own], [set() for _ in self._own]
         other._own = [[leaf for leaf in own if leaf.requires_grad] for own in self._own]
         return other
 
@@ -172,12 +172,16 @@ class Captured:
 
     def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """As of ``Leaves``."""
-        self._several.difference_update(map(id, leaves))
+        self._summed[j].difference_update(map(id, leaves))
         return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
 
     def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """As of ``Leaves``."""
-        sums, several = self._sums[j], self._several
+        """As of ``Leaves``.
+
+        A first gradient is never added to in place: of ``x + p`` it is the gradient of ``x`` as
+        well, which another stage may still read.
+        """
+        sums, summed = self._sums[j], self._summed[j]
         into: list[Tensor] = []
         added: list[Tensor] = []
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -186,13 +190,12 @@ class Captured:
                 continue
             if key not in sums:
                 sums[key] = grad
-            elif (key in several or _is_own(sums[key])) and type(grad) is Tensor:
-                several.add(key)
+            elif key in summed and type(grad) is type(sums[key]) is Tensor:
                 into.append(sums[key])
                 added.append(grad)
             else:
                 sums[key] = sums[key] + grad
-                several.add(key)
+                summed.add(key)
         if into:
             with torch.no_grad():
                 torch._foreach_add_(into, added)
@@ -231,13 +234,3 @@ def _tensors_of(partition: torch.nn.Module) -> list[Tensor]:
         if tensor is not None and tensor.requires_grad
     }
     return list(found.values())
-
-
-def _is_own(grad: Tensor) -> bool:
-    """Whether it can be added to in place: nobody else has its memory, nor it any twice."""
-    return (
-        type(grad) is Tensor
-        and grad.layout is torch.strided
-        and not is_shared(grad)
-        and grad.untyped_storage().nbytes() == grad.nbytes
-    )

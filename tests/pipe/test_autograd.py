@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.support.running import (
     assert_same,
     beside,
     in_threads,
+    one_by_one,
     pipe_of,
     plain,
     trained,
@@ -300,3 +302,49 @@ def test_loss_scaling_gives_the_plain_models_steps(mode, x):
             scaler.step(optimizer)
             scaler.update()
     assert_same(list(pipe.parameters()), list(copied.parameters()))
+
+
+class Told(torch.autograd.Function):
+    """The identity, which calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, tell):
+        ctx.tell = tell
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.tell()
+        return grad.clone(), None
+
+
+class Plus(nn.Module):
+    """The gradient of ``x`` is that of ``p``, in the same memory."""
+
+    def __init__(self, *, view: bool) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(16 if view else (2, 8)))
+
+    def forward(self, x):
+        return x + (self.p.view(2, 8) if self.p.dim() == 1 else self.p)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_that_another_stage_still_reads(mode, view, x):
+    """The first stage begins its backward when the second is at its third micro-batch."""
+    begun, third = [], threading.Event()
+
+    def tell():
+        begun.append(0)
+        if len(begun) == 3:
+            third.set()
+
+    layers = [
+        nn.Linear(6, 8), Do(lambda x: Told.apply(x, lambda: third.wait(10))),
+        Plus(view=view), Do(lambda x: Told.apply(x, tell)), nn.Linear(8, 3),
+    ]  # fmt: skip
+    plain_layers = nn.Sequential(*(copy.deepcopy(layers[k]) for k in (0, 2, 4)))
+    pipe = pipe_of(nn.Sequential(*layers), [2, 3], checkpoint=mode)
+    assert_same(
+        trained(pipe, pipe, x), trained(lambda x: one_by_one(plain_layers, x), plain_layers, x)
+    )
