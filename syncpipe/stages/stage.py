@@ -280,7 +280,7 @@ class Stage(StageLayers):
             mutates_inputs=True in written,
             state=state,
             where=cell,
-            stored=self._stored(cell, outputs, begins),
+            stored=None if True in written else self._stored(cell, outputs, begins),
         )
         return outputs, recomputation
 

@@ -22,7 +22,7 @@ from syncpipe.schedules.schedule import Schedule
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same
-from tests.support.models import CHANNELS, LENGTH, concatenate, loss_of
+from tests.support.models import CHANNELS, LENGTH, by_itself, concatenate, loss_of
 from tests.support.training import orders_of, weigh
 
 
@@ -154,7 +154,7 @@ def run_plain(
         for piece in pieces:
             outputs.append(model(piece))
         if call.driver == "forward":
-            output = joined(outputs)
+            output = joined(by_itself(outputs))
             loss = loss_of(output)
         elif call.driver != "no_grad":
             for y, piece in zip(outputs, whole, strict=True):

@@ -269,6 +269,10 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        leaves = _leaves_of([output.grad_fn for output in ctx.outputs])
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
         for i in sorted(set(ctx.of), reverse=True):
             pairs = [
                 (output, grad)
@@ -277,7 +281,22 @@ class _OneByOne(torch.autograd.Function):
             ]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            for leaf in leaves:  # whose first gradient may be that of another one, too
+                leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+        for leaf, grad in zip(leaves, before, strict=True):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else grad + leaf.grad
         return None, None, None
+
+
+def _leaves_of(nodes: list[Any]) -> list[Any]:
+    """The leaves of a graph."""
+    seen = set(nodes)
+    for node in (found := list(seen - {None})):
+        following = {each for each, _ in node.next_functions} - seen
+        seen |= following
+        found += following - {None}
+    return [node.variable for node in found if hasattr(node, "variable")]
 
 
 @dataclass
