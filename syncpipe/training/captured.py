@@ -194,8 +194,9 @@ class Captured:
                 into.append(sums[key])
                 added.append(grad)
             else:
-                sums[key] = sums[key] + grad
-                summed.add(key)
+                sums[key] = _sum(sums[key], grad)
+                if not sums[key].is_sparse:  # which takes no dense one in place
+                    summed.add(key)
         if into:
             with torch.no_grad():
                 torch._foreach_add_(into, added)
@@ -210,7 +211,7 @@ class Captured:
             for j, leaf in places:
                 part = self._sums[j].pop(id(leaf), None)
                 if part is not None:
-                    total = part if total is None else total + part
+                    total = part if total is None else _sum(total, part)
             if total is not None and type(total) is Tensor and is_shared(total):
                 total = total.clone()
             found.append(total)
@@ -223,6 +224,11 @@ class Captured:
             (held, name, tensor if stays else tensor.clone())
             for held, name, tensor, stays in self._places
         ]
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """As autograd adds gradients: the dense one comes first, ``sparse + dense`` is an error."""
+    return second + first if first.is_sparse else first + second
 
 
 def _tensors_of(partition: torch.nn.Module) -> list[Tensor]:

@@ -348,3 +348,39 @@ def test_a_gradient_that_another_stage_still_reads(mode, view, x):
     assert_same(
         trained(pipe, pipe, x), trained(lambda x: one_by_one(plain_layers, x), plain_layers, x)
     )
+
+
+class Rows(nn.Module):
+    """Adds rows of a table: with a dense gradient from every second micro-batch, or a sparse one.
+
+    Args:
+        table: the table.
+        sparse: tells for a micro-batch which of the two.
+    """
+
+    def __init__(self, table, sparse) -> None:
+        super().__init__()
+        self.table, self.sparse = table, sparse
+
+    def forward(self, x):
+        rows = torch.zeros(len(x), dtype=torch.long)
+        return x + nn.functional.embedding(rows, self.table(), sparse=self.sparse(x))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_sparse_and_dense_gradients_of_one_parameter(mode, first, x):
+    """What comes from some micro-batches is sparse, or what comes from one of two stages."""
+    weight, leaf = nn.Parameter(torch.randn(3, 8)), torch.randn(3, 8, requires_grad=True)
+    x[::4], x[2::4] = x[::4].abs(), -x[2::4].abs()
+    by_batch = Rows(lambda: weight, lambda x: bool(x[0, 0] > 0) is first)
+    by_batch.weight = weight
+    layers = [
+        Do(lambda x: torch.cat([x, x[:, :2]], 1)), by_batch,
+        Rows(lambda: leaf, lambda x: first), Rows(lambda: leaf, lambda x: not first),
+    ]  # fmt: skip
+    found = []
+    for run in (pipe_of(nn.Sequential(*layers)), lambda x: one_by_one(nn.Sequential(*layers), x)):
+        weight.grad = leaf.grad = None
+        weigh(run(x)).backward()
+        found.append([weight.grad.to_dense(), leaf.grad.to_dense()])
+    torch.testing.assert_close(*found)
