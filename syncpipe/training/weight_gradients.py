@@ -125,7 +125,8 @@ class WeightGradients:
         gradients meanwhile. Autocast must be off.
 
         Raises:
-            RuntimeError: the input of a layer was modified in place since the input half.
+            RuntimeError: the input of a layer, or the gradient of its output, was modified in
+                place since the input half.
         """
         with torch.no_grad():
             while self._halves:
@@ -145,7 +146,6 @@ class WeightGradients:
         """
         leaves: list[Tensor] = []
         uses: Counter[Any] = Counter(ends)  # a leaf may be given a gradient of its own
-        ours: defaultdict[Any, set[Any]] = defaultdict(set)  # for each node those uses
         found: list[_Node] = []
         for node in nodes:
             if type(node) is AccumulateGrad:
@@ -160,16 +160,21 @@ class WeightGradients:
             if settings is None or not weight or bias is None:
                 continue
             found.append(_Node(node, product, settings, weight, bias))
-            for path in (weight, bias):
-                for user, used in zip([node, *path], path, strict=False):
-                    ours[used].add(user)
 
         def deferred(path: Sequence[Any]) -> bool:
             return all(uses[node] == len(ours[node]) for node in path) and (
                 not path or self._is_ordinary(path[-1])
             )
 
-        found = [each for each in found if deferred(each.weight) and deferred(each.bias)]
+        given_up = True
+        while given_up:  # a node that stays whole may use the weight or the bias of another
+            ours: defaultdict[Any, set[Any]] = defaultdict(set)  # for each node uses by those found
+            for each in found:
+                for path in (each.weight, each.bias):
+                    for user, used in zip([each.node, *path], path, strict=False):
+                        ours[used].add(user)
+            kept = [each for each in found if deferred(each.weight) and deferred(each.bias)]
+            given_up, found = len(kept) < len(found), kept
         split = [path[-1] for each in found for path in (each.weight, each.bias) if path]
         return leaves, found, {id(end.variable) for end in split}
 
@@ -202,7 +207,8 @@ class WeightGradients:
                 event = lane.streams.record(here)
         bias = each.bias[-1].variable if each.bias else None
         weight = each.weight[-1].variable
-        half = _Half(each.product, each.settings, gy, x, x._version, weight, bias, event)
+        versions = x._version, gy._version
+        half = _Half(each.product, each.settings, gy, x, versions, weight, bias, event)
         self._halves.append(half)
 
 
@@ -226,7 +232,7 @@ class _Half:
         settings: of the node.
         gy: gradient of the output.
         x: the input.
-        version: of ``x``, from when it was put aside.
+        versions: of ``x`` and ``gy``, from when they were put aside.
         weight: the leaf.
         bias: the leaf whose gradient comes along, if one does.
         event: what the stream of the stage has to wait for.
@@ -236,17 +242,21 @@ class _Half:
     settings: Any
     gy: Tensor
     x: Tensor
-    version: int
+    versions: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
     event: Any
 
     def accumulate(self, lane: Lane | None) -> None:
-        if self.x._version != self.version:  # autograd itself only looks until the input half
+        now = self.x._version, self.gy._version
+        if now != self.versions:  # autograd itself only looks until the input half
+            what = "input" if now[0] != self.versions[0] else "gradient of the output"
+            tensor = self.x if what == "input" else self.gy
             raise RuntimeError(
-                f"the input (shape {list(self.x.shape)}) of a layer with a weight of shape "
+                f"the {what} (shape {list(tensor.shape)}) of a layer with a weight of shape "
                 f"{list(self.weight.shape)} was modified in place between the input half of "
-                "backward and its weight half, which needs it: let the layer work on a copy"
+                "backward and its weight half, which needs it: let the layer (or the backward of "
+                "an autograd function) work on a copy"
             )
         if lane is not None:
             lane.receive(self.event, [self.x, self.gy])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
 
 from syncpipe.training.weight_gradients import WeightGradients
-from tests.training.weight_gradients.halves import assert_splits, halves
+from tests.training.weight_gradients.halves import assert_same, assert_splits, halves, whole
 
 
 @pytest.mark.parametrize("when", ["before forward", "after forward"])
@@ -73,3 +74,24 @@ def test_a_weight_that_is_given_a_gradient_of_its_own():
     weights.go_back([y, layer.weight], [torch.ones(()), torch.ones(4, 5)])
     weights.accumulate()
     torch.testing.assert_close(layer.weight.grad, torch.full((4, 5), 4.0))
+
+
+@pytest.mark.parametrize("shared", ["weight", "bias"])
+def test_what_is_shared_with_a_convolution_that_stays_whole(shared):
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([torch.randn(3, 2, 1) for _ in range(2)])
+            self.biases = nn.ParameterList([torch.randn(3) for _ in range(2)])
+
+        def forward(self, x):
+            (w, v), (b, c) = self.weights, self.biases
+            if shared == "weight":
+                return F.conv1d(x, w, b) + F.conv1d(x, w, c) + c.square().sum()
+            return F.conv1d(x, w, b) + F.conv1d(x, v, b) + v.square().sum()
+
+    module, x = Shares(), torch.randn(4, 2, 5, requires_grad=True)
+    expected = whole(module, x)
+    actual, count = halves(module, x)
+    assert count == 0
+    assert_same(actual, expected)

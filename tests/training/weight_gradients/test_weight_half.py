@@ -170,6 +170,15 @@ def test_a_modification_before_the_weight_half_is_noticed():
         weights.accumulate()
 
 
+def test_a_gradient_that_a_backward_writes_into_before_the_weight_half_is_noticed():
+    layer, x = nn.Linear(5, 5), torch.randn(3, 5, requires_grad=True)
+    first = on_gradient(x, lambda grad: grad.mul_(2))  # goes back after the layer
+    weights, y = WeightGradients(), first + layer(x)
+    weights.go_back([y], [torch.ones(3, 5)])
+    with pytest.raises(RuntimeError, match=r"gradient of the output .*\[3, 5\].*modified in place"):
+        weights.accumulate()
+
+
 def test_the_first_layers_weight_may_change_as_ever():
     layer, weights = nn.Linear(5, 4), WeightGradients()
     y = layer(torch.ones(3, 5)).sum()
