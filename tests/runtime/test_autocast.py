@@ -87,6 +87,27 @@ def test_a_layer_with_an_autocast_of_its_own_never_uses_a_stale_weight(layer, mo
         assert_same(result, step(theirs, lambda x: one_by_one(theirs, x)))
 
 
+def test_a_cache_that_another_thread_clears_does_not_make_a_recomputation_another_one():
+    runs = []
+
+    class Twice(OwnAutocast):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=BF16):
+                x = self.linear(x)
+                if not runs:
+                    torch.clear_autocast_cache()  # as a thread does that leaves its autocast
+                runs.append(x)
+                return self.linear(x).float()
+
+    ours = nn.Sequential(Twice(), nn.Tanh())
+    theirs = copy.deepcopy(ours)
+    x = torch.randn(8, 6)
+    expected = trained(lambda x: one_by_one(theirs, x), theirs, x)
+    runs.clear()
+    actual = trained(pipe_of(ours, checkpoint="always"), ours, x)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_a_pipe_leaves_the_callers_autocast_cache_alone():
     linear = nn.Linear(4, 4)
     pipe = pipe_of(nn.Sequential(OwnAutocast(), OwnAutocast()))

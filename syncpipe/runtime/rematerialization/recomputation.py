@@ -125,8 +125,9 @@ def stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
     return found
 
 
-#: How inputs come in: a cell that writes into them is given copies.
-_OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad"}
+#: How inputs come in: a cell that writes into them is given copies. And casts, which store nothing:
+#: how many there are hangs on autocast's cache, which any thread clears that leaves its autocast.
+_OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad", "ToCopyBackward0"}
 
 
 def without_storing(cell: Callable[[Any], Any], inputs: Any) -> Any:
