@@ -16,6 +16,7 @@ from torch import Tensor
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.randomness.turns import outside_of_turn
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.stages.call import begun
@@ -89,7 +90,8 @@ def plain(
     owners = [owner for owner, _, _ in swaps]
     names = [name for _, name, _ in swaps]
     values = [owner[name] for owner, name, _ in swaps]
-    return undone(run, map(setitem, owners, names, values))
+    # Inside another call's layer or loss: the order of locks is stage before random state.
+    return outside_of_turn(lambda: undone(run, map(setitem, owners, names, values)))
 
 
 def _placed(tree: Any, device: Any) -> Any:
