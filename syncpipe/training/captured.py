@@ -35,6 +35,7 @@ class Captured:
         self._call = call
         stages = call.pipeline.stages
         self._found: list[dict[int, Tensor]] = [{} for _ in stages]
+        self._known: list[set[int]] = [set() for _ in stages]  # those in modules, by identity
         self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
         self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
         self._places: list[tuple[dict[str, Any], str, Any, bool]] = []
@@ -49,8 +50,10 @@ class Captured:
         Raises:
             RuntimeError: it goes on into another cell's.
         """
-        known = {id(t) for t in _tensors_of(self._call.pipeline.stages[j].partition)}
-        known |= {id(t) for t in self._call.instead[j].values()} | {id(ANCHOR)}
+        known = self._known[j]
+        if not known:
+            inside = _tensors_of(self._call.pipeline.stages[j].partition)
+            known.update(map(id, [*inside, *self._call.instead[j].values(), ANCHOR]))
         for node in nodes_of(nodes):
             kind = type(node)
             if kind is AccumulateGrad and id(node.variable) not in known:

@@ -128,7 +128,7 @@ class Leaves:
                 self._fresh[j] = rest
 
     def look(self, j: int, nodes: Sequence[Any], border: Border) -> None:
-        """Looks at the graph of the first cell of a stage."""
+        """Looks at the graph of a cell when it has gone forward."""
 
     def go_back(
         self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any

@@ -188,11 +188,9 @@ class TrainingTask:
         target: Any,
     ) -> Any:
         """The outputs of a cell; ``pending`` learns how it goes back."""
-        context = self.call.context
         given = pending.border.cross(inputs)
-        first = not context.forwards[j]
         outputs = self._made(i, j, given, inputs, pending, marks, target)
-        if first and self._leaves is not None:
+        if self._leaves is not None:  # a leaf may be used by one micro-batch alone
             nodes = [t.grad_fn for t in tensors_in(outputs) if t.requires_grad]
             self._leaves.look(j, nodes, pending.border)
         return outputs

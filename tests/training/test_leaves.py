@@ -165,6 +165,10 @@ def test_a_leaf_that_only_some_micro_batches_use_is_found():
     pipe.train_batch(x, loss_fn=lambda y: (y.sum(), next(given)))
     torch.testing.assert_close(layer.unseen[0].grad, torch.full((2, 4), 2 / 8))
     torch.testing.assert_close(layer.unseen[1].grad, torch.full((2, 4), 6 / 8))
+    for leaf in layer.unseen:
+        leaf.grad = None
+    pipe(x).sum().backward()
+    assert [leaf.grad.sum().item() for leaf in layer.unseen] == [16.0, 16.0]
 
 
 # -- ties that the pipe was not told of
