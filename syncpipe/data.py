@@ -604,7 +604,7 @@ def place_of(tensor: Tensor) -> Any:
 
 def compact(tensor: Tensor) -> Tensor:
     """A tensor to keep: a copy if it is a part of a larger memory, which would stay as well."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or not torch._C._has_storage(tensor):
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 

@@ -198,7 +198,8 @@ class Captured:
                 added.append(grad)
             else:
                 sums[key] = _sum(sums[key], grad)
-                if not sums[key].is_sparse:  # which takes no dense one in place
+                # A sparse sum takes no dense gradient in place, one of several at once (vmap) none.
+                if torch._C._has_storage(sums[key]):
                     summed.add(key)
         if into:
             with torch.no_grad():

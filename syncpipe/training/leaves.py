@@ -244,7 +244,7 @@ def _wrapper(kind: type) -> str:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether other tensors have the same memory."""
-    return tensor.layout is torch.strided and _users(tensor) > _ALONE
+    return bool(_C._has_storage(tensor)) and _users(tensor) > _ALONE  # a sparse one has none
 
 
 def _users(tensor: Tensor) -> int:

@@ -384,3 +384,14 @@ def test_sparse_and_dense_gradients_of_one_parameter(mode, first, x):
         weigh(run(x)).backward()
         found.append([weight.grad.to_dense(), leaf.grad.to_dense()])
     torch.testing.assert_close(*found)
+
+
+def test_several_gradients_at_once(mode, x):
+    """``is_grads_batched`` gives tensors that have no memory of their own to the workers."""
+    pipe, reference, copied = beside(mode, model())
+    several, found = torch.randn(5, 8, 3), []
+    x.requires_grad_()
+    for run, module in ((pipe, pipe), (reference, copied)):
+        wanted = [x, *module.parameters()]
+        found.append(torch.autograd.grad(run(x), wanted, several, is_grads_batched=True))
+    torch.testing.assert_close(*found)
