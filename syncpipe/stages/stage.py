@@ -42,6 +42,7 @@ class Stage(StageLayers):
         self._new_script = any(
             isinstance(m, torch.jit.ScriptModule) for m in self.partition.modules()
         )
+        self._compared = 0  # the last cell of a call whose recomputation may be compared
 
     def forward(
         self,
@@ -286,9 +287,12 @@ class Stage(StageLayers):
 
     def _stored(self, cell: StageRun, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
         """What the first cell of a call stored, to be compared; in the first call with shapes."""
-        # TorchScript compiles itself in its second run, and stores other tensors in that one.
-        if cell.i > 0 or (self._new_script and self.look("TorchScript")):
+        if self._new_script:  # it compiles itself in its second run, and stores other tensors then
+            self._new_script, self._compared = False, 1
             return None
+        if cell.i > self._compared:
+            return None
+        self._compared = 0
         return stored_by(outputs, begins, shapes=self.look(("stored", self.partition.training)))
 
     def _marked(
