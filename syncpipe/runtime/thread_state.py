@@ -16,6 +16,7 @@ well. As nobody who holds a lock waits for a thread of autograd's, these may wai
 from __future__ import annotations
 
 import contextvars
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager
@@ -212,6 +213,7 @@ def settled(run: Callable[[], _T]) -> _T:
         starmap(torch._C._pop_torch_function_stack, map(().__mul__, more_functions)),
         map(torch._C._pop_torch_dispatch_stack, map(nothing.get, more_dispatch)),
         map(torch._C._set_grad_enabled, [torch.is_grad_enabled()]),
+        map(sys.setprofile, [sys.getprofile()]),
     )
     return undone(closed, undo)
 

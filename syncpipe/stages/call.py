@@ -89,12 +89,6 @@ class Call:
         recorder: Recorder | None,
         graph: bool = False,
     ) -> None:
-        if pipeline.streaming and pipeline.engine.running() is not None:
-            raise RuntimeError(
-                "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
-                "an optimizer's hook), while other stages update their weights: what came out "
-                "would depend on who is first. Evaluate when the call has ended (give it steps=)"
-            )
         how = begun(pipeline, m, checkpoint, inline=inline, recorder=recorder)
         self.pipeline, self.context, self.inline = pipeline, how.context, how.inline
         self.rematerialized, modes = how.rematerialized, how.modes
@@ -397,6 +391,12 @@ def begun(
     seed: int | None = None,
 ) -> Begun:
     """What a call begins with, by the state of its caller; the arguments are those of ``Call``."""
+    if pipeline.streaming and pipeline.engine.running() is not None:
+        raise RuntimeError(
+            "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
+            "an optimizer's hook), while other stages update their weights: what came out "
+            "would depend on who is first. Evaluate when the call has ended (give it steps=)"
+        )
     state = CallerState()
     inline = inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
     # Inside of a re-materialized cell of another pipe everything is dropped anyway.

@@ -296,7 +296,7 @@ class _Matrix:
         if grad is not None and grad.dtype is x.dtype and grad.layout is torch.strided:
             # No temporary, and no pass over memory to add it.
             factors = (gy.t(), x.conj()) if turned else (x.t().conj(), gy)
-            grad.addmm_(*factors)
+            torch.addmm(grad, *factors, out=grad)  # `addmm_` is not known to FlopCounterMode
             return
         gradient = gy.t().mm(x.conj()).t() if column_major else x.t().conj().mm(gy)
         add_to_grad(weight, gradient.t() if turned else gradient)
