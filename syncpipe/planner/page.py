@@ -304,11 +304,17 @@ def _alternatives(plan: Plan) -> list[str]:
 
 
 def _schedules(plan: Plan) -> list[str]:
-    """Step time and memory of the schedules that were not chosen, if they were looked at."""
+    """Step time and memory of the schedules that were not chosen, if they were looked at.
+
+    And whether halves of backwards, which they or the plan itself need, are estimated.
+    """
     if len(plan.balance) == 1:
         return []
+    guessed = plan.terms.guessed and (plan.chosen.form.split or plan.compared)
+    note = "(halves of backwards are estimated: half of it for each layer that has weights)"
     if not plan.compared:
-        return ["plan.compare() says what the other schedules would take"]
+        lines = ["plan.compare() says what the other schedules would take"]
+        return [*lines, note] if guessed else lines
     first = plan.compared[0].schedule
     lines = [f"Under other schedules (schedule={first!r} asks for one, and looks longer)"]
     for other in plan.compared:
@@ -322,11 +328,7 @@ def _schedules(plan: Plan) -> list[str]:
         lines.append(
             f"  {AUTO:<23}  made to measure; not tried for so many stages and micro-batches"
         )
-    if plan.terms.guessed:
-        lines.append(
-            "  (halves of backwards are estimated: half of it for each layer that has weights)"
-        )
-    return lines
+    return [*lines, f"  {note}"] if guessed else lines
 
 
 def _too_much(plan: Plan, other: Draft) -> str:
