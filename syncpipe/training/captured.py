@@ -141,24 +141,33 @@ class Captured:
         self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any
     ) -> None:
         """As of ``Leaves``."""
-        own = self._own[j]
+        own, lane = self._own[j], self._call.lane_of(j)
+        found: Sequence[Tensor | None]
         if self._nested[j]:
-            self._accumulated(j, roots, grads)
+            found = self._accumulated(own, roots, grads)
         else:
-            self.add(j, own, captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1])
+            found = captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1]
+        if lane.streams is not None:
+            # The engine adds up what a leaf gets in one cell on the stream on which the leaf came
+            # into a graph first: the caller's, or another worker's. Their memory is that stream's.
+            for grad in found:
+                if grad is not None:
+                    lane.streams.keep(grad, lane.compute)
+        self.add(j, own, found)
 
-    def _accumulated(self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    def _accumulated(
+        self, own: Sequence[Tensor], roots: Sequence[GradientEdge], grads: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """The same where a layer runs a backward inside of its own, which adds to ``.grad``."""
-        own = self._own[j]
         before = [leaf.grad for leaf in own]
 
-        def run() -> None:
+        def run() -> list[Tensor | None]:
             for leaf in own:
                 leaf.grad = None
             go_back(roots, grads, keep=self._keep)
-            self.add(j, own, [leaf.grad for leaf in own])
+            return [leaf.grad for leaf in own]
 
-        undone(run, map(setattr, own, repeat("grad"), before))
+        return undone(run, map(setattr, own, repeat("grad"), before))
 
     def lowest(self, needed: Sequence[bool]) -> int:
         """The first stage that has a leaf whose gradient is needed."""

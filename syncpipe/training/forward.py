@@ -23,6 +23,7 @@ from torch import Tensor
 from syncpipe.data import gather, map_tensors, scatter, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.streams import moved
 from syncpipe.schedules.build import build
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, numbers_of, training_steps
@@ -69,7 +70,7 @@ def forward(
     task = TrainingTask(call, source, head, leaves=leaves)
     steps = forward_steps(pipeline.edges, call.context.m, pipeline.placement)
     call.run(steps, task, micro_batches[0])
-    outputs = collected(call, head.outputs)
+    outputs, head.outputs = collected(call, head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
         outputs = _with_graph(_Backward(task, leaves, head, source, micro_batches), outputs)
     return gather(outputs)
@@ -189,7 +190,11 @@ class _Backward:
         if not entered:
             entered = [None] * len(self.entered)
         with call.as_caller():  # a thread of autograd uses the default streams of other devices
-            return [*entered, *leaves.sums()]
+            returned = [  # by a replica on a device of its own, perhaps
+                None if grad is None else moved(grad, tensor.device)
+                for tensor, grad in zip(self.entered, entered, strict=True)
+            ]
+            return [*returned, *leaves.sums()]
 
     def recorded(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Any]:
         """The same with a graph of its own: of the layers, which run again."""
