@@ -146,6 +146,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"demo: {error}", file=sys.stderr)
             return 2
         pipe = syncpipe.Pipe(model, **plan.options(), devices=devices)
+        digits = Digits(*[tensor.to(devices[0]) for tensor in digits])  # a pipe's input is there
+        images, labels = images.to(devices[0]), labels.to(devices[0])
         m = pipe.chunks
         say(f"   {plan.balance} layers on {', '.join(map(str, devices))}, by {plan.schedule}")
         say(f"   {m} micro-batches of {size // m} images, {shown(plan.step_time)} a step predicted")
@@ -185,7 +187,7 @@ def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
             optimizer.step()
             scheduler.step()
         output = pipe.eval_batch(digits.test_images)
-        right = (output.argmax(1).cpu() == digits.test_labels).float().mean()
+        right = (output.argmax(1).cpu() == digits.test_labels.cpu()).float().mean()
         say(f"   epoch {epoch:2}: loss {loss.item():.3f}, test accuracy {right:.1%}")
 
 
