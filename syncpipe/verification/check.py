@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from syncpipe.compare import Comparison, compare
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.interrupts import undone
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.training.loss.known import known_loss
@@ -102,12 +104,14 @@ def verify(
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     pipeline = pipe._ready()
     with pipeline.training:  # nobody trains it meanwhile
-        counts = pipe._loss_counts
-        try:
+        counts, own = pipe._loss_counts, pipe.__dict__
+
+        def run() -> Report:
             pipe._loss_counts = copy(counts)
             return _Check(Runs(pipe, input, target, loss, options), asked).report()
-        finally:  # with these arguments it was checked, not with others
-            pipe._loss_counts = counts
+
+        # The loss was checked with these arguments, not with others.
+        return undone(run, map(setitem, [own], ["_loss_counts"], [counts]))
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
