@@ -131,6 +131,8 @@ class Profile:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
         check_name("device", self.device)
+        check_number("spread", self.spread)
+        check_number("load_average", self.load_average)
         if not isinstance(self.whole, bool):
             raise TypeError(f"whole={shown(self.whole)} must be True or False")
         for index, layer in enumerate(self.layers):
@@ -232,11 +234,12 @@ class Profile:
             missing = [key for key in _ENTRY if key not in entry]
             if missing:
                 raise ValueError(f"entry {index} of the profile lacks {', '.join(missing)}")
+            check_name(f"the name of entry {index}", entry["name"])
             for key in _ENTRY[1:]:
                 check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
             layers.append(
                 LayerProfile(
-                    name=str(entry["name"]),
+                    name=entry["name"],
                     forward={size: entry["forward_ms"] / 1e3},
                     backward={size: entry["backward_ms"] / 1e3},
                     output_bytes={size: entry["activation_bytes"]},
