@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from syncpipe.balance.by_name import balance_named
+from syncpipe.balance.balances import balance_named
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.sequential import batch_input

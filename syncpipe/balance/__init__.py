@@ -1,9 +1,15 @@
 """How to cut a model into stages: what its layers cost, and the best cut for that."""
 
-from syncpipe.balance.by_cost import balance_by_size, balance_by_time, param_scale_of
-from syncpipe.balance.by_name import balance_by_parameters, balance_by_type, balance_uniform
+from syncpipe.balance.balances import (
+    balance_by_parameters,
+    balance_by_size,
+    balance_by_time,
+    balance_by_type,
+    balance_uniform,
+    param_scale_of,
+)
 from syncpipe.balance.cut import balance_cost
-from syncpipe.balance.estimation.devices import DEVICES, DeviceSpec
+from syncpipe.balance.estimate import DEVICES, DeviceSpec
 from syncpipe.balance.measure import EFFICIENCY, estimated, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 

@@ -1,4 +1,4 @@
-"""The best cut of a chain of layers into stages, exactly.
+"""The best cut of a chain of layers into stages.
 
 Pure Python. Costs are made whole numbers first (a float is one times a power of two), so that sums
 are exact and nothing is lost to rounding.
@@ -7,12 +7,11 @@ The largest stage: a bound is possible if stages that are each filled up to it, 
 enough; the smallest possible bound is found by bisection.
 
 Among the cuts that reach it, the rest is the most even where the squares of the stages' costs have
-the smallest sum. A dynamic program over (stage, border) finds it, and looks only at borders that
-can be part of such a cut::
+the smallest sum. A dynamic program over (stage, border) finds it, in a window for each border::
 
     stages, each filled up to the bound      the border after stage k is somewhere
-      from the left     |----|----|---|-|    between the two, and where the squares of both
-      from the right    |-|---|----|----|    sides can still beat the best cut known so far
+      from the left     |----|----|---|-|    between the two
+      from the right    |-|---|----|----|
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from typing import Any
 
 __all__ = ["balance_cost"]
 
-#: So many borders are tried at a time. Where more are possible, first some of them are, then those
-#: around the best; that is not always the best of all.
-_MOST_BORDERS = 100_000
+#: So many places are tried at a time. Where windows have more, first some of them are, then those
+#: around the best.
+_MOST_PLACES = 100_000
 
 
 def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
@@ -37,8 +36,8 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
 
     The minimum is exact. Among the cuts that reach it, it is the one with the most even rest: the
     sum of squares of all stages' costs is the smallest. (Only where thousands of layers leave more
-    than 100,000 places for borders, a few giants among many small layers, that sum is nearly the
-    smallest.) A layer that costs nothing stays with the one before it, where there is a choice.
+    than 100,000 places for borders, that sum is nearly the smallest.) A layer that costs nothing
+    stays with the one before it, where there is a choice.
 
     Args:
         cost: of each layer, in any unit; whole numbers or floats, not negative.
@@ -51,14 +50,21 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
         ValueError: if there are fewer layers than stages, or a cost is no number or negative.
     """
     costs, n = _checked(cost, partitions)
-    sums = [0, *accumulate(_whole(costs))]
+    unit = math.lcm(*{number.denominator for number in costs})
+    sums = [0, *accumulate(number.numerator * (unit // number.denominator) for number in costs)]
     bound = _smallest_bound(sums, n)
-    borders = _evened(sums, _filled(sums, n, bound), bound)
-    windows = _windows(sums, borders, bound)
+    borders, lows = _filled(sums, n, bound), _emptied(sums, n, bound)
+    windows = [range(low, high + 1) for low, high in zip(lows, borders, strict=True)]
+    large = sorted(range(len(costs)), key=costs.__getitem__)[-32:]
+    edges = sorted({edge for layer in large for edge in (layer, layer + 1)})
     step = 0
     while step != 1:
-        step = -(-sum(map(len, windows)) // _MOST_BORDERS)
-        borders = _most_even(sums, _tried(sums, windows, borders, step), bound)
+        step = -(-sum(map(len, windows)) // _MOST_PLACES)
+        tried: list[Sequence[int]] = [
+            sorted({*window[::step], window[-1], border, *(e for e in edges if e in window)})
+            for window, border in zip(windows, borders, strict=True)
+        ]
+        borders = _most_even(sums, tried, bound)
         windows = [
             range(max(window[0], border - step), min(window[-1], border + step) + 1)
             for window, border in zip(windows, borders, strict=True)
@@ -69,7 +75,8 @@ def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
 def _checked(cost: Iterable[Any], partitions: Any) -> tuple[list[Fraction], int]:
     """The costs, exactly, and the number of stages."""
     costs = list(cost)
-    n = -1 if isinstance(partitions, bool) else _index(partitions)
+    whole = hasattr(partitions, "__index__") and not isinstance(partitions, bool)
+    n = operator.index(partitions) if whole else -1
     if n < 1:
         raise ValueError(f"partitions={partitions!r}: must be a whole number, at least 1")
     if len(costs) < n:
@@ -79,37 +86,21 @@ def _checked(cost: Iterable[Any], partitions: Any) -> tuple[list[Fraction], int]
         )
     exact = [_exact(number) for number in costs]
     for index, number in enumerate(exact):
-        if number is None or number < 0:
+        if number < 0:
             raise ValueError(f"cost[{index}]={costs[index]}: costs are finite and not negative")
-    return [number for number in exact if number is not None], n
+    return exact, n
 
 
-def _exact(number: Any) -> Fraction | None:
-    """A number of any library as one of Python's; None if it is not finite."""
-    try:
-        return Fraction(operator.index(number))
-    except TypeError:
-        pass
-    try:
-        return Fraction(number)
-    except (ValueError, OverflowError):
-        return None
-    except TypeError:
-        other = float(number)
-        return Fraction(other) if math.isfinite(other) else None
-
-
-def _index(number: Any) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        return -1
-
-
-def _whole(costs: list[Fraction]) -> list[int]:
-    """The same costs as whole numbers, in a smaller unit."""
-    unit = math.lcm(*{number.denominator for number in costs})
-    return [number.numerator * (unit // number.denominator) for number in costs]
+def _exact(number: Any) -> Fraction:
+    """A number of any library as one of Python's; -1 if it is not finite."""
+    for kind in (operator.index, Fraction, float):
+        try:
+            return Fraction(kind(number))
+        except (ValueError, OverflowError):
+            return Fraction(-1)
+        except TypeError:
+            continue
+    raise TypeError(f"a cost is {number!r}: it must be a number")
 
 
 def _smallest_bound(sums: list[int], n: int) -> int:
@@ -151,67 +142,6 @@ def _emptied(sums: list[int], n: int, bound: int) -> list[int]:
     for k in range(n - 1, -1, -1):
         borders.append(max(bisect_left(sums, sums[borders[-1]] - bound, 0, borders[-1]), k))
     return borders[::-1]
-
-
-def _evened(sums: list[int], borders: list[int], bound: int) -> list[int]:
-    """Moves borders to the middle between their neighbours, until none moves any more."""
-    n = len(borders) - 1
-    moved = True
-    sweeps = 0
-    while moved and sweeps < 50:
-        moved = False
-        sweeps += 1
-        for k in [*range(n - 1, 0, -1), *range(1, n)]:
-            left, right = borders[k - 1], borders[k + 1]
-            low = max(bisect_left(sums, sums[right] - bound, left + 1, right - 1), left + 1)
-            high = min(bisect_right(sums, sums[left] + bound, left + 1, right) - 1, right - 1)
-            middle = sums[left] + sums[right]
-            at = bisect_left(sums, middle, low, high + 1, key=lambda total: 2 * total)
-            best = min(
-                (b for b in (borders[k], at - 1, at) if low <= b <= high),
-                key=lambda b: abs(2 * sums[b] - middle),
-            )
-            if abs(2 * sums[best] - middle) < abs(2 * sums[borders[k]] - middle):
-                borders[k] = best
-                moved = True
-    return borders
-
-
-def _windows(sums: list[int], known: list[int], bound: int) -> list[range]:
-    """For each border the places where a cut at least as even can have it.
-
-    With ``x`` to the left of the border after ``k`` of ``n`` stages and ``t`` in all, the squares
-    are at least ``x^2 / k + (t - x)^2 / (n - k)``. That is no more than those of the known cut
-    where ``(n x - k t)^2 <= k (n - k) (n squares - t^2)``.
-    """
-    n, total = len(known) - 1, sums[-1]
-    slack = n * _squares(sums, known) - total**2
-    lows, highs = _emptied(sums, n, bound), _filled(sums, n, bound)
-    for k in range(1, n):
-        reach = math.isqrt(k * (n - k) * slack)
-        scaled = lows[k], highs[k] + 1
-        first = bisect_left(sums, k * total - reach, *scaled, key=lambda x: n * x)
-        last = bisect_right(sums, k * total + reach, *scaled, key=lambda x: n * x) - 1
-        lows[k], highs[k] = first, last
-    return [range(low, high + 1) for low, high in zip(lows, highs, strict=True)]
-
-
-def _tried(
-    sums: list[int], windows: list[range], known: list[int], step: int
-) -> list[Sequence[int]]:
-    """One place of each window in so many, those of a known cut, and the edges of large layers."""
-    if step == 1:
-        return list(windows)
-    large = sorted(range(len(sums) - 1), key=lambda layer: sums[layer] - sums[layer + 1])[:32]
-    edges = {edge for layer in large for edge in (layer, layer + 1)}
-    return [
-        sorted({*window[::step], window[-1], border, *(e for e in edges if e in window)})
-        for window, border in zip(windows, known, strict=True)
-    ]
-
-
-def _squares(sums: list[int], borders: list[int]) -> int:
-    return sum((sums[b] - sums[a]) ** 2 for a, b in pairwise(borders))
 
 
 def _most_even(sums: list[int], tried: list[Sequence[int]], bound: int) -> list[int]:

@@ -8,18 +8,17 @@ import time as clock
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from syncpipe.balance.estimation.devices import DeviceSpec, device_spec
-from syncpipe.balance.estimation.roofline import Roofline
+from syncpipe.balance.copies import copy_of_tensor
+from syncpipe.balance.estimate import AsOnGPU, DeviceSpec, Roofline, device_spec
 from syncpipe.balance.profile import Profile
-from syncpipe.balance.profiling.profiler import Profiler, Timing
-from syncpipe.balance.profiling.rounds import Progress
-from syncpipe.balance.profiling.sandbox import Place, copy_of_tensor, place_of
+from syncpipe.balance.run import Lane, Profiler, Timing
 from syncpipe.data import NoChunk, described, flatten, scatter, unflatten
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
@@ -59,11 +58,11 @@ def profile(
     intra-op threads that the calling thread has or for ``threads``; the least over the rounds, as
     whatever else runs makes times longer. ``spread`` says by how much the median is longer.
     What a layer stores for backward is what autograd saves; see
-    :mod:`syncpipe.balance.profiling.stored` for what layers share and how stages add up. Under
+    :mod:`syncpipe.balance.stored` for what layers share and how stages add up. Under
     autocast the casts of the parameters count.
 
-    On ``meta``, or if the model was made under ``FakeTensorMode``, there are sizes only: all
-    times are 0, and no memory is taken, however large the model.
+    On ``meta`` there are sizes only: all times are 0, and no memory is taken, however large the
+    model.
 
     Args:
         module: the model, as for ``Pipe``; its layers may be on several devices.
@@ -82,7 +81,7 @@ def profile(
             and it takes longer than a second.
 
     Returns:
-        The profile. ``device`` says where it was measured, ``"meta"`` or ``"fake cpu"`` for sizes.
+        The profile. ``device`` says where it was measured, ``"meta"`` for sizes.
 
     Raises:
         TypeError, ValueError: as ``Pipe`` does for the module; for arguments that make no sense;
@@ -116,7 +115,7 @@ def estimated(
     Nothing is computed and no memory is taken, however large the model: its layers go through on
     ``meta``, specs likewise. What they store is counted, as a GPU stores it. How long each operator
     takes is a guess from the data sheet of the device, the larger of its arithmetic and its memory
-    traffic (:mod:`syncpipe.balance.estimation.roofline`)::
+    traffic (:mod:`syncpipe.balance.estimate`)::
 
         with torch.device("meta"):
             model = nn.Sequential(...)
@@ -176,26 +175,62 @@ def _profiled(
         raise ValueError("module has no layers to measure")
     samples = samples_in(sample)
     chosen = _sizes(samples, sizes)
-    place = place_of(module, sample, device)
-    if place.fake and mode is None:
+    where, used = _place(module, sample, device)
+    on_nothing = where is not None and where.type == "meta"
+    if on_nothing and mode is None:
         timing = None
     bar = _bar(progress, len(module))
 
     def run() -> Profile:
-        with place.mode, mode or nullcontext():
+        with AsOnGPU() if on_nothing else nullcontext(), mode or nullcontext():
+            unpack = unpacks(module)
             lanes = [
-                Progress(
-                    size, _cut(sample, samples, size, place), len(module), unpack=unpacks(module)
-                )
+                Lane(size, _cut(sample, samples, size, where), len(module), unpack=unpack)
                 for size in chosen
             ]
-            return Profiler(module, known, lanes, place, timing, bar).run()
+            return Profiler(module, known, lanes, where, timing, bar).run()
 
     try:
-        return sandboxed(run, place.used, threads)
+        found = sandboxed(run, [device for device in used if device.type != "meta"], threads)
     finally:
         if bar is not None:
             bar.close()
+    return replace(found, device=", ".join(map(_words, used)) or "cpu")
+
+
+def _place(
+    module: nn.Module, sample: Any, device: torch.device | str | int | None
+) -> tuple[torch.device | None, list[torch.device]]:
+    """Where layers are profiled: a device for all, None for each where it is; and all of them."""
+    own = list(chain(module.parameters(), module.buffers()))
+    leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in flatten(sample)[0]]
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in own + given):
+        raise ValueError(
+            "model or sample are made of fake tensors (FakeTensorMode), which are not measured: "
+            "make them on meta, with torch.device('meta'):, to count sizes without memory"
+        )
+    target = None
+    if device is not None:
+        try:
+            target = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+            raise ValueError(f"device={device!r} cannot be used here: {error}") from error
+    elif any(tensor.is_meta for tensor in own + given):
+        target = torch.device("meta")
+    if any(tensor.is_meta for tensor in given) and target != torch.device("meta"):
+        raise ValueError(
+            f"device={device!r}, but the sample is on meta and has no values to put there: leave "
+            "device out to measure sizes, or make the sample elsewhere to measure time"
+        )
+    if target is not None:
+        return target, [target]
+    return None, list(dict.fromkeys(tensor.device for tensor in own + given))
+
+
+def _words(device: torch.device) -> str:
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"{device}{name}"
 
 
 def samples_in(sample: Any) -> int:
@@ -228,7 +263,7 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
     return chosen
 
 
-def _cut(sample: Any, samples: int, size: int, place: Place) -> Any:
+def _cut(sample: Any, samples: int, size: int, device: torch.device | None) -> Any:
     """The first part of the sample, in memory of its own: what is cut off does not count."""
     leaves, spec = flatten(sample)
     made: dict[int, Tensor] = {}
@@ -241,18 +276,11 @@ def _cut(sample: Any, samples: int, size: int, place: Place) -> Any:
                     "in the sample: give all its tensors one length in dimension 0, or name other "
                     "sizes"
                 )
-            made[id(leaf)] = _put(leaf, place)[:length].detach().clone()
-            made[id(leaf)].requires_grad_(leaf.requires_grad)
+            part = leaf if device is None else leaf.to(device)
+            made[id(leaf)] = part[:length].detach().clone().requires_grad_(leaf.requires_grad)
         elif isinstance(leaf, NoChunk):
-            made[id(leaf)] = copy_of_tensor(_put(leaf.tensor, place), None)
+            made[id(leaf)] = copy_of_tensor(leaf.tensor, device)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def _put(tensor: Tensor, place: Place) -> Tensor:
-    """A tensor of the sample where it is measured."""
-    if isinstance(place.mode, FakeTensorMode) and not isinstance(tensor, FakeTensor):
-        tensor = place.mode.from_tensor(tensor)
-    return tensor if place.device is None else tensor.to(place.device)
 
 
 def _bar(progress: bool | None, layers: int) -> Any:

@@ -11,30 +11,32 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from numbers import Real
 from pathlib import Path
-from typing import Any
-
-from syncpipe.balance.reading import (
-    by_size,
-    check_name,
-    check_number,
-    check_sizes,
-    entries,
-    listed,
-    read_json,
-    shown,
-)
+from typing import Any, TypeVar
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
 
 #: A number for each size of the micro-batch, in samples.
 BySize = Mapping[int, float]
 
-_OPTIONAL = ("shared_bytes", "peak_bytes")
-_BY_SIZE = ("forward", "backward", "output_bytes", "stored_bytes", *_OPTIONAL)
+_T = TypeVar("_T")
 #: Where the times of a profile are from, empty if unknown.
 _SOURCES = ("measured", "estimated", "sizes", "")
+#: Of the files that are written and read.
+_VERSION = 2
+_ENTRY = (
+    "name",
+    "forward_ms",
+    "backward_ms",
+    "activation_bytes",
+    "parameter_bytes",
+    "stored_bytes",
+)
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+#: Seconds or bytes; more is a mistake, and sums of it would not be finite.
+_MOST = 1e30
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class LayerProfile:
         frozen_bytes: the part of these that needs no gradient.
         buffer_bytes: its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
-            size (:mod:`syncpipe.balance.profiling.interpreter`); 0 where unknown.
+            size (:mod:`syncpipe.balance.run`); 0 where unknown.
         weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
-            take (:mod:`syncpipe.balance.profiling.halves`); None where unknown.
+            take; None where unknown.
     """
 
     name: str
@@ -104,8 +106,7 @@ class Profile:
         layers: one for each layer of the ``nn.Sequential``.
         skips: what goes from layer to layer beside the chain.
         input_bytes: what the first layer is given, by samples.
-        device: where it was measured, or for what it was estimated, in words; empty if nobody
-            knows.
+        device: where it was measured, or for what it was estimated, in words; empty if unknown.
         whole: how many samples were measured is unknown: sizes are in mini-batches, and all
             numbers are for 1.
         spread: by what part of them measured times are uncertain; 0 if unknown.
@@ -124,49 +125,58 @@ class Profile:
     load_average: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.source not in _SOURCES:
-            raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "skips", tuple(self.skips))
+        if self.source not in _SOURCES:
+            raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
-        check_name("device", self.device)
-        check_number("spread", self.spread)
-        check_number("load_average", self.load_average)
         if not isinstance(self.whole, bool):
-            raise TypeError(f"whole={shown(self.whole)} must be True or False")
+            raise TypeError(f"whole={_shown(self.whole)} must be True or False")
         for index, layer in enumerate(self.layers):
-            check_name(f"the name of layer {index}", layer.name)
-        sizes = self.sizes
-        for layer in self.layers:
-            for what in _BY_SIZE:
-                if what in _OPTIONAL and not getattr(layer, what):
-                    continue
-                check_sizes(f"{what} of layer {layer.name!r}", getattr(layer, what), sizes)
-            for what in ("parameter_bytes", "frozen_bytes", "buffer_bytes", "interpreter"):
-                check_number(f"{what} of layer {layer.name!r}", getattr(layer, what))
-            if layer.weight_share is not None:
-                check_number(f"weight_share of layer {layer.name!r}", layer.weight_share, most=1)
+            self._check(f"layer {index} ({_shown(layer.name)})", layer)
             if layer.frozen_bytes > layer.parameter_bytes:
                 raise ValueError(
                     f"frozen_bytes of layer {layer.name!r} is {layer.frozen_bytes}, more than its "
                     f"parameter_bytes={layer.parameter_bytes}"
                 )
+        self._check("a profile", self)
         for skip in self.skips:
-            check_name("the name of a skip", skip.name)
+            self._check(f"skip {_shown(skip.name)}", skip)
             if not (isinstance(skip.stash, int) and isinstance(skip.pop, int)):
                 raise TypeError(
-                    f"skip {skip.name!r} goes from {shown(skip.stash)} to {shown(skip.pop)}; give "
-                    "it the indices of two layers"
+                    f"skip {skip.name!r} goes from {_shown(skip.stash)} to {_shown(skip.pop)}; "
+                    "give it the indices of two layers"
                 )
             if not 0 <= skip.stash < skip.pop < len(self.layers):
                 raise ValueError(
                     f"skip {skip.name!r} goes from layer {skip.stash} to {skip.pop}, but there are "
                     f"{len(self.layers)} layers, and a skip leads to a later one"
                 )
-            check_sizes(f"bytes of skip {skip.name!r}", skip.bytes, sizes)
-        if self.input_bytes:
-            check_sizes("input_bytes", self.input_bytes, sizes)
+
+    def _check(self, whose: str, thing: Any) -> None:
+        """Refuses texts, numbers and numbers by size that are none."""
+        for about in fields(thing):
+            what, value = f"{about.name} of {whose}", getattr(thing, about.name)
+            if about.type == "str" and not isinstance(value, str):
+                raise TypeError(f"{what} is {_shown(value)}; it must be text")
+            if about.type == "float" or (about.name.endswith("_bytes") and about.type == "int"):
+                _check_number(what, value)
+            if about.name == "weight_share" and value is not None:
+                _check_number(what, value, most=1)
+            if about.type != "BySize" or (about.default_factory is not MISSING and not value):
+                continue
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{what} is {_shown(value)}, not a mapping of numbers by samples")
+            sizes = self.sizes
+            if tuple(sorted(value)) != sizes or sizes[:1] < (1,):
+                raise ValueError(
+                    f"{what} is given for micro-batches of {sorted(value)} samples, and the forward"
+                    f" time of the first layer for {[*sizes]}: all numbers are for the same sizes, "
+                    "from 1"
+                )
+            for number in value.values():
+                _check_number(what, number)
 
     @property
     def timed(self) -> bool:
@@ -196,18 +206,15 @@ class Profile:
         if samples < 1:
             raise ValueError(f"samples={samples}: a mini-batch has at least one sample")
 
-        def relabelled(numbers: BySize) -> BySize:
-            return {size * samples: number for size, number in numbers.items()}
+        def relabelled(thing: _T, **more: Any) -> _T:
+            made: Any = thing
+            for key in _by_size(type(thing)):
+                numbers = getattr(thing, key)
+                more[key] = {size * samples: number for size, number in numbers.items()}
+            return replace(made, **more)  # type: ignore[no-any-return]
 
-        layers = []
-        for layer in self.layers:
-            numbers: dict[str, Any] = {key: relabelled(getattr(layer, key)) for key in _BY_SIZE}
-            layers.append(replace(layer, **numbers))
-        skips = [replace(skip, bytes=relabelled(skip.bytes)) for skip in self.skips]
-        given = relabelled(self.input_bytes)
-        return replace(
-            self, layers=tuple(layers), skips=tuple(skips), input_bytes=given, whole=False
-        )
+        layers, skips = (tuple(map(relabelled, some)) for some in (self.layers, self.skips))
+        return relabelled(self, layers=layers, skips=skips, whole=False)
 
     @classmethod
     def from_list(
@@ -230,13 +237,12 @@ class Profile:
         layers = []
         for index, entry in enumerate(entries):
             if not isinstance(entry, Mapping):
-                raise ValueError(f"entry {index} is {shown(entry)}, not a mapping")
+                raise ValueError(f"entry {index} is {_shown(entry)}, not a mapping")
             missing = [key for key in _ENTRY if key not in entry]
             if missing:
                 raise ValueError(f"entry {index} of the profile lacks {', '.join(missing)}")
-            check_name(f"the name of entry {index}", entry["name"])
             for key in _ENTRY[1:]:
-                check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
+                _check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
             layers.append(
                 LayerProfile(
                     name=entry["name"],
@@ -265,7 +271,12 @@ class Profile:
         Raises:
             OSError, ValueError: it cannot be read, or is neither; the message says why.
         """
-        data = read_json(path)
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except RecursionError as error:
+            raise ValueError(f"{path} is not a profile: it is nested too deep") from error
+        except ValueError as error:  # no text, or no JSON
+            raise ValueError(f"{path} is not a JSON file: {error}") from error
         if isinstance(data, list):
             return cls.from_list(data, samples=samples)
         version = data.pop("syncpipe_profile", None) if isinstance(data, dict) else None
@@ -274,25 +285,19 @@ class Profile:
                 f"{path} is not a profile: neither one that Profile.save wrote nor a list of "
                 f"entries with {', '.join(_ENTRY)}"
             )
-        if version not in _READ:
+        if version != _VERSION:
             raise ValueError(
                 f"{path} is not a profile that can be read here: it is of version "
-                f"{shown(version)}, and those are {', '.join(map(str, _READ))}"
+                f"{_shown(version)}, not {_VERSION}"
             )
         if samples is not None and not data.get("whole"):
             raise ValueError(f"samples={samples}: {path} says itself how many were measured")
         try:
-            data = by_size(entries(cls, data, "it"), ["input_bytes"], "it")
-            for key, kind, sizes in (
-                ("layers", LayerProfile, _BY_SIZE),
-                ("skips", SkipProfile, ("bytes",)),
-            ):
-                made = []
-                for index, entry in enumerate(listed(key, data.get(key, []))):
-                    what = f"{key}[{index}]"
-                    made.append(kind(**by_size(entries(kind, entry, what), sizes, what)))
-                data[key] = tuple(made)
-            found = cls(**data)
+            for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
+                if not isinstance(data.get(key), list):
+                    raise ValueError(f"{key} is {_shown(data.get(key))}, not a list")
+                data[key] = [_read(kind, x, f"{key}[{k}]") for k, x in enumerate(data[key])]
+            found = _read(cls, data, "it")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a whole profile: {error}") from error
         return found if samples is None else found.of(samples)
@@ -338,22 +343,6 @@ class Profile:
         return self.table()
 
 
-#: Files as they are written, and those that can be read. What is new since the first version
-#: (peak_bytes, source) may be missing.
-_VERSION, _READ = 2, (1, 2)
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-_ENTRY = (
-    "name",
-    "forward_ms",
-    "backward_ms",
-    "activation_bytes",
-    "parameter_bytes",
-    "stored_bytes",
-)
-
-
 def interpolate(numbers: BySize, samples: float) -> float:
     """A number for a size that may not have been measured.
 
@@ -391,6 +380,52 @@ def in_bytes(number: float, *, up: bool = False) -> str:
     if up:
         number = math.ceil(number * 10**digits) / 10**digits
     return f"{number:.{digits}f} {_UNITS[unit]}"
+
+
+def _by_size(kind: type) -> list[str]:
+    """The fields of a dataclass that are numbers by samples."""
+    found: tuple[Field[Any], ...] = fields(kind)
+    return [about.name for about in found if about.type == "BySize"]
+
+
+def _read(kind: type[_T], data: Any, what: str) -> _T:
+    """A dataclass from a mapping, in which JSON has sizes as strings."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} is {_shown(data)}, not a mapping")
+    converted = dict(data)
+    for key in _by_size(kind):
+        numbers = converted.get(key)
+        if isinstance(numbers, Mapping):
+            converted[key] = {_size(size, f"{key} of {what}"): numbers[size] for size in numbers}
+    try:
+        return kind(**converted)
+    except TypeError as error:  # Python's own says what is missing or unknown
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _size(text: str, what: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise ValueError(f"{what} is for {_shown(text)} samples, no such number")
+    return int(text)
+
+
+def _check_number(what: str, number: Any, most: float = _MOST) -> None:
+    """Refuses what is no time and no size."""
+    ok = isinstance(number, Real) and not isinstance(number, bool)
+    if not (ok and 0 <= number <= most):
+        raise ValueError(
+            f"{what} is {_shown(number)}; it must be a finite number, not negative, "
+            f"and {most:g} at most"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, if it is not too long for it."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]}.."
 
 
 def _in_ms(seconds: float) -> str:

@@ -1,10 +1,12 @@
-"""The exact cut against brute force, and balances that need no measuring."""
+"""The cut against a plain dynamic program, and balances by name, by time and by size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from itertools import accumulate, combinations, pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -16,11 +18,17 @@ from torch import nn
 from syncpipe import Pipe
 from syncpipe.balance import (
     balance_by_parameters,
+    balance_by_size,
+    balance_by_time,
     balance_by_type,
     balance_cost,
     balance_uniform,
+    param_scale_of,
 )
-from tests.support.models import linear_model
+from tests.balance.test_measure import Clock, Takes, clock
+from tests.support.models import Receive, Send, linear_model
+
+__all__ = ["clock"]  # a fixture
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
@@ -28,15 +36,36 @@ FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 # --- the cut ------------------------------------------------------------------------------------
 
 
-def key_of(cost: list[float], borders: list[int]) -> tuple[Fraction, Fraction]:
+def key_of(cost: Any, balance: list[int]) -> tuple[Fraction, Fraction]:
     """What a cut has to minimise: the largest stage, then how uneven all are."""
+    borders = [0, *accumulate(balance)]
     stages = [sum(map(Fraction, cost[a:b]), Fraction(0)) for a, b in pairwise(borders)]
     return max(stages), sum((stage**2 for stage in stages), Fraction(0))
 
 
-def brute_force(cost: list[float], n: int) -> tuple[Fraction, Fraction]:
-    layers = len(cost)
-    return min(key_of(cost, [0, *cut, layers]) for cut in combinations(range(1, layers), n - 1))
+def best_key(cost: Any, n: int) -> tuple[Fraction, Fraction]:
+    sums = [Fraction(0), *accumulate(map(Fraction, cost))]
+    places = range(len(sums))
+    largest: dict[int, Fraction] = {0: Fraction(0)}
+    for _ in range(n):
+        largest = {
+            b: min(max(largest[a], sums[b] - sums[a]) for a in largest if a < b)
+            for b in places
+            if b > min(largest)
+        }
+    bound = largest[len(cost)]
+    best: dict[int, Fraction] = {0: Fraction(0)}
+    for _ in range(n):
+        ways = {
+            b: [
+                best[a] + (sums[b] - sums[a]) ** 2
+                for a in best
+                if a < b and sums[b] - sums[a] <= bound
+            ]
+            for b in places
+        }
+        best = {b: min(way) for b, way in ways.items() if way}
+    return bound, best[len(cost)]
 
 
 numbers = st.one_of(
@@ -45,50 +74,22 @@ numbers = st.one_of(
     st.sampled_from([0.1, 0.2, 0.3]),
     st.floats(0, 1e300, allow_subnormal=True),
 )
+short = st.lists(numbers, min_size=1, max_size=9)
+long = st.lists(st.sampled_from([0, 1, 1, 2, 50]), min_size=30, max_size=45)
 
 
-@given(st.lists(numbers, min_size=1, max_size=9), st.data())
+@given(st.one_of(short, long), st.data())
 @example([1.0, 1e-300, 1e300], None)
 @example([0, 0, 0, 0], None)
 def test_the_cut_is_the_best_and_then_the_most_even(
     cost: list[float], data: st.DataObject | None
 ) -> None:
-    n = 2 if data is None else data.draw(st.integers(1, len(cost)))
+    n = 2 if data is None else data.draw(st.integers(1, min(12, len(cost))))
     balance = balance_cost(cost, n)
     assert len(balance) == n
     assert min(balance) >= 1
-    borders = [0, *accumulate(balance)]
-    assert borders[-1] == len(cost)
-    assert key_of(cost, borders) == brute_force(cost, n)
-
-
-@given(
-    st.lists(st.sampled_from([0, 1, 1, 2, 50]), min_size=30, max_size=60),
-    st.integers(2, 12),
-)
-def test_longer_chains_against_a_dynamic_program(cost: list[int], n: int) -> None:
-    layers, sums = len(cost), [0, *accumulate(cost)]
-    best: list[tuple[int, int] | None] = [(0, 0), *[None] * layers]
-    largest = [0, *[sums[-1] + 1] * layers]
-    for _ in range(n):
-        largest = [
-            min((max(largest[a], sums[b] - sums[a]) for a in range(b)), default=sums[-1] + 1)
-            for b in range(layers + 1)
-        ]
-    bound = largest[-1]
-    for _ in range(n):
-        ways = [
-            [
-                (0, best[a][1] + (sums[b] - sums[a]) ** 2)
-                for a in range(b)
-                if best[a] is not None and sums[b] - sums[a] <= bound
-            ]
-            for b in range(layers + 1)
-        ]
-        best = [min(way) if way else None for way in ways]
-    found = key_of(cost, [0, *accumulate(balance_cost(cost, n))])
-    assert best[-1] is not None
-    assert found == (bound, best[-1][1])
+    assert sum(balance) == len(cost)
+    assert key_of(cost, balance) == best_key(cost, n)
 
 
 def test_a_layer_that_costs_nothing_stays_with_the_one_before_it() -> None:
@@ -102,12 +103,10 @@ def test_a_layer_that_costs_nothing_stays_with_the_one_before_it() -> None:
 @pytest.mark.parametrize("n", [1, 64, 500])
 def test_ten_thousand_layers(cost: list[float], n: int) -> None:
     balance = balance_cost(cost, n)
-    borders = [0, *accumulate(balance)]
     assert len(balance) == n
-    assert borders[-1] == len(cost)
+    assert sum(balance) == len(cost)
     assert min(balance) >= 1
-    mean, largest = Fraction(sum(map(Fraction, cost))) / n, Fraction(max(cost))
-    assert key_of(cost, borders)[0] <= mean + largest
+    assert key_of(cost, balance)[0] <= Fraction(sum(map(Fraction, cost))) / n + Fraction(max(cost))
 
 
 def test_one_giant_among_many_leaves_the_rest_even() -> None:
@@ -154,7 +153,7 @@ def test_what_cannot_be_cut_is_named(cost: list[float], partitions: int, message
         balance_cost(cost, partitions)
 
 
-# --- without measuring --------------------------------------------------------------------------
+# --- by name ------------------------------------------------------------------------------------
 
 
 def mixed() -> nn.Sequential:
@@ -163,26 +162,15 @@ def mixed() -> nn.Sequential:
     )
 
 
-def test_by_parameters_the_largest_stage_has_as_few_as_can_be() -> None:
+def test_by_parameters_frozen_ones_do_not_count_and_tied_ones_count_once() -> None:
     assert balance_by_parameters(3, mixed()) == [2, 2, 2]
-
-
-def test_frozen_parameters_do_not_count_and_tied_ones_count_once() -> None:
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
     model[0].weight.requires_grad_(False)
     model[3].weight = model[4].weight = model[2].weight
     assert balance_by_parameters(2, model) == [2, 3]
-
-
-def test_by_parameters_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(10**5, 10**5) for _ in range(6)])
     assert balance_by_parameters(3, model) == [2, 2, 2]
-
-
-def test_lazy_parameters_are_refused_with_the_layer() -> None:
-    with pytest.raises(ValueError, match=r"layer '1' \(LazyLinear\) is lazy"):
-        balance_by_parameters(1, nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
 
 
 @given(st.integers(1, 30), st.data())
@@ -198,39 +186,31 @@ def test_by_type_stages_have_as_many_layers_that_match(regex: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("regex", "message"),
-    [("conv", r"regex='conv' matches no layer.*Linear, ReLU, Tanh"), ("(", r"regex='\('")],
-)
-def test_a_regex_that_finds_nothing_is_refused_with_what_there_is(regex: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance_by_type(2, mixed(), regex)
-
-
-@pytest.mark.parametrize("balance", [balance_by_parameters, balance_uniform])
-def test_only_a_sequential_has_a_balance(balance: object) -> None:
-    with pytest.raises(TypeError, match="Linear"):
-        balance(1, nn.Linear(1, 1))  # type: ignore[operator]
-
-
-# --- Pipe(balance="...") ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [("parameters", [2, 2, 2]), ("uniform", [2, 2, 2]), ("type:linear", [3, 2, 1])],
-)
-def test_a_pipe_finds_its_balance_with_a_stage_for_each_device(
-    how: str, expected: list[int]
+    ("balance", "model", "error", "message"),
+    [
+        (partial(balance_by_type, regex="conv"), mixed(), ValueError,
+         r"regex='conv' matches no layer.*Linear, ReLU, Tanh"),
+        (partial(balance_by_type, regex="("), mixed(), ValueError, r"regex='\('"),
+        (balance_by_parameters, nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), ValueError,
+         r"layer '1' \(LazyLinear\) is lazy"),
+        (balance_by_parameters, nn.Linear(1, 1), TypeError, "Linear"),
+        (balance_uniform, nn.Linear(1, 1), TypeError, "Linear"),
+    ],
+)  # fmt: skip
+def test_what_has_no_balance(
+    balance: Callable[..., Any], model: nn.Module, error: type[Exception], message: str
 ) -> None:
-    pipe = Pipe(mixed(), how, devices=FOUR[:3])
-    if how == "type:linear":
-        expected = balance_by_type(3, mixed(), "linear")
-    assert pipe.balance == expected
+    with pytest.raises(error, match=message):
+        balance(1, model)
 
 
-def test_it_can_be_set_later_and_never_makes_more_stages_than_layers() -> None:
+def test_a_pipe_finds_its_balance_with_a_stage_for_each_device() -> None:
+    expected = {"parameters": [2, 2, 2], "uniform": [2, 2, 2]}
+    expected["type:linear"] = balance_by_type(3, mixed(), "linear")
+    for how, balance in expected.items():
+        assert Pipe(mixed(), how, devices=FOUR[:3]).balance == balance
     pipe = Pipe(linear_model(3), [3], devices=FOUR)
-    pipe.balance = "uniform"
+    pipe.balance = "uniform"  # never more stages than layers
     assert pipe.balance == [1, 1, 1]
     x = torch.randn(2, 3)
     assert torch.equal(pipe(x), nn.Sequential(*pipe)(x))
@@ -244,6 +224,75 @@ def test_another_string_is_refused_with_those_that_there_are(how: str) -> None:
         Pipe(linear_model(), how, devices=FOUR)
 
 
-def test_without_devices_nobody_knows_how_many_stages() -> None:
+def test_without_devices_the_number_of_stages_is_unknown() -> None:
     with pytest.raises(ValueError, match=r"balance='uniform'.*no accelerator.*devices=\["):
         Pipe(linear_model(), "uniform")
+
+
+# --- by what was measured -----------------------------------------------------------------------
+
+
+def test_a_balance_by_time(clock: Clock) -> None:
+    seconds = [1.0, 5.0, 2.0, 2.0, 3.0, 1.0]
+    model = nn.Sequential(*[Takes(clock, time) for time in seconds])
+    balance = balance_by_time(3, model, torch.rand(2, 3), timeout=0.0)
+    assert key_of(seconds, balance) == best_key(seconds, 3)
+    with pytest.raises(ValueError, match=r"on meta.*balance_by_size"):
+        balance_by_time(2, mixed(), torch.rand(8, 8), device="meta")
+
+
+def four_linear() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(30, 30) for _ in range(3)], nn.Linear(30, 90))
+
+
+def test_a_balance_by_size() -> None:
+    model = four_linear()
+    assert balance_by_size(2, model, torch.rand(2, 30)) == [3, 1]
+    # 200 samples of 30 floats for each layer outweigh its 930 parameters.
+    assert balance_by_size(2, model, torch.rand(200, 30)) == [2, 2]
+    assert balance_by_size(2, model, torch.rand(200, 30), chunks=100) == [3, 1]
+    assert balance_by_size(2, model, torch.rand(200, 30), param_scale=100.0) == [3, 1]
+    shares = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Flatten(), nn.Linear(3, 3))
+    assert balance_by_size(2, shares, torch.rand(64, 3, requires_grad=True)) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scale"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 2),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3),
+        (torch.optim.RMSprop, 3),
+        (torch.optim.Adagrad, 3),
+        (torch.optim.AdamW, 4),
+        (partial(torch.optim.Adam, amsgrad=True), 5),
+    ],
+)
+def test_an_optimizer_says_how_much_parameters_weigh(optimizer: Any, scale: float) -> None:
+    assert param_scale_of(optimizer) == scale
+    model, x = four_linear(), torch.rand(40, 30)
+    balance = balance_by_size(2, model, x, optimizer=optimizer)
+    assert balance == balance_by_size(2, model, x, param_scale=scale)
+    with pytest.raises(ValueError, match="both given"):
+        balance_by_size(2, model, x, param_scale=7.0, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.LBFGS, "adam", torch.optim.SGD([torch.ones(1)], lr=0.1), list]
+)
+def test_what_is_no_optimizer(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match="optimizer="):
+        param_scale_of(optimizer)
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+def test_more_partitions_than_layers(balance: Callable[..., list[int]]) -> None:
+    with pytest.raises(ValueError, match="4"):
+        balance(4, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2))
+
+
+def test_a_skippable_model_can_be_balanced() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Send(), nn.Linear(3, 3), Receive())
+    x = torch.rand(4, 3)
+    assert sum(balance_by_time(2, model, x, timeout=0.0)) == 4
+    sizes = balance_by_size(2, model, x, device="meta")
+    assert sizes == balance_by_size(2, model, x)

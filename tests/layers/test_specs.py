@@ -25,7 +25,7 @@ from syncpipe.balance import (
     balance_uniform,
     profile,
 )
-from syncpipe.balance.profiling import profiler
+from syncpipe.balance import run as measuring
 from syncpipe.skip import Namespace
 from tests.support.models import Receive, Send, assert_same_tree
 
@@ -186,7 +186,7 @@ def test_a_balance_is_found_without_building_all(balance: Callable[[Any], list[i
 
 
 def test_time_is_measured_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "WINDOW", 1)  # bytes: each layer is one
+    monkeypatch.setattr(measuring, "WINDOW", 1)  # bytes: each layer is one
     with HostBytes() as host:
         layer, x = OnHost(64), torch.randn(2, 64)
         layer(x).sum().backward()

@@ -16,8 +16,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from syncpipe.balance.by_name import balance_named
-from syncpipe.balance.profiling.sandbox import copy_of_layer
+from syncpipe.balance.balances import balance_named
+from syncpipe.balance.copies import copy_of_layer
 from syncpipe.data import tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers
 from syncpipe.distributed.pipelining.carried import Boundary

@@ -1,4 +1,4 @@
-"""What layers keep for backward, counted once; and sizes without any memory, on meta and fake."""
+"""What layers keep for backward, counted once, and the most that is alive; sizes on ``meta``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from syncpipe.balance.by_cost import balance_by_size, balance_by_time
-from syncpipe.balance.measure import profile
-from syncpipe.balance.profile import Profile
+from syncpipe.balance import Profile, balance_by_size, profile
 from syncpipe.data import clones, map_tensors, tensors_in
 from syncpipe.skip import pop, skippable
 from syncpipe.skip.store import use_store
@@ -36,27 +34,6 @@ def kept(found: Profile) -> list[tuple[float, float]]:
 # --- layers of which one knows ------------------------------------------------------------------
 
 
-def test_linear_stores_its_input_and_relu_its_output() -> None:
-    found = measured(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), sample=torch.rand(4, 3))
-    assert kept(found) == [(12, 0), (20, 0), (20, 20)]
-
-
-def test_what_a_layer_passes_on_as_a_view() -> None:
-    layers = [nn.Conv1d(2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(6, 1)]
-    found = measured(*layers, sample=torch.rand(4, 2, 3))
-    assert kept(found) == [(24, 0), (24, 0), (24, 24), (24, 24)]
-
-
-def test_a_view_at_the_end_passes_nothing_on() -> None:
-    found = measured(nn.Linear(3, 3), nn.ReLU(), nn.Flatten(0), sample=torch.rand(4, 3))
-    assert kept(found) == [(12, 0), (12, 0), (0, 0)]
-
-
-def test_a_layer_in_place_stores_what_it_was_given() -> None:
-    layers = [nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)]
-    assert kept(measured(*layers, sample=torch.rand(4, 3))) == [(12, 0), (12, 0), (12, 12)]
-
-
 class Parts(nn.Module):
     """Stores two views of what it computed, and drops a graph that stored something else."""
 
@@ -66,39 +43,53 @@ class Parts(nn.Module):
         return a * b
 
 
-def test_views_of_one_storage_count_once() -> None:
-    found = measured(nn.Linear(4, 4), Parts(), sample=torch.rand(8, 4))
-    assert kept(found)[1] == (32, 0)
+class Cut(nn.Module):
+    """Stores more than it shows: the column that exp returned, and all of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1)[:, :1].exp()[:, :1] * tensors_in([x])[0][:, :1]
 
 
-def test_frozen_layers_store_nothing_before_one_that_is_trained() -> None:
-    frozen = nn.Linear(3, 3).requires_grad_(False)
-    found = measured(frozen, nn.Sigmoid(), nn.Linear(3, 3), nn.Sigmoid(), sample=torch.rand(4, 3))
-    assert kept(found) == [(0, 0), (0, 0), (12, 0), (12, 0)]
-    assert [layer.frozen_bytes for layer in found.layers] == [4 * 12, 0, 0, 0]
+@skippable(pop=["skip"])
+class Square(nn.Module):
+    def forward(self, value: Tensor) -> Any:
+        return value + (yield pop("skip")).pow(2)
 
 
-def test_an_input_that_needs_a_gradient() -> None:
-    layer = nn.Linear(3, 3).requires_grad_(False)
-    x = torch.rand(4, 3, requires_grad=True)
-    assert kept(measured(nn.Sigmoid(), layer, sample=x)) == [(12, 0), (0, 0)]
+FROZEN = nn.Linear(3, 3).requires_grad_(False)
+LEAF = torch.rand(4, 3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sample", "expected"),
+    [
+        ([nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)], torch.rand(4, 3),
+         [(12, 0), (20, 0), (20, 20)]),
+        ([nn.Conv1d(2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(6, 1)], torch.rand(4, 2, 3),
+         [(24, 0), (24, 0), (24, 24), (24, 24)]),
+        ([nn.Linear(3, 3), nn.ReLU(), nn.Flatten(0)], torch.rand(4, 3),
+         [(12, 0), (12, 0), (0, 0)]),
+        ([nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)], torch.rand(4, 3),
+         [(12, 0), (12, 0), (12, 12)]),
+        ([nn.Linear(4, 4), Parts()], torch.rand(8, 4), [(32, 0), (32, 0)]),
+        ([nn.Linear(4, 4), Cut()], torch.rand(8, 4), [(32, 0), (8 + 32, 0)]),
+        ([FROZEN, nn.Sigmoid(), nn.Linear(3, 3), nn.Sigmoid()], torch.rand(4, 3),
+         [(0, 0), (0, 0), (12, 0), (12, 0)]),
+        ([nn.Sigmoid(), FROZEN], LEAF, [(12, 0), (0, 0)]),
+        ([nn.Tanh(), Send(), nn.Linear(3, 3), nn.Linear(3, 3), Square()], LEAF,
+         [(12, 0), (12, 12), (12, 12), (24, 12), (12, 12)]),
+    ],
+    ids=["linear stores its input", "a view that is passed on", "a view at the end", "in place",
+         "views of one storage", "storages hold more", "frozen", "a leaf", "a skip"],
+)  # fmt: skip
+def test_what_layers_store(layers: list[nn.Module], sample: Tensor, expected: Any) -> None:
+    assert kept(measured(*layers, sample=sample)) == expected
 
 
 def test_a_part_of_the_sample_counts_as_the_part() -> None:
     found = measured(nn.Linear(3, 3), sample=torch.rand(8, 3), sizes=[1, 2, 8])
     assert found.layers[0].stored_bytes == {1: 12, 2: 24, 8: 96}
     assert found.input_bytes == {1: 12, 2: 24, 8: 96}
-
-
-def test_a_skip_that_is_stored_at_both_ends() -> None:
-    @skippable(pop=["skip"])
-    class Square(nn.Module):
-        def forward(self, value: Tensor) -> Any:
-            return value + (yield pop("skip")).pow(2)
-
-    layers = [nn.Tanh(), Send(), nn.Linear(3, 3), nn.Linear(3, 3), Square()]
-    found = measured(*layers, sample=torch.rand(4, 3, requires_grad=True))
-    assert kept(found) == [(12, 0), (12, 12), (12, 12), (24, 12), (12, 12)]
 
 
 # --- any stage of any model ---------------------------------------------------------------------
@@ -146,16 +137,50 @@ def test_the_sum_for_a_stage(spec: Spec) -> None:
                 assert found == truth, (i, j)
 
 
+# --- the most that is alive ---------------------------------------------------------------------
+
+
+def peaks(*layers: nn.Module, x: Tensor, device: str | None = None) -> list[float]:
+    found = measured(*layers, sample=x, sizes=[len(x)], device=device)
+    return [layer.peak_bytes[len(x)] / FLOAT for layer in found.layers]
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.detach().repeat(1, 10)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_linear_layer_has_both_gradients_and_that_of_its_weight(device: str | None) -> None:
+    first, second = nn.Linear(30, 50, bias=False), nn.Linear(50, 70, bias=False)
+    first.weight.grad = torch.ones(50, 30)  # of earlier micro-batches, and not of this one
+    assert peaks(first, second, x=torch.rand(8, 30), device=device) == [
+        8 * 30 + 8 * 50 + 30 * 50,  # nothing goes back to the sample
+        8 * 50 + 8 * 70 + 8 * 50 + 50 * 70,
+    ]
+    assert torch.equal(first.weight.grad, torch.ones(50, 30))
+
+
+def test_what_else_is_alive_meanwhile() -> None:
+    leaf = torch.rand(8, 30).requires_grad_()
+    assert peaks(Wide(), x=leaf) == [8 * 30 * (1 + 10 + 1)]  # what goes and comes for a moment
+    x = torch.rand(8, 5, 6).requires_grad_()
+    # Output, its gradient, and that of the input; then only one of these: it is stored before.
+    assert peaks(nn.Sigmoid(), nn.Flatten(), x=x) == [8 * 30 * 3, 8 * 30]
+    assert peaks(nn.Embedding(9, 5), x=torch.ones(8, 3, dtype=torch.long))[0] > 0
+    assert peaks(nn.ReLU(), x=torch.rand(8, 3)) == [2 * 8 * 3]  # nothing goes back
+
+
 # --- sizes without memory -----------------------------------------------------------------------
 
 
-def everything(dropout: float = 0.5) -> nn.Sequential:
+def everything() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False),
         nn.BatchNorm2d(8),
         Send(),
         nn.ReLU(inplace=True),
-        nn.Dropout(dropout),
+        nn.Dropout(0.0),
         Receive(),
         nn.Flatten(),
         nn.Linear(8 * 36, 5),
@@ -164,14 +189,7 @@ def everything(dropout: float = 0.5) -> nn.Sequential:
 
 def sizes_only(found: Profile) -> list[Any]:
     layers = [
-        (
-            x.name,
-            x.output_bytes,
-            x.stored_bytes,
-            x.shared_bytes,
-            x.peak_bytes,
-            x.memory(3.0),
-        )
+        (x.name, x.output_bytes, x.stored_bytes, x.shared_bytes, x.peak_bytes, x.memory(3.0))
         for x in found.layers
     ]
     return [layers, found.skips, found.input_bytes]
@@ -179,29 +197,17 @@ def sizes_only(found: Profile) -> list[Any]:
 
 def test_meta_measures_the_same_sizes() -> None:
     x = torch.rand(8, 3, 8, 8)
-    real = profile(everything(0.0), x, timeout=0.0)
+    real = profile(everything(), x, timeout=0.0)
     with torch.device("meta"):
-        model = everything(0.0)
+        model = everything()
     for found in (
         profile(model, x),
-        profile(everything(0.0), x, device="meta"),
-        profile(everything(0.0), x.to("meta")),
+        profile(everything(), x, device="meta"),
+        profile(everything(), x.to("meta")),
     ):
         assert sizes_only(found) == sizes_only(real)
-        assert found.device == "meta"
+        assert (found.device, found.source) == ("meta", "sizes")
         assert all({*x.forward.values(), *x.backward.values()} == {0.0} for x in found.layers)
-
-
-def test_fake_tensors_measure_the_same_sizes() -> None:
-    x = torch.rand(8, 3, 8, 8)
-    mode = FakeTensorMode()
-    with mode:
-        model, fake = everything(), torch.rand(8, 3, 8, 8)
-        inside = profile(model, fake)
-    for found in (inside, profile(model, fake), profile(model, x)):
-        assert sizes_only(found) == sizes_only(profile(everything(), x, time=False))
-        assert found.device == "fake cpu"
-    assert torch.rand(1).item() >= 0  # the mode is over
 
 
 def test_a_model_of_a_hundred_billion_parameters() -> None:
@@ -212,11 +218,6 @@ def test_a_model_of_a_hundred_billion_parameters() -> None:
     found = profile(model, tokens, sizes=[1])
     assert sum(layer.parameter_bytes for layer in found.layers) > 4 * 100e9
     assert balance_by_size(2, model, tokens, chunks=8, param_scale=4.0) in ([28, 29], [29, 28])
-
-
-def test_no_time_is_measured_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match=r"on meta.*balance_by_size"):
-        balance_by_time(2, everything(), torch.rand(8, 3, 8, 8), device="meta")
 
 
 class Values(nn.Module):
@@ -230,43 +231,25 @@ class Values(nn.Module):
         return x * x.sum().item() if self.how == "item" else x[x > 0.5]
 
 
-@pytest.mark.parametrize("how", ["item", "mask"])
-@pytest.mark.parametrize("where", ["meta", "fake"])
-def test_a_layer_that_needs_values(how: str, where: str) -> None:
-    if where == "fake":
-        with FakeTensorMode():
-            model = nn.Sequential(nn.Linear(3, 3), Values(how))
-    else:
-        model = nn.Sequential(nn.Linear(3, 3), Values(how)).to("meta")
-    with pytest.raises(RuntimeError, match=rf"layer '1' \(Values\) needs the values.*{where}"):
-        profile(model, torch.rand(4, 3))
-
-
-def test_another_error_on_meta_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match=r"shape|size|dim"):
-        profile(nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4)), torch.rand(4, 3), device="meta")
-
-
-def test_a_sample_without_values_cannot_be_given_any() -> None:
-    with pytest.raises(ValueError, match=r"device='cpu'.*sample is on meta"):
-        profile(everything(), torch.rand(8, 3, 8, 8, device="meta"), device="cpu")
-
-
-def test_storages_hold_what_tensors_do_not_show() -> None:
-    class Cut(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + 1)[:, :1].exp()[:, :1] * tensors_in([x])[0][:, :1]
-
-    found = measured(nn.Linear(4, 4), Cut(), sample=torch.rand(8, 4))
-    assert kept(found)[1] == (8 + 32, 0)  # the column that exp returned, and all of x
-
-
-def test_fake_and_real_tensors_are_not_mixed() -> None:
+def in_fake_mode() -> nn.Module:
     with FakeTensorMode():
-        fake, sample = nn.Linear(3, 3), torch.rand(4, 3)
-    with FakeTensorMode():
-        other = torch.rand(4, 3)
-    with pytest.raises(ValueError, match="not all of the model are"):
-        profile(nn.Sequential(fake, nn.Linear(3, 3)), sample)
-    with pytest.raises(ValueError, match="two FakeTensorModes"):
-        profile(nn.Sequential(fake), other)
+        return nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "error", "message"),
+    [
+        (Values("item"), {"device": "meta"}, RuntimeError, r"'1' \(Values\) needs the values.*a G"),
+        (Values("mask"), {"device": "meta"}, RuntimeError, r"layer '1' \(Values\) needs the value"),
+        (nn.Linear(4, 4), {"device": "meta"}, RuntimeError, r"shape|size|dim"),
+        (nn.ReLU(), {"device": "cpu", "sample": torch.rand(4, 3, device="meta")}, ValueError,
+         r"device='cpu'.*sample is on meta"),
+        (in_fake_mode(), {}, ValueError, r"FakeTensorMode.*torch.device\('meta'\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_without_values(
+    layer: nn.Module, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    with pytest.raises(error, match=message):
+        profile(model, **{"sample": torch.rand(4, 3), **arguments})

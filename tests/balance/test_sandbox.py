@@ -15,9 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncpipe.balance.by_cost import balance_by_size, balance_by_time
-from syncpipe.balance.measure import profile
-from syncpipe.balance.profile import Profile
+from syncpipe.balance import Profile, balance_by_size, profile
 from syncpipe.runtime.rematerialization.guards import version_of
 from tests.support.interrupts import interrupt_next, interrupted, modes_on
 from tests.support.models import Counter, Noise, Receive, Send
@@ -141,12 +139,8 @@ def test_a_profile_leaves_everything_as_it_was(device: str | None) -> None:
         trained(*layers()),
     )
     assert isinstance(found, Profile)
-
-
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-def test_a_balance_leaves_everything_as_it_was(balance: Callable[..., list[int]]) -> None:
-    found = assert_untouched(lambda model, x: balance(3, model, x), trained(*layers()))
-    assert sum(found) == len(layers())
+    balance = assert_untouched(lambda model, x: balance_by_size(3, model, x), trained(*layers()))
+    assert sum(balance) == len(layers())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -233,18 +227,14 @@ def test_gradients_are_not_copied() -> None:
     assert grads == [None]
 
 
-def test_a_layer_that_cannot_be_copied() -> None:
-    model = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
-    model[1].lock = threading.Lock()
+def test_layers_that_cannot_be_copied() -> None:
+    locked, tied = nn.Linear(3, 3), nn.Linear(3, 3)
+    locked.lock = threading.Lock()
+    tied.forward = lambda x: x @ tied.weight  # type: ignore[method-assign]
     with pytest.raises(TypeError, match=r"layer '1' \(Linear\) cannot be copied.*__deepcopy__"):
-        profile(model, torch.rand(SHAPE))
-
-
-def test_a_forward_that_would_go_on_with_the_user_s_parameters() -> None:
-    layer = nn.Linear(3, 3)
-    layer.forward = lambda x: x @ layer.weight  # type: ignore[method-assign]
+        profile(nn.Sequential(nn.ReLU(), locked), torch.rand(SHAPE))
     with pytest.raises(TypeError, match="a function tied to the module itself"):
-        profile(nn.Sequential(layer), torch.rand(SHAPE))
+        profile(nn.Sequential(tied), torch.rand(SHAPE))
 
 
 def _old(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -313,19 +303,18 @@ def test_a_parameter_keeps_its_class_and_attributes() -> None:
     assert profile(nn.Sequential(Asks()), torch.rand(SHAPE), time=False).layers[0].parameter_bytes
 
 
-class Closes(nn.Module):
-    """Computes by a function that knows the user's parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.function = lambda x: self.linear(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def test_gradients_end_at_the_copies() -> None:
+    class Closes(nn.Module):
+        """Computes by a function that knows the user's parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.function = lambda x: self.linear(x)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.function(x)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
         scripted = torch.jit.script(nn.Linear(3, 3))

@@ -21,17 +21,18 @@ lies all between two such layers, and stores nothing of it itself, is said to st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from syncpipe.data import tensors_in
+from syncpipe.data import distinct, tensors_in
 
-__all__ = ["Keeping", "Saved", "blocks", "size_of"]
+__all__ = ["Keeping", "Live", "Saved", "blocks", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -42,32 +43,30 @@ def blocks(tensor: Tensor) -> Iterator[tuple[int, int]]:
     Mostly it is one, the tensor's storage.
     """
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):
-                yield from blocks(inner)
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.layout is torch.sparse_coo:
+        inner = [tensor._indices(), tensor._values()]
+    else:
+        try:
+            storage = tensor.untyped_storage()
+            yield int(storage._cdata), int(storage.nbytes())
+        except (NotImplementedError, RuntimeError):  # a layout without storages
+            yield id(tensor), tensor.numel() * tensor.element_size()
         return
-    if tensor.layout is torch.sparse_coo:
-        yield from blocks(tensor._indices())
-        yield from blocks(tensor._values())
-        return
-    try:
-        storage = tensor.untyped_storage()
-        yield int(storage._cdata), int(storage.nbytes())
-    except (NotImplementedError, RuntimeError):  # a layout without storages
-        yield id(tensor), tensor.numel() * tensor.element_size()
+    for part in inner:
+        if isinstance(part, Tensor):
+            yield from blocks(part)
 
 
 def size_of(tree: Any) -> int:
     """Bytes that go to another device with a tree; a tensor that is in it twice goes once."""
-    tensors = {id(tensor): tensor for tensor in tensors_in(tree)}
-    return sum(_own_bytes(tensor) for tensor in tensors.values())
 
+    def size(tensor: Tensor) -> int:
+        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+            return tensor.numel() * tensor.element_size()
+        return sum(size for _, size in blocks(tensor))
 
-def _own_bytes(tensor: Tensor) -> int:
-    if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
-        return tensor.numel() * tensor.element_size()
-    return sum(size for _, size in blocks(tensor))
+    return sum(map(size, distinct(tree)))
 
 
 class _Held:
@@ -106,6 +105,65 @@ class Saved:
     def tensors(self) -> list[Tensor]:
         """What is stored now; what belonged to a graph that was dropped is not."""
         return [held.tensor for held in (seen() for seen in self._seen) if held is not None]
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the results of all operators in its context, until these are let go of.
+
+    What an operator takes and gives back inside of itself is not seen.
+
+    Attributes:
+        alive: bytes now.
+        most: the largest ``alive`` so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.most = 0
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._aside: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the memory of tensors as well."""
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known and key not in self._aside:
+                    self._known[key] = weakref.ref(storage, self._forget(key)), size
+                    self.alive += size
+                    self.most = max(self.most, self.alive)
+            except (NotImplementedError, RuntimeError):  # a layout without storages
+                continue
+
+    def leave_aside(self, keys: Iterable[int]) -> None:
+        """Does not count some pieces of memory, by their keys; nor has it until now."""
+        for key in keys:
+            self._aside.add(key)
+            if key in self._known:
+                size = self._known.pop(key)[1]
+                self.alive -= size
+                self.most -= size
+
+    def only(self, tensors: Iterable[Tensor]) -> None:
+        """Begins anew with these alone."""
+        self._known.clear()
+        self.alive = self.most = 0
+        self.watch(tensors)
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def forget(gone: Any) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is gone:
+                del self._known[key]
+                self.alive -= known[1]
+
+        return forget
 
 
 @dataclass(eq=False, slots=True)

@@ -1,1 +1,0 @@
-"""What layers would cost on a device that is not here, from its data sheet."""

@@ -1,1 +1,0 @@
-"""Takes copies of layers through a forward and a backward, and notes what these cost."""
