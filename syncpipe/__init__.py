@@ -8,6 +8,10 @@ Example::
     model(input).sum().backward()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from syncpipe.balance import balance_by_time
 from syncpipe.data import NoChunk
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.listing import LayerSpec, TiedLayerSpec
@@ -18,8 +22,12 @@ from syncpipe.planner import Plan, plan
 from syncpipe.runtime.inline import inline
 from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
+from syncpipe.skip import pop, skippable, stash
 from syncpipe.training.loader import RepeatingLoader
 from syncpipe.verification.check import verify
+
+if TYPE_CHECKING:
+    from syncpipe.distributed import data_parallel
 
 __version__ = "0.1.0"
 
@@ -33,10 +41,31 @@ __all__ = [
     "Selective",
     "TiedLayerSpec",
     "Worker",
+    "balance_by_time",
+    "data_parallel",
     "inline",
     "is_checkpointing",
     "is_recomputing",
     "plan",
+    "pop",
     "sequential",
+    "skippable",
+    "stash",
     "verify",
 ]
+
+#: The packages that people import from.
+_PACKAGES = ("balance", "distributed", "planner", "schedules", "skip", "timeline")
+
+
+def __getattr__(name: str) -> Any:
+    # What most people do not need, and what takes longer to import than all else: PyTorch's stages.
+    if name == "data_parallel":
+        return import_module("syncpipe.distributed").data_parallel
+    if name in _PACKAGES:
+        return import_module(f"syncpipe.{name}")
+    raise AttributeError(f"module 'syncpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_PACKAGES))

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from syncpipe.balance.balances import balance_named
+from syncpipe.hints import outside
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.sequential import batch_input
@@ -173,7 +174,7 @@ def _sizes(
                 f"balance={balance!r} makes a partition for each device, and there is one, "
                 f"{devices[0]}: all layers are on it, without a pipeline; name devices=, or give "
                 "the number of layers of each partition",
-                stacklevel=4,
+                stacklevel=outside(),
             )
         first = resolve_workers(devices, 1)[0].device
         partitions = min(_stages_of(replicas, balance, len(devices)), max(1, len(module)))

@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, islice
 from textwrap import indent
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input, call_input
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
@@ -31,8 +33,6 @@ from syncpipe.options import (
     checked_modes,
     checked_replicas,
     checked_schedule,
-    unknown_argument,
-    unknown_attribute,
 )
 from syncpipe.runtime.inline import INLINE, driven
 from syncpipe.runtime.locks import forkable
@@ -42,13 +42,36 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
 from syncpipe.training.loss.check import LossCounts
-from syncpipe.training.loss.known import check_arguments
+from syncpipe.training.loss.known import check_loss_fn
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.sources import Source, source_of
 from syncpipe.training.stream.run import OptimizerFactory, Streamed, stream
 from syncpipe.training.train import Averaging, evaluate, train
 
 __all__ = ["Pipe"]
+
+#: What a loss function is that returns a loss, perhaps with its weight; and one with metrics.
+_Loss = nn.Module | Callable[..., Tensor | tuple[Tensor, float | Tensor]]
+_LossAndMetrics = Callable[
+    ..., tuple[Tensor, dict[str, Any]] | tuple[Tensor, float | Tensor, dict[str, Any]]
+]
+_Metrics = dict[str, Any]
+
+
+class _EvalOptions(TypedDict, total=False):
+    loss_reduction: str | None
+    weight: Callable[[Any], Any] | Sequence[Any] | None
+    data_iter: Iterable[Any] | None
+    global_loss: bool
+
+
+class _TrainOptions(_EvalOptions, total=False):
+    schedule: ScheduleLike | None
+    slots: str | Sequence[int] | None
+    accumulate: float
+    grad_scaler: Any
+    verify: bool | None
+
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _building = forkable()
@@ -113,6 +136,7 @@ class Pipe(nn.Module):
 
     _syncpipe_skips_are_internal = True
 
+    @explained
     def __init__(
         self,
         module: Layers,
@@ -129,14 +153,12 @@ class Pipe(nn.Module):
         seed: int | None = None,
         unpack: bool = False,
         sample: Any = None,
-        **unknown: Any,
     ) -> None:
         super().__init__()
-        for name in unknown:
-            raise unknown_argument(name)
         self.chunks = chunks
         modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
         layers = as_sequential(module)
+        self._made_of = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training, self._unpack = layers.training, unpack or unpacks(layers)
         self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
         self._warned = False  # that there are other processes
@@ -172,6 +194,15 @@ class Pipe(nn.Module):
 
     def _followed(self) -> Layout:
         """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
+        for source, layers in self._made_of.items():
+            if list(source._modules.items()) != layers:
+                self._made_of = WeakKeyDictionary()  # once
+                warnings.warn(
+                    "the nn.Sequential that this pipe was made of has other layers now "
+                    f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
+                    "given: make another Pipe, or change pipe[k]",
+                    stacklevel=outside(),
+                )
         if list(self._layers.items()) != list(self._layout.layers.items()):
             self._change(layers=self._layers)
         return self._layout
@@ -308,11 +339,67 @@ class Pipe(nn.Module):
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
+    @overload
     def train_batch(
         self,
         input: Any = None,
         target: Any = None,
-        *unexpected: Any,
+        *,
+        loss_fn: _Loss,
+        return_outputs: Literal[False] = False,
+        **options: Unpack[_TrainOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: _Loss,
+        return_outputs: Literal[True],
+        **options: Unpack[_TrainOptions],
+    ) -> tuple[Tensor, Any]: ...
+
+    @overload
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: _LossAndMetrics,
+        return_outputs: Literal[False] = False,
+        **options: Unpack[_TrainOptions],
+    ) -> tuple[Tensor, _Metrics]: ...
+
+    @overload
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: _LossAndMetrics,
+        return_outputs: Literal[True],
+        **options: Unpack[_TrainOptions],
+    ) -> tuple[Tensor, Any, _Metrics]: ...
+
+    @overload
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: Callable[..., Any],
+        return_outputs: bool,
+        **options: Unpack[_TrainOptions],
+    ) -> Any: ...
+
+    @explained
+    def train_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
         loss_fn: Callable[..., Any] | None = None,
         schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
@@ -411,20 +498,49 @@ class Pipe(nn.Module):
         }
 
         def step(averaging: Averaging | None = None) -> Any:
-            function = check_arguments(unexpected, loss_fn)
+            function = check_loss_fn(loss_fn)
             source = self._source(input, target, data_iter)
             chosen = self.schedule
             if schedule is not None or slots is not None:
                 chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
             check_slots(chosen, self.replicas)
             how = {"schedule": chosen, "averaging": averaging, **options, **self._running()}
-            return driven(train, self._ready(), source, loss_fn=function, **how)
+            with target_hint(input, target):
+                return driven(train, self._ready(), source, loss_fn=function, **how)
 
-        if not self._alone(global_loss):
-            return self._averaging.train_batch(step, global_loss=global_loss, accumulate=accumulate)
-        self._warn_of_other_processes()
-        return step()
+        if self._alone(global_loss):
+            self._warn_of_other_processes()
+            return refuse_backward(step())
+        return refuse_backward(
+            self._averaging.train_batch(step, global_loss=global_loss, accumulate=accumulate)
+        )
 
+    @overload
+    def eval_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: _Loss,
+        **options: Unpack[_EvalOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def eval_batch(
+        self,
+        input: Any = None,
+        target: Any = None,
+        *,
+        loss_fn: _LossAndMetrics,
+        **options: Unpack[_EvalOptions],
+    ) -> tuple[Tensor, _Metrics]: ...
+
+    @overload
+    def eval_batch(
+        self, input: Any = None, *, loss_fn: None = None, data_iter: Iterable[Any] | None = None
+    ) -> Any: ...
+
+    @explained
     def eval_batch(
         self,
         input: Any = None,
@@ -465,22 +581,24 @@ class Pipe(nn.Module):
                 raise ValueError(
                     f"eval_batch has {what}, but no loss_fn that could use it: give both"
                 )
-            return driven(
-                evaluate,
-                self._ready(),
-                source,
-                module=self,
-                modules=[*self.modules(), *self._layout.partitions],
-                loss_fn=loss_fn,
-                loss_reduction=loss_reduction,
-                weight=weight,
-                weighed=weighed,
-                **self._running(),
-            )
+            with target_hint(input, target):
+                return driven(
+                    evaluate,
+                    self._ready(),
+                    source,
+                    module=self,
+                    modules=[*self.modules(), *self._layout.partitions],
+                    loss_fn=loss_fn,
+                    loss_reduction=loss_reduction,
+                    weight=weight,
+                    weighed=weighed,
+                    **self._running(),
+                )
 
         alone = self._alone(global_loss) or not global_loss
         return step() if alone else self._averaging.eval_batch(step)
 
+    @explained
     def train_stream(
         self,
         data_iter: Iterable[Any],
@@ -575,6 +693,19 @@ class Pipe(nn.Module):
             **self._running(),
         )
         return done
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each layer in place, as ``nn.Module.compile`` does a module.
+
+        One graph serves forward and recomputation; what is between layers is not compiled. Layers
+        that come later, ``pipe[k] = layer``, are not, either.
+
+        Args:
+            args: as for ``torch.compile``.
+            kwargs: likewise; ``dynamic=True``, say, for batches of different sizes.
+        """
+        for layer in self:
+            layer._compiled_call_impl = torch.compile(_called(layer), *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Several calls before gradients are averaged over processes, by the first one after it::
@@ -691,7 +822,7 @@ class Pipe(nn.Module):
                 "gradients with none of them, also inside of DistributedDataParallel: call "
                 "syncpipe.distributed.data_parallel(pipe) instead. If it is to train alone, ignore "
                 "this warning",
-                stacklevel=3,
+                stacklevel=outside(),
             )
 
     # --- a module --------------------------------------------------------------------------------
@@ -732,13 +863,19 @@ class Pipe(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = {"_pipeline": None, "_trace": None, "_averaging": None}
-        return {**self.__dict__, **gone, "_loss_counts": LossCounts()}
+        return {**self.__dict__, **gone, "_loss_counts": LossCounts(), "_made_of": {}}
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            "torch.jit.script cannot compile a Pipe, which runs threads and streams: script its "
+            "layers, or nn.Sequential(*pipe)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            raise unknown_attribute(name, error) from None
+            raise unknown_attribute(name, dir(type(self)), error) from None
 
     def __repr__(self) -> str:
         layout, lines = self._layout, []
@@ -753,3 +890,13 @@ class Pipe(nn.Module):
             lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:")
             lines += [indent(f"({n}): {layer!r}", "    ") for n, layer in islice(layers, size)]
         return "\n".join([*lines, ")"])
+
+
+def _called(layer: nn.Module) -> Callable[..., Any]:
+    """Calls a layer. PyTorch before 2.15 compiles its own layers inside of a function only."""
+    call: Callable[..., Any] = layer._call_impl
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return called

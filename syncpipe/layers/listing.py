@@ -35,7 +35,8 @@ __all__ = [
 
 Layer = nn.Module | Callable[..., Any]
 #: What ``Pipe``, ``plan`` and the functions of ``syncpipe.balance`` take.
-Layers = nn.Sequential | nn.ModuleList | Iterable[Layer] | Mapping[str, Layer]
+#: (To a type checker a list of modules and functions is one of objects.)
+Layers = nn.Sequential | nn.ModuleList | Iterable[Any] | Mapping[str, Any]
 
 
 def as_sequential(layers: Any) -> nn.Sequential:

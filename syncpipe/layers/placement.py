@@ -114,6 +114,8 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
         number = isinstance(balance, int) and not isinstance(balance, bool)
         meant = f": did you mean chunks={balance!r}?" if number else ""
+        if callable(getattr(balance, "options", None)):
+            meant = ": write Pipe(module, **plan.options())"
         raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{meant}")
     try:
         checked = [operator.index(size) for size in balance]
@@ -196,6 +198,11 @@ def check_devices(devices: Any) -> list[Any]:
     Raises:
         TypeError: not a list; one device alone is not a list either.
     """
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        raise TypeError(
+            f"devices={devices!r} is a number, and devices is a list: write devices=[0, 1, ...] "
+            "for accelerators, devices=['cpu:0', 'cpu:1', ...] for CPU workers"
+        )
     if isinstance(devices, (str, bytes, torch.device, Worker)) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a list of devices, not {devices!r}: write [{devices!r}]")
     return list(devices)

@@ -30,12 +30,14 @@ class Trace(Timeline):
     ) -> None:
         super().__init__([], rows, "s", title)
         self._attach = attach
+        self._entered = False
         self._records: list[Record] = []
         self._origins: dict[torch.device, Moment] = {}
         self._steps = itertools.count()
 
     def __enter__(self) -> Trace:
         self._attach(self)
+        self._entered = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -47,7 +49,16 @@ class Trace(Timeline):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Everything so far, in the order in which it started; times are in seconds."""
+        """Everything so far, in the order in which it started; times are in seconds.
+
+        Raises:
+            RuntimeError: the trace was never entered.
+        """
+        if not self._entered:
+            raise RuntimeError(
+                "this trace has recorded nothing: it records inside of a block, "
+                "`with pipe.trace() as trace:`"
+            )
         found = []
         for record in list(self._records):
             if record.start is not None and record.end is not None:

@@ -7,6 +7,7 @@ Both give pairs of input and target, tuples whose last entry is the target, or d
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from syncpipe.data import map_tensors, scatter_pair, tensors_in, unwrapped
+from syncpipe.hints import outside
 from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
@@ -190,6 +193,14 @@ def source_of(
             f"index or a function of what data_iter gives, and is {type(target).__name__}"
         )
     if isinstance(data_iter, Iterator):
+        if isinstance(data_iter, _BaseDataLoaderIter) and chunks > 1:
+            warnings.warn(
+                f"data_iter=iter(loader): each of its batches is one micro-batch, and chunks="
+                f"{chunks} of them make a step. If a batch is meant to be a whole mini-batch, give "
+                "the loader itself, data_iter=loader. If it is a micro-batch, give "
+                "iter(syncpipe.RepeatingLoader(loader)), and this warning goes",
+                stacklevel=outside(),
+            )
         return FromIterator(data_iter, chunks, target, pack)
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(

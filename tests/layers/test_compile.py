@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncpipe import Pipe
 from tests.support.running import MODES, NormBlock, assert_same, pipe_of, plain, trained
 
 
@@ -76,3 +77,38 @@ def test_a_layer_is_compiled_once_for_forward_and_recomputation(mode):
     for _ in range(3):
         pipe(torch.randn(12, 6, requires_grad=True)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return torch.dropout(self.norm(self.linear(x).sin()), 0.3, self.training) + x
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pipe_compiles_its_layers_once_and_gives_the_same_bits(mode, autocast):
+    block = nn.Sequential(nn.Linear(6, 6), nn.GELU())
+    layers = nn.Sequential(nn.Linear(6, 6), Drops(), block, nn.Linear(6, 3))
+    pipe, compiled = (
+        Pipe(copy.deepcopy(layers), [2, 2], devices=["cpu", "cpu"], chunks=4, checkpoint=mode)
+        for _ in range(2)
+    )
+    torch._dynamo.utils.counters.clear()
+    compiled.compile(backend="eager")
+    assert list(compiled.state_dict()) == list(layers.state_dict())
+    x, found = torch.randn(12, 6), []
+    for each in (pipe, compiled):
+        torch.manual_seed(0)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = each(x).float().square().mean()
+                each.train_batch(x, loss_fn=lambda y: y.float().square().mean())
+            loss.backward()
+        found.append([parameter.grad for parameter in each.parameters()])
+    assert_same(*found)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert torch.equal(copy.deepcopy(compiled).eval()(x), compiled.eval()(x))

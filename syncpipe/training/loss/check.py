@@ -10,12 +10,10 @@ with a loss function: the first batches may have no padding.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import flatten, gather, map_tensors, tensors_in, unflatten
+from syncpipe.hints import outside
 from syncpipe.state import SIMPLE, unchanged
 from syncpipe.training.loss.objective import Objective
 
@@ -148,7 +147,7 @@ class LossCheck:
             except Exception:
                 by_the_model = self._made_by_the_model()
                 if by_the_model:
-                    warnings.warn(_BY_THE_MODEL, stacklevel=_outside())
+                    warnings.warn(_BY_THE_MODEL, stacklevel=outside())
                 elif self._asked:
                     raise
                 return by_the_model
@@ -159,7 +158,7 @@ class LossCheck:
         rounding = _ROUNDING.get(found.dtype, 2e-2) * abs(whole)
         wrong = math.isfinite(whole) and not abs(whole - parts) <= rounding  # parts may be nan
         if wrong:
-            warnings.warn(self._message(whole, parts), stacklevel=_outside())
+            warnings.warn(self._message(whole, parts), stacklevel=outside())
         return wrong
 
     def _whole(self) -> Any:
@@ -204,12 +203,3 @@ _BY_THE_MODEL = (
     "model return its logits and compute the loss of them (F.cross_entropy counts masked targets "
     "right), or return (loss, weight). If all count the same: verify=False"
 )
-
-
-def _outside() -> int:
-    """The stack level of whoever called the pipe."""
-    inside = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        level, frame = level + 1, frame.f_back
-    return level

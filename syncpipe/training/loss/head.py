@@ -12,13 +12,20 @@ from torch import Tensor
 from syncpipe.data import compact, distinct, map_tensors
 from syncpipe.runtime.errors import annotate
 from syncpipe.stages.call import Call
-from syncpipe.training.border import cut, ends_of
+from syncpipe.training.border import FOREIGN, cut, ends_of
 from syncpipe.training.leaves import Leaves, leaves_of
 from syncpipe.training.loss.check import LossCheck
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.pending_backward import PendingBackward
 
 __all__ = ["LossHead"]
+
+
+_BACKWARD = (
+    "loss_fn must not call backward(): train_batch runs it, once for each micro-batch. Return the "
+    "loss. (torch.autograd.grad of the loss by the output is possible)"
+)
+_SECOND = "backward through the graph a second time"  # of PyTorch, when loss_fn has freed the graph
 
 
 class LossHead:
@@ -60,6 +67,9 @@ class LossHead:
         self._call = call
         self._known: dict[int, Any] = {}  # where each worker is
         self._check = check
+        # With one stage no border notices a backward by loss_fn that retains the graph.
+        alone = leaves.parameters[0] if leaves and len(leaves.parameters) == 1 else []
+        self._probe = next((p for p in reversed(alone) if p.requires_grad), None)
         self._draws: dict[int, int] = {}  # generators that the loss function draws from
         self.outputs: list[Any] | None = [None] * call.context.m if keep_outputs else None
         self.extra_gradients: dict[int, dict[Tensor, Tensor]] = {j: {} for j in self._replicas}
@@ -118,9 +128,12 @@ class LossHead:
         try:
             if self._check is not None and j == self._replicas[0]:
                 self._check.keep(i, *given)
+            before = _mark(self._probe)
             result, self._draws[j] = self._stages[j].run_loss(
                 i, self._context, objective.call, given, self._draws.get(j)
             )
+            if _mark(self._probe) != before:
+                raise RuntimeError(_BACKWARD)
             if j not in self._known and self._entering is not None:
                 self._known[j] = self._call.to_stage(self._entering, j)
             with self._lock:
@@ -130,6 +143,8 @@ class LossHead:
             return root
         except BaseException as error:
             annotate(error, f"in loss_fn, micro-batch {i}")
+            if isinstance(error, RuntimeError) and FOREIGN in str(error):
+                raise RuntimeError(_BACKWARD) from error
             raise
 
     @property
@@ -173,7 +188,14 @@ class LossHead:
             if not inputs:
                 return
         leaves.claim(j, new)
-        pending.go_back([root], [grad], inputs)
+        if not begin.open and pending.output is not None:
+            raise RuntimeError(_BACKWARD)
+        try:
+            pending.go_back([root], [grad], inputs)
+        except RuntimeError as error:
+            if _SECOND in str(error):
+                raise RuntimeError(_BACKWARD) from error
+            raise
 
     def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._leaves.register(j, leaves)
@@ -186,3 +208,9 @@ class LossHead:
             else:  # memory of its own: two gradients may be one tensor, or expanded
                 aside[leaf] = torch.zeros_like(leaf) + grad
             self._call.release_to_caller(j, aside[leaf])
+
+
+def _mark(leaf: Tensor | None) -> Any:
+    """Differs when something was added to a gradient."""
+    grad = None if leaf is None else leaf.grad
+    return None if grad is None else (id(grad), grad._version)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from syncpipe.data import described
 from syncpipe.runtime.errors import annotate
 
-__all__ = ["REDUCTIONS", "Loss", "Weight", "check_arguments", "known_loss", "number"]
+__all__ = ["REDUCTIONS", "Loss", "Weight", "check_loss_fn", "known_loss", "number"]
 
 REDUCTIONS = ("mean", "sum")
 
@@ -84,17 +84,12 @@ class Loss:
         return None if found is None and self.exact else number(found, "weight returned")
 
 
-def check_arguments(unexpected: tuple[Any, ...], loss_fn: Any) -> Callable[..., Any]:
-    """Says what was meant by arguments that ``train_batch`` does not take by position.
+def check_loss_fn(loss_fn: Any) -> Callable[..., Any]:
+    """The loss function.
 
     Raises:
-        TypeError: there are any, or there is no loss function.
+        TypeError: there is none.
     """
-    if unexpected:
-        raise TypeError(
-            "train_batch takes input and target by position, and everything else by name, but was "
-            f"given {2 + len(unexpected)} arguments: write train_batch(input, target, loss_fn=...)"
-        )
     if loss_fn is None:
         raise TypeError("loss_fn is missing: write train_batch(input, target, loss_fn=...)")
     return loss_fn  # type: ignore[no-any-return]

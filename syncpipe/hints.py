@@ -1,0 +1,200 @@
+"""What people write who know another library, or who mistype: the error names what they meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["explained", "outside", "refuse_backward", "target_hint", "unknown_attribute"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_STAGES = (
+    "the number of stages is that of balance=[...], or of devices=[...] with balance='parameters'"
+)
+_LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
+_CHUNKS = "the number of micro-batches is chunks="
+_CHECKPOINT = (
+    "checkpoint='always', 'except_last' or 'never' says which micro-batches are recomputed, "
+    "checkpoint=lambda layer: ... or a list which layers"
+)
+_SEED = "what a layer draws depends on its index anyway; seed= is for the weights of specs"
+_OPTIMIZER = "the optimizer is yours: call optimizer.step() after train_batch"
+#: Arguments of other libraries, for which there is a sentence.
+_ARGUMENTS = {
+    **dict.fromkeys(("num_stages", "n_stages", "stages", "topology"), _STAGES),
+    **dict.fromkeys(("micro_batches", "microbatches", "n_microbatches"), _CHUNKS),
+    **dict.fromkeys(("num_microbatches", "num_chunks", "gradient_accumulation_steps"), _CHUNKS),
+    "partition_method": "balance='parameters', 'uniform', 'type:regex' or 'time'",
+    "loss_fn": "the loss function is given to pipe.train_batch(input, target, loss_fn=...)",
+    "activation_checkpoint_interval": _CHECKPOINT,
+    "activation_checkpoint_func": _CHECKPOINT,
+    "checkpointable_layers": _CHECKPOINT,
+    "seed_layers": _SEED,
+    "base_seed": _SEED,
+    "dynamic_shape": "it is not needed: shapes may change from call to call",
+    "layers": "the layers are the first argument, Pipe(layers, ...)",
+    "optimizer": _OPTIMIZER,
+}
+#: Other words for an argument, where the function has it.
+_WORDS = {
+    **dict.fromkeys(("criterion", "loss", "loss_function", "objective"), "loss_fn"),
+    **dict.fromkeys(("inputs", "x", "batch", "data"), "input"),
+    **dict.fromkeys(("targets", "label", "labels", "y"), "target"),
+    **dict.fromkeys(("loader", "dataloader", "data_loader", "dataset"), "data_iter"),
+    **dict.fromkeys(("device", "device_ids"), "devices"),
+    **dict.fromkeys(("scaler", "gradscaler"), "grad_scaler"),
+    **dict.fromkeys(("recompute", "rematerialize", "remat"), "checkpoint"),
+    "model": "module",
+    "accumulation_steps": "accumulate",
+    "reduction": "loss_reduction",
+}
+_ATTRIBUTES = {
+    "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
+    "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
+    "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
+    "train_micro_batch_size_per_gpu": "the batch size divided by pipe.chunks",
+    "train_batch_size": "it is that of the input of pipe.train_batch",
+    "micro_batches": "pipe.chunks is the number of micro-batches",
+    "backward": "pipe.train_batch runs backward by itself; after pipe(input) it is loss.backward()",
+    "step": _OPTIMIZER,
+    "num_stages": "len(pipe.balance)",
+    "set_dataiterator": "pipe.train_batch(data_iter=...)",
+    **dict.fromkeys(("append", "extend", "insert", "pop"), _LAYERS),
+    "is_gradient_accumulation_boundary": "each pipe.train_batch takes a whole mini-batch",
+    "device": "pipe.devices has one for each stage; inputs belong on pipe.devices[0]",
+    "stages": "pipe.partitions has the layers of each stage, pipe.devices their devices",
+    "layers": "a pipe is a list of its layers: [*pipe], pipe[k], len(pipe)",
+    "evaluate": "pipe.eval_batch(input, target, loss_fn=...), or without loss_fn for the outputs",
+    "verify": "syncpipe.verify(pipe, input, target, loss_fn=...)",
+    "fit": "pipe.train_batch(input, target, loss_fn=...) in a loop of yours",
+    "plan": "syncpipe.plan(model, input, devices=..., batch_size=...) comes before the pipe",
+}
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has a method refuse arguments that it does not have by a sentence that names what is meant.
+
+    Its signature stays as it is, for readers, editors and type checkers.
+    """
+    parameters = [*inspect.signature(function).parameters.values()][1:]
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = {*placed, *named}
+    name = function.__qualname__.removeprefix("Pipe.").replace("__init__", "Pipe")
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not kwargs.keys() <= names:
+            raise _unknown(name, next(key for key in kwargs if key not in names), names)
+        if len(args) > len(placed) + 1:
+            raise TypeError(
+                f"{name} takes {' and '.join(placed)} by position, and everything else by name, "
+                f"but was given {len(args) - 1} arguments: write "
+                f"{name}({', '.join(placed)}, {named[0]}=...)"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _unknown(function: str, name: str, names: set[str]) -> TypeError:
+    if name in _ARGUMENTS and not names & {"optimizer", name}:
+        answer = _ARGUMENTS[name]
+    elif (word := _WORDS.get(name.lower())) in names:
+        answer = f"did you mean {word}=?"
+    else:
+        answer = _closest(name, names, "did you mean {}=?")
+    if not answer and function != "Pipe" and name in _OF_THE_PIPE:
+        answer = f"it is the pipe's: set pipe.{name} = ..."
+    text = f"{function}() got an unexpected keyword argument {name!r}"
+    return TypeError(f"{text}: {answer}" if answer else text)
+
+
+#: What is set on a pipe, and not given to a call.
+_OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
+
+
+def _closest(name: str, names: Iterable[str], answer: str) -> str:
+    found = get_close_matches(name.lower(), names, 1, 0.75)
+    return answer.format(found[0]) if found else ""
+
+
+def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) -> AttributeError:
+    """The error for an attribute that a pipe does not have."""
+    answer = _ATTRIBUTES.get(name)
+    if answer is None and not name.startswith("_"):
+        answer = _closest(name, names, "did you mean pipe.{}?")
+    return AttributeError(f"{error}: {answer}", name=name) if answer else error
+
+
+def refuse_backward(results: Any) -> Any:
+    """What ``train_batch`` returns, with a loss whose ``backward()`` says what there is to do.
+
+    Copies, files and whatever is computed of the loss are plain tensors.
+    """
+    loss: Tensor = results[0] if isinstance(results, tuple) else results
+    reference = weakref.ref(loss)  # a cycle would keep the loss until the garbage collector runs
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        held = reference()
+        if held is None or not held.requires_grad:
+            raise RuntimeError(
+                "train_batch has run backward already, and gradients are in .grad: leave out "
+                "loss.backward() and call optimizer.step()"
+            )
+        Tensor.backward(held, *args, **kwargs)  # type: ignore[no-untyped-call]  # something was added to it in place
+
+    vars(loss).update(backward=backward, __getstate__=_nothing)
+    return results
+
+
+def _nothing() -> None:
+    """The state of a tensor beside its values, for pickle."""
+
+
+@contextmanager
+def target_hint(input: Any, target: Any) -> Iterator[None]:
+    """Notes on an exception of a layer or a loss function that the target may be in the input."""
+    try:
+        yield
+    except Exception as error:
+        hint = _missing_target(input) if target is None else ""
+        if hint and hasattr(error, "__notes__") and hint not in error.__notes__:
+            error.add_note(hint)
+        raise
+
+
+def _missing_target(input: Any) -> str:
+    if isinstance(input, Mapping):
+        return (
+            f"the input is a dict with {', '.join(map(repr, input))}, and there is no target. If "
+            "one of these is the target, name it: train_batch(batch, target='labels', loss_fn=...)"
+        )
+    if isinstance(input, tuple | list) and len(input) > 1:
+        apart = "*pair" if len(input) == 2 else "batch[:-1], batch[-1]"
+        return (
+            f"the input is a {type(input).__name__} of {len(input)}, and there is no target. If "
+            f"its last part is the target: train_batch({apart}, loss_fn=...)"
+        )
+    return ""
+
+
+def outside() -> int:
+    """The stack level, for warnings, of whoever called the package."""
+    inside = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    return level
