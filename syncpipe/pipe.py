@@ -334,7 +334,7 @@ class Pipe(nn.Module):
         self._watch(input, self._chunks)
         output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
         if self._averaging is not None:
-            self._averaging.forward(self._layout.partitions, output)
+            self._averaging.forward(output)
         return output
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]

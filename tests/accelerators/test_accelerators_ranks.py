@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe.distributed.averaging import Averaging
+from syncpipe.distributed.data_parallel import Averaging
+from syncpipe.distributed.peers import Peers
 from tests.accelerators.four import LAYOUTS, data, model, pipe_of
 from tests.support import accelerator as acc
 from tests.support.running import on_gradient
@@ -24,24 +25,10 @@ from tests.support.running import on_gradient
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 
-class Done:
-    """A collective that is through at once; others may still do theirs."""
-
-    def __init__(self, at_once: bool = True) -> None:
-        self._at_once = at_once
-
-    def is_completed(self) -> bool:
-        return self._at_once
-
-    def wait(self, *_: Any) -> None:
-        self._at_once = True
-
-
-class Queued(Done):
-    """A kernel on the stream that is the current one."""
+class Queued:
+    """A kernel on the stream that is the current one; on the CPU it is through at once."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device, self._event = device, torch.Event(device)
         self._event.record(torch.accelerator.current_stream(device))
 
@@ -52,26 +39,37 @@ class Queued(Done):
 def all_reduce(tensor: Tensor, **_: Any) -> Any:
     if tensor.device.type == "cpu":
         tensor.mul_(2)
-        return Done()
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     acc.sleep()
     tensor.mul_(2)
     return Queued(tensor.device)
 
 
+class OfTwins(Peers):
+    """Two processes that do the same."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+
+    def begin(self, call: str, *, watched: bool = False) -> None:
+        """Nobody is told."""
+
+    def exchange(self, found: Any) -> list[Any]:
+        return [found, found]
+
+
 class Twins(Averaging):
-    """Two processes that do the same; the other one may begin late."""
+    """They are late: the caller starts all sums."""
 
     def __init__(self, stages: int, late: bool) -> None:
         self.groups: Any = [None] * stages
-        nothing = lambda *_, **__: None  # noqa: E731
-        self.peers: Any = SimpleNamespace(
-            rank=0, size=2, begin=nothing, finish=nothing, difference=str, waited=float
-        )
+        self.peers = OfTwins()
         self.capacity, self.syncs, self._late, self._process = 2**20, True, late, os.getpid()
         self._busy = threading.Lock()
 
-    def started(self, numbers: Any) -> Any:
-        return [torch.tensor(numbers, dtype=torch.float64)] * 2, Done(not self._late)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "agreed" or not self._late:
+            super().__setattr__(name, value)
 
 
 def _late(grad: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ def test_gradients_are_there_for_the_caller(layout, schedule, late, monkeypatch)
     pipe = pipe_of(layers, layout)
     pipe._averaging = Twins(len(pipe.balance), late)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    for _ in range(2):
+    for _ in range(3):
         for ours, theirs in zip(trained(pipe, schedule, there, answer), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
         pipe.zero_grad()

@@ -1,22 +1,38 @@
-"""Processes that run functions of the tests, all at the same time."""
+"""Processes that run functions of the tests, all at the same time.
+
+``python -m tests.distributed.processes SIZE FOLDER`` imports PyTorch once and forks the processes,
+which make a process group of gloo. Each reads which function to run, leaves in the folder what it
+returned, or how it failed, and says so.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
-SECONDS = 120  # more than a child allows itself
+import torch
+from torch import distributed as dist
+
+import syncpipe
+
+__all__ = ["Ranks", "ranks", "told"]
+
+SECONDS = 150  # for one function
 
 
 class Ranks:
-    """Processes of one group; they import PyTorch once for many tests.
+    """Processes of one group.
 
     Args:
         size: how many.
@@ -25,70 +41,116 @@ class Ranks:
 
     def __init__(self, size: int, folder: Path) -> None:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self.processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.distributed.child"),
-                    *(str(rank), str(size), f"file://{folder}/meet"),
-                ],
-                cwd=Path(__file__).parents[2],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        self._answers: list[SimpleQueue[str]] = [SimpleQueue() for _ in range(size)]
-        for process, answers in zip(self.processes, self._answers, strict=True):
-            threading.Thread(target=_read, args=(process, answers), daemon=True).start()
+        self._folder, self._size, self._calls = folder, size, 0
+        self._there = set(range(size))
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(size), str(folder)],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    def run(self, name: str, *args: Any) -> list[Any]:
-        """What ``module:function`` returns in each process, or None of one that is gone.
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What a function of a module returns in each process, or None of one that is gone.
 
         Raises:
             AssertionError: it failed in any.
         """
-        self.start(name, *args)
-        return self.results()
-
-    def start(self, name: str, *args: Any) -> None:
-        """Lets all begin with a function."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([name, *args]) + "\n")
-            process.stdin.flush()
-
-    def results(self) -> list[Any]:
-        """Waits for what was started."""
-        found = []
-        for rank, answers in enumerate(self._answers):
-            try:
-                found.append(json.loads(answers.get(timeout=SECONDS) or "{}"))
-            except Empty:
-                raise AssertionError(f"process {rank} does not answer") from None
-        for rank, answer in enumerate(found):
+        self._calls += 1
+        stdin, stdout = self.server.stdin, self.server.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps([self._calls, function.__module__, function.__name__, *args]) + "\n")
+        stdin.flush()
+        waiting = set(self._there)
+        while waiting:
+            rank, what = stdout.readline().split()
+            waiting.discard(int(rank))
+            if what == "gone":
+                self._there.discard(int(rank))
+        answers: list[Any] = [{"result": None} for _ in range(self._size)]
+        for rank in range(self._size):
+            with suppress(FileNotFoundError):
+                answers[rank] = torch.load(self._file(self._calls, rank), weights_only=False)
+        for rank, answer in enumerate(answers):
             assert "error" not in answer, f"process {rank}:\n{answer['error']}"
-        return [answer.get("result") for answer in found]
+        return [answer["result"] for answer in answers]
 
-    def end(self) -> None:
-        """Ends all that still run."""
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def _read(process: Any, answers: SimpleQueue[str]) -> None:
-    for line in process.stdout:
-        answers.put(line)
-    answers.put("")
+    def _file(self, call: int, rank: int) -> Path:
+        return self._folder / f"{call}-{rank}.pt"
 
 
 @contextmanager
-def ranks(size: int, folder: Path) -> Any:
+def ranks(size: int, folder: Path) -> Iterator[Ranks]:
     """Some processes, for as long as the block lasts."""
     found = Ranks(size, folder)
     try:
         yield found
     finally:
-        found.end()
+        found.server.communicate()  # which closes its input, so it ends all
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The exception that a call raises, in words, with its notes."""
+    try:
+        call()
+    except BaseException as error:
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return "nothing"
+
+
+def main(size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    assert syncpipe  # imported once for all
+    children, pipes = {}, []
+    for rank in range(size):
+        readable, writable = os.pipe()
+        child = os.fork()
+        if not child:
+            _live(rank, size, folder, readable)
+            os._exit(0)  # at once: gloo's threads may still let go of tensors
+        os.close(readable)
+        children[child] = rank
+        pipes.append(writable)
+
+    def wait() -> None:
+        for _ in range(size):
+            os.write(1, f"{children[os.wait()[0]]} gone\n".encode())
+
+    threading.Thread(target=wait, daemon=True).start()
+    for line in sys.stdin:
+        for writable in pipes:
+            with suppress(BrokenPipeError):
+                os.write(writable, line.encode())
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _live(rank: int, size: int, folder: str, readable: int) -> None:
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    meeting = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    for line in os.fdopen(readable):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        call, module, function, *args = json.loads(line)
+        try:
+            torch.manual_seed(0)
+            found = getattr(importlib.import_module(module), function)(*args)
+            answer = {"result": found}
+        except SystemExit as error:
+            if isinstance(error.__cause__, Exception):  # it ends as by an error that nobody catches
+                raise error.__cause__ from None
+            raise
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        torch.save(answer, f"{folder}/{call}-{rank}.pt")
+        os.write(answers, f"{rank} done\n".encode())
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,85 +1,220 @@
-"""What goes wrong in one process ends the call in all, with the reason; and the next one works."""
+"""What goes wrong in one process ends the call in all, with the reason."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
 
-from tests.distributed.processes import ranks
+from syncpipe import Pipe
+from syncpipe.distributed import data_parallel
+from tests.distributed.processes import ranks, told
+from tests.distributed.test_gradients import batches, mine, pipe_of, whole
+from tests.support.running import on_gradient, raising
 
-REASONS = {
-    "forward": "ArithmeticError: no way on",
-    "backward": "ArithmeticError: no way back",
-    "interrupt": "KeyboardInterrupt",
-    "iterator": "ValueError: data_iter ended when asked for micro-batch 2",
-    "loss": "ArithmeticError: no loss",
-}
+GUILTY = 1
+TWO = ["cpu:0", "cpu:1"]
 ENDED = "RuntimeError: this data-parallel pipe has ended: "
 
 
-@pytest.mark.parametrize("before", [False, True])
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _interrupted(x: Tensor) -> None:
+    interrupt()
+    threading.Event().wait(0.2)
+
+
+#: What a stage does in its third forward; and what is said where it happens.
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "forward": raising(lambda: ArithmeticError("no way on")),
+    "backward": lambda x: on_gradient(x, raising(lambda: ArithmeticError("no way back"))),
+    "interrupt": _interrupted,
+}
+FAILS = {
+    "forward": "failed with ArithmeticError: no way on",
+    "backward": "failed with ArithmeticError: no way back",
+    "interrupt": "failed with KeyboardInterrupt",
+    "iterator": "failed with ValueError: data_iter ended when asked for micro-batch 2",
+    "loss": "failed with ArithmeticError: no loss",
+    "target": "refused with ValueError: ",
+}
+
+
+def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
+    """A call that fails in one process; what it raises, whether gradients are what they were.
+
+    Args:
+        how: it fails.
+        stage: where.
+        before: whether there are gradients.
+
+    Returns:
+        Also what the next call says.
+    """
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    pipe, plain = pipe_of()
+    pairs = batches([8] * size, 1, masked=True)
+    x, target = pairs[rank]
+    pipe.train_batch(x, target, loss_fn=F.cross_entropy)  # the next one may start sums early
+    if before:
+        F.cross_entropy(plain(whole(pairs)[0]), whole(pairs)[1]).backward()
+    else:
+        pipe.zero_grad()
+    given: dict[str, Any] = {"input": x, "target": target}
+    if how in ("iterator", "loss"):
+        k = 2 if rank == GUILTY and how == "iterator" else 4
+        given = {"data_iter": zip(x.chunk(k), target.chunk(k), strict=True)}
+    losses: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(0)  # at the second one all know what the mini-batch is assumed to weigh
+        if rank == GUILTY and how == "loss" and len(losses) == 2:
+            raise ArithmeticError("no loss")
+        return F.cross_entropy(output, target)
+
+    if rank == GUILTY and how == "target":
+        given["target"] = target[1:]
+    if rank == GUILTY and how in HOOKS:
+        calls: list[int] = []
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
+            calls.append(0)
+            return HOOKS[how](output) if len(calls) == 3 or how == "backward" else None
+
+        pipe.partitions[stage].register_forward_hook(hook)
+    first = told(lambda: pipe.train_batch(**given, loss_fn=loss_fn, verify=False))
+    same = all(
+        p.grad is q.grad if q.grad is None else (p.grad - q.grad).abs().max() < 1e-12
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True)
+    )
+    return first, same, told(lambda: pipe.train_batch(x, target, loss_fn=F.cross_entropy))
+
+
 @pytest.mark.parametrize(
-    ("how", "stage"),
+    ("how", "stage", "before"),
     [
-        ("forward", 0),
-        ("backward", 0),
-        ("backward", 2),
-        ("interrupt", 1),
-        ("iterator", 0),
-        ("loss", 2),
+        ("forward", 0, False), ("backward", 0, True), ("backward", 2, False),
+        ("interrupt", 1, True), ("iterator", 0, True), ("loss", 2, False), ("target", 0, True),
     ],
-)
-def test_an_exception_in_one_process(two, how, stage, before):
-    (theirs, *after), (guilty, *its_after) = two.run("failing:fails", how, stage, before)
-    assert guilty.startswith(REASONS[how])
-    assert theirs.startswith(f"RemoteError: process 1 failed with {REASONS[how]}")
-    for same, next_one in after, its_after:
-        assert same
-        assert next_one.startswith(ENDED)
+)  # fmt: skip
+def test_an_exception_in_one_process(two, three, how, stage, before):
+    for processes in (two, three) if how == "backward" else (two,):
+        for rank, (first, same, then) in enumerate(processes.run(fails, how, stage, before)):
+            if rank == GUILTY:
+                assert first.startswith(FAILS[how].split(" with ")[1])
+            else:
+                assert first.startswith(f"RemoteError: process 1 {FAILS[how]}")
+            assert same
+            if rank != GUILTY or how != "target":  # which goes on when all have refused
+                assert then.startswith(ENDED)
 
 
-def test_arguments_that_one_process_refuses(two):
-    (theirs, same, after), (guilty, *_) = two.run("failing:fails", "target", 0, True)
-    assert guilty.startswith("ValueError: ")
-    assert theirs.startswith("RemoteError: process 1 refused with ValueError: ")
-    assert same
-    assert after.startswith(ENDED)
+def interrupted(where: str) -> tuple[str, bool]:
+    """Ctrl-C in process 0 while process 1 is late: it has not begun, or does not add gradients."""
+    pipe, _ = pipe_of()
+    pipe.train_batch(*mine(), loss_fn=F.cross_entropy)  # so sums are started by the caller
+    before = [p.grad.clone() for p in pipe.parameters()]
+    store = distributed.distributed_c10d._get_default_store()
+    key = f"interrupted/{pipe._averaging.groups[0].group_name}"
+    all_reduce = distributed.all_reduce
+
+    def patched(*args: Any, **options: Any) -> Any:
+        if distributed.get_rank() == GUILTY:
+            store.wait([key])
+        elif not timer.is_alive():
+            timer.start()
+        return all_reduce(*args, **options)
+
+    timer = threading.Timer(1.0, interrupt)
+    if where == "sums":
+        distributed.all_reduce = patched
+    elif distributed.get_rank() == GUILTY:
+        store.wait([key])
+    else:
+        timer.start()
+    try:
+        first = told(lambda: pipe.train_batch(*mine(), loss_fn=F.cross_entropy))
+    finally:
+        distributed.all_reduce = all_reduce
+    store.set(key, "")
+    same = all(map(torch.equal, [p.grad for p in pipe.parameters()], before))
+    return first, same
 
 
-def test_an_exception_in_one_process_of_three(three):
-    found = three.run("failing:fails", "backward", 1, True)
-    assert [told.split(":")[0] for told, *_ in found] == [
-        "RemoteError",
-        "ArithmeticError",
-        "RemoteError",
-    ]
-    assert all(same for _, same, _ in found)
-
-
-def test_ctrl_c_while_another_process_is_late(two):
-    first, second = two.run("failing:interrupted_while_it_waits")
+@pytest.mark.parametrize("where", ["begin", "sums"])
+def test_ctrl_c_while_another_process_is_late(two, where):
+    (first, same), (second, same_there) = two.run(interrupted, where)
     assert first.startswith("KeyboardInterrupt")
     assert second.startswith("RemoteError: process 0 failed with KeyboardInterrupt")
+    assert same
+    assert same_there
+
+
+def calls_that_differ(how: str) -> tuple[str, str]:
+    """What is raised where processes do not make the same call; and by the next call."""
+    pipe, _ = pipe_of()
+    odd = distributed.get_rank() == GUILTY
+    x, target = mine()
+    extra = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y, t) * (extra if odd and how == "found" else 1)
+
+    def call() -> None:
+        if odd and how == "evaluates":
+            pipe.eval_batch(x, target, loss_fn=F.cross_entropy, global_loss=True)
+        else:
+            accumulate = 2 if odd and how == "accumulate" else 1
+            pipe.train_batch(x, target, loss_fn=loss, accumulate=accumulate)
+
+    if how != "found":
+        pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+        pipe.zero_grad()  # so that the other process starts its sums early
+    if odd and how == "frozen":
+        pipe[2].weight.requires_grad_(False)
+    return told(call), told(call)
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
         ("accumulate", "accumulate is 2 there and 1 in process 0"),
-        ("evaluates", "the call is 'eval_batch' there and 'train_batch' in process 0"),
-        ("frozen", "what its parameters are is "),
+        ("evaluates", "the call is eval_batch there and train_batch in process 0"),
+        ("frozen", "parameter 0 of stage 1 is frozen there and of 288 bytes in process 0"),
+        ("found", "tensor 0 that requires grad and is no parameter of the pipe is of 8 bytes "),
     ],
 )
 def test_calls_that_differ(two, how, what):
-    for first, second in two.run("failing:calls_that_differ", how):
+    for first, second in two.run(calls_that_differ, how):
         assert first.startswith("ValueError: processes 1 and 0 do not make the same call")
         assert what in first
         assert second.startswith(ENDED)
 
 
-def test_other_tensors_in_another_process(two):
-    for first, second in two.run("failing:calls_that_differ", "found"):
-        assert first.startswith("RuntimeError: loss_fn or a layer uses tensors that require grad")
-        assert second.startswith(ENDED)
+def refused(how: str) -> str:
+    """What a data-parallel pipe refuses, in all processes alike."""
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    x = torch.randn(8, 6)
+    if how == "sparse":
+        layers = nn.Sequential(nn.Embedding(5, 6, sparse=True), *layers)
+        x = torch.randint(0, 5, (8,))
+    pipe = data_parallel(Pipe(layers, [1, len(layers) - 1], devices=TWO, chunks=2), timeout=30)
+
+    def loss(y: Tensor) -> Tensor:
+        if how == "nested":
+            pipe.train_batch(x, loss_fn=torch.mean)
+        return y.mean()
+
+    return told(lambda: pipe.train_batch(x, loss_fn=loss))
 
 
 @pytest.mark.parametrize(
@@ -90,63 +225,110 @@ def test_other_tensors_in_another_process(two):
     ],
 )
 def test_what_cannot_be_done(two, how, what):
-    for told in two.run("failing:refused", how):
-        assert told.startswith(what)
+    for found in two.run(refused, how):
+        assert found.startswith(what)
+
+
+def models_that_differ(how: str) -> str:
+    """What ``data_parallel`` raises."""
+    odd = distributed.get_rank() == GUILTY
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    changed = {
+        "shape": (2, nn.Linear(6, 4)), "number": (2, nn.Linear(6, 3, bias=False)),
+        "lazy": (1, nn.LazyLinear(6)), "sync": (1, nn.SyncBatchNorm(6)),
+    }  # fmt: skip
+    if odd and how in changed:
+        layers[changed[how][0]] = changed[how][1]
+    if odd and how == "frozen":
+        layers[1].weight.requires_grad_(False)
+    if odd and how == "buffer":
+        layers[1].register_buffer("count", torch.zeros(2))
+    pipe = Pipe(layers, [1, 2] if odd and how == "balance" else [2, 1], devices=TWO)
+    bucket_mb = 26 if odd and how == "bucket_mb" else 25
+    return told(lambda: data_parallel(pipe, bucket_mb=bucket_mb, timeout=30))
+
+
+DIFFER = {
+    "shape": "parameter '2.weight': process 0 has one of shape [3, 6], torch.float32, trained, "
+    "process 1 has one of shape [4, 6], torch.float32, trained",
+    "number": "parameter '2.bias': process 0 has one of shape [3], torch.float32, trained, "
+    "process 1 has no such thing",
+    "frozen": "parameter '1.weight': process 0 has one of shape [6, 6], torch.float32, trained, "
+    "process 1 has one of shape [6, 6], torch.float32, frozen",
+    "balance": "balance: process 0 has [2, 1], process 1 has [1, 2]",
+    "buffer": "buffer '1.count': process 0 has no such thing, process 1 has one of shape [2]",
+    "bucket_mb": "bucket_mb: process 0 has 25, process 1 has 26",
+}
+
+
+@pytest.mark.parametrize("how", DIFFER)
+def test_models_that_differ(two, how):
+    for found in two.run(models_that_differ, how):
+        assert found.startswith(f"ValueError: processes differ in {DIFFER[how]}")
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        (
-            "shape",
-            "parameter '2.weight' of shape [4, 6], torch.float32, trained where process 0 has",
-        ),
-        ("number", "nothing more  where process 0 has parameter '2.bias' of shape [3]"),
-        ("frozen", "parameter '1.weight' of shape [6, 6], torch.float32, frozen where process 0"),
-        ("balance", "balance [1, 2] where process 0 has balance [2, 1]"),
-        ("buffer", "buffer '1.count' of shape [2], torch.float32 where process 0 has nothing more"),
-    ],
-)
-def test_models_that_differ(two, how, what):
-    for told in two.run("failing:models_that_differ", how):
-        assert told.startswith(f"ValueError: processes have different models: process 1 has {what}")
-
-
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("lazy", "ValueError: in process 1: parameter '1.weight' has no value yet"),
-        ("sync", "TypeError: in process 1: layer '1' is a SyncBatchNorm"),
+        ("lazy", "ValueError: parameter '1.weight' has no value yet"),
+        ("sync", "TypeError: layer '1' is a SyncBatchNorm"),
     ],
 )
 def test_models_that_cannot_be_trained_so(two, how, what):
-    for told in two.run("failing:models_that_differ", how):
-        assert told.startswith(what)
+    first, second = two.run(models_that_differ, how)
+    assert second.startswith(what)
+    assert first.startswith(
+        f"RuntimeError: process 1 of the data-parallel pipe refused, so all do: {what}"
+    )
 
 
-@pytest.mark.parametrize("waits", ["train_batch", "eval_batch"])
-def test_a_process_that_makes_fewer_calls(three, waits):
-    first, _, third = three.run("failing:does_not_come", waits)
-    for told, again in first, third:
-        assert told.startswith(
-            "LostProcess: process 1 did not come to call 2 of a data-parallel pipe"
-        )
-        assert again.startswith(ENDED)
+_kept: list[Pipe] = []
 
 
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("killed", "process 1 does not answer any more, and has probably been killed"),
-        ("raises", "process 1 has ended with OSError: the disk is full"),
-        ("ends", "process 1 has ended, after call 1"),
-    ],
-)
-def test_a_process_that_is_gone(tmp_path, how, what):
-    with ranks(3, tmp_path) as three:
-        first, gone, third = three.run("failing:one_is_gone", how)
+def is_gone(how: str) -> tuple[str, str] | None:
+    """One process makes fewer calls than the others, is killed, or ends, between two calls."""
+    pipe, _ = pipe_of(timeout=1 if how.endswith("_batch") else 30)
+    pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+    if distributed.get_rank() == GUILTY:
+        if how == "killed":
+            pipe.partitions[1].register_forward_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        elif how == "raises":
+            raise SystemExit from OSError("the disk is full")
+        elif how == "ends":
+            raise SystemExit
+        else:
+            _kept.append(pipe)  # one that is gone says so
+            return None
+
+    def call() -> None:
+        if how == "eval_batch":
+            pipe.eval_batch(*mine(), loss_fn=F.cross_entropy, global_loss=True)
+        else:
+            pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+
+    return told(call), told(call)
+
+
+GONE = {
+    "train_batch": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
+    "eval_batch": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
+    "killed": "process 1 does not answer any more, and has probably been killed",
+    "raises": "process 1 has ended with OSError: the disk is full",
+    "ends": "process 1 has ended, after call 1",
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_process_that_does_not_come(three, tmp_path, how):
+    if how.endswith("_batch"):
+        first, gone, third = three.run(is_gone, how)
+    else:
+        with ranks(3, tmp_path) as processes:
+            first, gone, third = processes.run(is_gone, how)
     assert gone is None
-    for told, again in first, third:
-        assert told.startswith("LostProcess: ")
-        assert what in told
-        assert again.startswith(ENDED)
+    for found, then in first, third:
+        assert found.startswith("LostProcess: ")
+        assert GONE[how] in found
+        assert then.startswith(ENDED)

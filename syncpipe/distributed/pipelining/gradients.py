@@ -1,8 +1,8 @@
 """What ranks of a pipeline do to gradients together: tied weights, and the norm of all.
 
 One process holds one tensor at two places; two processes hold two. The values are those of the
-first stage that has it. After each step the gradients are added up over the ranks that hold the
-weight, so that each of them has the whole, as if there were one tensor, and takes the same step.
+first stage that has it. After each step that rank adds up the gradients of all ranks that hold the
+weight and sends the sum to each, as if there were one tensor, so all take the same step.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ class SharedWeights:
         self, module: nn.Module, ties: Sequence[Tie], rank_of: Sequence[int], peers: Peers
     ) -> None:
         self._module, self._peers = module, peers
-        self._shared: list[tuple[str, bool, tuple[int, ...]]] = []
+        self._shared: list[tuple[str, bool, list[int]]] = []
         for tie in ties:
-            ranks = tuple(sorted({rank_of[stage] for stage in tie.stages}))
-            mine = [p for p in tie.places if rank_of[p.stage] == peers.rank]
+            ranks = list(dict.fromkeys(rank_of[stage] for stage in tie.stages))
+            mine = [place for place in tie.places if rank_of[place.stage] == peers.rank]
             if len(ranks) > 1 and mine:
-                name, owner = mine[0].full_name, rank_of[tie.owner]
-                self._shared.append((name, mine[0].is_parameter, ranks))
+                self._shared.append((mine[0].full_name, mine[0].is_parameter, ranks))
                 with torch.no_grad():
-                    tensor = self._tensor(name)
-                    tensor.copy_(self._exchange(tensor.detach().contiguous(), ranks, [owner])[0])
+                    self._send(self._tensor(mine[0].full_name), ranks)
 
     def counted_elsewhere(self) -> set[int]:
         """The parameters, by identity, that a rank before this one holds, too."""
@@ -66,12 +64,18 @@ class SharedWeights:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             own = local(parameter.grad)
-            first, *others = self._exchange(own.contiguous(), ranks, ranks)
-            own.copy_(sum(others, first))  # in one order, so that all have the same bits
+            first, *others = ranks
+            if self._peers.rank != first:
+                dist.send(own.contiguous(), group=self._peers.group, tag=1, group_dst=first)
+            for rank in others if self._peers.rank == first else ():
+                part = torch.empty_like(own, memory_format=torch.contiguous_format)
+                dist.recv(part, group=self._peers.group, tag=1, group_src=rank)
+                own += part
+            self._send(own, ranks)
             if old is not None:
                 parameter.grad = old.add_(parameter.grad)
 
-    def _parameters(self) -> list[tuple[Any, tuple[int, ...]]]:
+    def _parameters(self) -> list[tuple[Any, list[int]]]:
         found = [(self._tensor(name), ranks) for name, is_one, ranks in self._shared if is_one]
         return [(parameter, ranks) for parameter, ranks in found if parameter.requires_grad]
 
@@ -81,28 +85,15 @@ class SharedWeights:
         holder = self._module.get_submodule(path)
         return {**holder._buffers, **holder._parameters}[name]
 
-    def _exchange(
-        self, tensor: Tensor, ranks: Sequence[int], senders: Sequence[int]
-    ) -> list[Tensor]:
-        """Sends a contiguous tensor between some ranks, which all call this.
-
-        Returns:
-            For each sender its tensor; the own one as it is.
-        """
-        peers, operations, found = self._peers, [], []
-        for rank in senders:
-            found.append(tensor if rank == peers.rank else torch.empty_like(tensor))
-            if rank != peers.rank and peers.rank in ranks:
-                there = peers.ranks[rank]
-                operations.append(dist.P2POp(dist.irecv, found[-1], there, peers.group, tag=1))
-        if peers.rank in senders:
-            others = [peers.ranks[rank] for rank in ranks if rank != peers.rank]
-            operations += [
-                dist.P2POp(dist.isend, tensor, rank, peers.group, tag=1) for rank in others
-            ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        return found
+    def _send(self, tensor: Tensor, ranks: list[int]) -> None:
+        """Gives all of some ranks the values of the first one; these call it."""
+        first, *others = ranks
+        dense = tensor.detach().contiguous()
+        if self._peers.rank != first:
+            dist.recv(dense, group=self._peers.group, tag=1, group_src=first)
+            tensor.detach().copy_(dense)
+        for rank in others if self._peers.rank == first else ():
+            dist.send(dense, group=self._peers.group, tag=1, group_dst=rank)
 
 
 def local(tensor: Any) -> Tensor:

@@ -119,7 +119,7 @@ class _Checked:
         backward = self._has_backward
         step: Callable[..., Any] = super().step  # type: ignore[misc]
         with_target = "" if backward or target is None else " with a loss"
-        peers.begin(f"{'step' if backward else 'eval'}(){with_target} of {run.what}")
+        peers.begin(f"{'step' if backward else 'eval'}(){with_target} of {run.what}", watched=True)
         try:
             run.prepare(args, kwargs, target, backward, return_outputs)
         except BaseException as error:

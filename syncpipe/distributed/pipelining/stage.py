@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from syncpipe.balance.balances import balance_named
 from syncpipe.balance.copies import copy_of_layer
 from syncpipe.data import tensors_in, unwrapped
-from syncpipe.distributed.peers import Peers
+from syncpipe.distributed.peers import Peers, process_group
 from syncpipe.distributed.pipelining.carried import Boundary
 from syncpipe.distributed.pipelining.gradients import SharedWeights, grad_norm, local
 from syncpipe.distributed.pipelining.module import StageModule, passing_skips
@@ -118,7 +117,9 @@ class Stages(nn.Module):
         def made() -> Any:
             _check_schedule(name, self.stages, self._placement)
             loss = None if loss_fn is None else known_loss(loss_fn, loss_reduction, weight)
-            group = None if data_parallel is None else process_group(data_parallel, "data_parallel")
+            group = data_parallel
+            if group is not None:
+                group = process_group(group, "data_parallel", "schedule()")
             return make(self, name, checked_chunks(chunks), loss, group)
 
         alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss_fn is not None}
@@ -141,7 +142,7 @@ class Stages(nn.Module):
             The norm before, the same on all ranks.
         """
         peers = self.peers
-        peers.begin("clip_grad_norm_")
+        peers.begin("clip_grad_norm_", watched=True)
         try:
             parameters = [p for p in self.parameters() if p.grad is not None]
             total = grad_norm(parameters, norm_type, peers, self.shared, self.device)
@@ -244,7 +245,7 @@ def stage(
         TypeError, ValueError: an argument does not fit.
         RuntimeError: there is no process group, or another rank has failed; with the reason.
     """
-    peers = Peers(process_group(group, "group"), "pipeline")
+    peers = Peers(process_group(group, "group", "stage()"), "pipeline")
     n = peers.size
 
     def describe() -> tuple[nn.Sequential, nn.Sequential, list[int], Any, Initialization]:
@@ -291,7 +292,8 @@ def stage(
         move_layers(parts, workers, [])
         return parts
 
-    parts = dict(zip(mine, peers.agree(build), strict=True))
+    parts: dict[int, StageModule] = {}
+    peers.together(lambda: parts.update(zip(mine, build(), strict=True)))
     for part in parts.values():
         made._modules.update(part._modules)
     _connect(made, parts, rank_of, sample)
@@ -307,6 +309,8 @@ def _connect(made: Stages, parts: dict[int, StageModule], rank_of: list[int], sa
     for j, rank in enumerate(rank_of[:-1] or rank_of):
 
         def run(j: int = j, inward: Boundary | None = inward) -> Any:
+            if j not in parts:
+                return None
             part = parts[j]
             if inward is None:
                 if sample is None:
@@ -333,7 +337,7 @@ def _connect(made: Stages, parts: dict[int, StageModule], rank_of: list[int], sa
                 return None, size
             return Boundary.of(sandboxed(forward, [device]), part.where), size
 
-        boundary, made.size = peers.told(run, rank)
+        boundary, made.size = peers.together(run)[rank]
         if j in parts:
             parts[j].outward = boundary
         if j + 1 in parts:
@@ -409,38 +413,6 @@ def _device(device: Any, peers: Peers) -> Any:
         return device
     here = torch.accelerator.is_available() and dist.get_backend(peers.group) != "gloo"
     return torch.accelerator.current_device_index() if here else "cpu"
-
-
-def process_group(group: Any, argument: str) -> dist.ProcessGroup:
-    """The process group that was given: one, a mesh of one dimension, or None for that of all.
-
-    Raises:
-        RuntimeError: there is none yet.
-        TypeError, ValueError: it is neither, or this process is not in it.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "stage() is for processes of a process group, and there is none: start the script by "
-            "torchrun, and call torch.distributed.init_process_group() first. For one process "
-            "there is Pipe"
-        )
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"{argument} is a mesh of {group.ndim} dimensions {group.mesh_dim_names}: give one "
-                f"of them, such as {argument}=mesh['pp']"
-            )
-        return group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{argument}: this process is not in it")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{argument} must be a process group, or a DeviceMesh of one dimension, not "
-            f"{type(group).__name__}"
-        )
-    return group
 
 
 def _check_schedule(name: Any, stages: list[Any], placement: str) -> None:

@@ -2,16 +2,80 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
-from typing import Any
+import signal
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch import distributed as dist
 
-from tests.distributed.stages import failures
-from tests.distributed.stages.forked import results_of
+from syncpipe.distributed import peers, stage
+from tests.distributed.processes import ranks, told
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+class Fails(nn.Module):
+    """Breaks in the forward of a micro-batch or in its backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 3:
+            return self.linear(x)
+        if self.how == "forward":
+            raise KeyError("the third micro-batch")
+        x = self.linear(x)
+        if self.how == "backward":
+            x.register_hook(_broken)
+        return x
+
+
+def _broken(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError("in backward")
+
+
+def fails(how: str) -> list[str]:
+    """What a call says that fails in one rank, or is another one there; and what the next says."""
+    peers.PATIENCE, peers._LOOK = 0.3, 0.1
+    rank = dist.get_rank()
+    layers = nn.Sequential(nn.Linear(4, 4), Fails(how), nn.Linear(4, 4))
+    x, y = torch.randn(12, 4), torch.randn(12, 4)
+    mine = stage(layers, [1, 1, 1], sample=x[:2], group=dist.new_group())
+    schedule = mine.schedule("1f1b", chunks=6, loss_fn=F.mse_loss)
+
+    def step() -> None:
+        schedule.step(x, target=y)
+
+    def clip() -> None:
+        mine.clip_grad_norm_(1.0)
+
+    def other() -> None:
+        schedule.eval(x)
+
+    def short() -> None:
+        schedule.step(x[:7] if rank == 0 else x, target=y)
+
+    if how in ("forward", "backward"):
+        return [told(step), told(step)]
+    step()
+    if how == "leaves" and rank == 1:
+        del mine, schedule, step, clip, other, short
+        gc.collect()  # it says so when it lets go of its stages
+        return None
+    if how == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("leaves", "killed"):
+        return [told(step), told(step)]
+    act = {"eval": other, "refused": short, "clip": clip}[how]
+    return [told(act if rank == (2 if how == "eval" else 0) else step), told(step)]
+
 
 ENDED = r" \(the pipeline has ended in all processes\)"
 STEP, EVAL = (
@@ -42,18 +106,17 @@ SAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    return results_of(failures.everything, 3, folder, killed=True)
-
-
-@pytest.mark.parametrize("how", failures.WAYS)
-def test_all_ranks_say_why(ranks, how):
-    for rank, says in enumerate(SAYS[how]):
-        if (how == "killed" and rank == 1) or not says:
+@pytest.mark.parametrize("how", SAYS)
+def test_all_ranks_say_why(three, tmp_path, how):
+    if how == "killed":
+        with ranks(3, tmp_path) as processes:
+            found = processes.run(fails, how)
+    else:
+        found = three.run(fails, how)
+    for says, answer in zip(SAYS[how], found, strict=True):
+        if answer is None or not says:
             continue
-        first, second = ranks[rank][how]
+        first, second = answer
         assert re.match(says, first), first
         assert second.startswith("RuntimeError: this pipeline has ended: ")
         assert "from a checkpoint" in second
