@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
@@ -27,10 +27,15 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from syncpipe.schedules.kinds import KINDS
-from syncpipe.timeline.colours import PALETTE, shaded
 from syncpipe.timeline.span import Span, lanes
 
 __all__ = ["PARTS", "Panel", "draw", "paint"]
+
+#: By micro-batch, again and again. Chosen so that neighbours differ for the colour-blind, too (the
+#: least CIELAB distance is 37 with Machado's models), and also in light shades.
+PALETTE = (
+    "#2F6DB5", "#A89A1C", "#5AAFE0", "#C8483C", "#7B62B8", "#1A9A87", "#E9822B", "#8A5A36",
+)  # fmt: skip
 
 #: Where parts of a row begin and end, in heights of a row.
 PARTS = {"gradient": (0.0, 0.1), "box": (0.12, 0.56), "activation": (0.58, 0.68)}
@@ -244,10 +249,9 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float, float
             room = (right - left) / inch / max(map(len, lines))
             if room >= _wide("0", SIZES[-1]):
                 found.append((span, "\n".join(lines), (left + right) / 2, room))
-    fits = [sum(room >= _wide("0", size) for *_, room in found) for size in SIZES]
-    size = next(
-        (s for s, count in zip(SIZES, fits, strict=True) if count >= 0.95 * len(found)), 5.0
-    )
+    rooms = sorted(room for *_, room in found)
+    fitting = [size for size in SIZES if rooms and rooms[len(rooms) // 20] >= _wide("0", size)]
+    size = max(fitting, default=SIZES[-1])
     for span, text, x, room in found:
         if room >= _wide("0", size):
             yield span, text, x, size
@@ -284,15 +288,11 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
         many = any("," in _stages(panel, row) for panel in panels for row in range(len(panel.rows)))
         entries.append((colours, "micro-batch" + ", s: stage" * many))
     for what, (words, _) in LOOKS.items():
-        hatched: dict[str, Any] = {
-            "hatch": HATCH,
-            "edgecolor": _colour("backward", 0),
-            "linewidth": 0,
-        }
+        handle: Any = Patch(facecolor=_colour(what, 0))
         if what in ("activation", "gradient"):
-            handle: Any = Line2D([], [], color=_colour(what, 0), lw=3.5, solid_capstyle="butt")
-        else:
-            handle = Patch(facecolor=_colour(what, 0), **(hatched if what == "recompute" else {}))
+            handle = Line2D([], [], color=_colour(what, 0), lw=3.5, solid_capstyle="butt")
+        if what == "recompute":
+            handle.set(hatch=HATCH, edgecolor=_colour("backward", 0), linewidth=0)
         entries += [(handle, words)] * (what in seen)
     entries.append((Patch(facecolor=IDLE), "idle: the bubble"))
     if any(panel.held(row) for panel in panels for row in range(len(panel.rows))):
@@ -319,7 +319,11 @@ def _wide(text: str, size: float) -> float:
 
 
 def _colour(what: str, i: int) -> str:
-    return shaded(PALETTE[i % len(PALETTE)], LOOKS[what][1])
+    """That of a micro-batch, so far on the way to white, or, below 0, to black."""
+    shade = LOOKS[what][1]
+    rgb = to_rgb(PALETTE[i % len(PALETTE)])
+    red, green, blue = (c + ((shade > 0) - c) * abs(shade) for c in rgb)
+    return to_hex((red, green, blue))
 
 
 def _corners(left: float, right: float, top: float, bottom: float) -> Corners:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from syncpipe.schedules.kinds import KINDS as ACTIONS
 
 __all__ = [
-    "KINDS", "Span", "check", "handy", "hosted", "idle", "lanes", "merged", "number", "total",
+    "KINDS", "SECONDS", "Span", "check", "handy", "idle", "lanes", "merged", "number", "total",
 ]  # fmt: skip
 
 #: What a span can be.
@@ -35,7 +34,7 @@ class Span:
         step: which call of the pipe (mini-batch) it belongs to.
         backward: for a transfer, whether it carries a gradient.
         host: for how long the thread that did it was running, in Python or in what that called, in
-            the unit of the others; None where nobody knows.
+            the unit of the others; None where unknown.
     """
 
     kind: str
@@ -117,49 +116,3 @@ def handy(unit: str, time: float) -> tuple[float, str]:
 def number(value: float) -> str:
     """Three digits that count, and all of those before the point."""
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
-
-
-def hosted(spans: Iterable[Span]) -> float | None:
-    """For how long threads were running in these spans; None where nobody knows."""
-    known = [span.host for span in spans if span.host is not None]
-    return math.fsum(known) if known else None
-
-
-def table(spans: Sequence[Span], rows: Sequence[tuple[str, float]], time: float, unit: str) -> str:
-    """A line for each row and one for all: busy, idle and host time, and what each kind took.
-
-    Args:
-        spans: what is counted.
-        rows: the name of each, and how long it was busy.
-        time: how long steps took, of which a row idled the rest.
-        unit: of all times.
-    """
-    whole, whole_unit = handy(unit, time)
-    factor, short_unit = handy(unit, median([span.duration for span in spans] or [0.0]))
-    kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
-    host = ["host"] if hosted(spans) is not None else []
-    lines = [["", "busy", "idle", *host, *kinds]]
-
-    def add(name: str, busy: float, time: float, counted: Sequence[Span]) -> None:
-        line = [name, f"{number(busy * whole)} {whole_unit}", f"{idle(busy, time):.1%}"]
-        if host:
-            running = hosted(counted)
-            line.append("-" if running is None else f"{number(running * whole)} {whole_unit}")
-        for kind in kinds:
-            times = [span.duration * factor for span in counted if span.kind == kind]
-            line.append(_times(times) if times else "-")
-        lines.append(line)
-
-    for row, (name, busy) in enumerate(rows):
-        add(name, busy, time, [span for span in spans if span.row == row])
-    add("all", math.fsum(busy for _, busy in rows), len(rows) * time, spans)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for name, *cells in lines:
-        right = map(str.rjust, cells, widths[1:])
-        text.append("  ".join([name.ljust(widths[0]), *right]))
-    return "\n".join([*text, f"kinds: count x mean | median in {short_unit}"])
-
-
-def _times(times: Sequence[float]) -> str:
-    return f"{len(times)} x {number(math.fsum(times) / len(times))} | {number(median(times))}"

@@ -12,25 +12,24 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from syncpipe.schedules.simulation import Costs, Simulation
-from syncpipe.timeline.costs import costs_of, rematerialized_in
 from syncpipe.timeline.span import (
     KINDS,
     SECONDS,
     Span,
     check,
     handy,
-    hosted,
     idle,
     lanes,
     merged,
     number,
-    table,
     total,
 )
 
@@ -53,6 +52,9 @@ class Timeline:
             which is shown as it is.
         title: stands above pictures.
 
+    Attributes:
+        rows, unit, title: as given.
+
     Raises:
         ValueError: on a span of an unknown kind, on no row, or that ends before it starts.
     """
@@ -60,12 +62,12 @@ class Timeline:
     def __init__(
         self, spans: Iterable[Span], rows: Sequence[str], unit: str = "s", title: str = ""
     ) -> None:
-        self._rows = tuple(rows)
-        self._unit = unit
+        self.rows = tuple(rows)
+        self.unit = unit
         self.title = title
         self._spans = tuple(sorted(spans, key=lambda span: span.start))
         for span in self._spans:
-            check(span, self._rows)
+            check(span, self.rows)
 
     @classmethod
     def of(
@@ -102,16 +104,6 @@ class Timeline:
         return self._spans
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """What the workers or devices are called."""
-        return self._rows
-
-    @property
-    def unit(self) -> str:
-        """The unit of time of all spans."""
-        return self._unit
-
-    @property
     def windows(self) -> tuple[tuple[float, float], ...]:
         """When steps ran, from the first start to the last end; steps that overlap are one."""
         steps: dict[int, tuple[float, float]] = {}
@@ -142,9 +134,8 @@ class Timeline:
         Under an interpreter lock no two of them run Python at a time, so that the sum over all
         rows bounds a step from below where the work is Python's, or the driver's of a device.
         """
-        return tuple(
-            hosted(span for span in self.spans if span.row == row) for row in range(len(self.rows))
-        )
+        spans, rows = self.spans, range(len(self.rows))
+        return tuple(_host([span for span in spans if span.row == row]) for row in rows)
 
     @property
     def bubble(self) -> float:
@@ -153,25 +144,82 @@ class Timeline:
 
     @property
     def costs(self) -> Costs:
-        """What each stage cost, as a simulation takes it: medians, in the unit of the timeline.
+        """What each stage cost, as a simulation takes it: in the unit of the timeline.
 
-        A whole backward is all input half: to know its halves, trace a schedule that has them,
-        such as ``"zb_h1"``.
+        It is the median over micro-batches and steps. A whole backward is all input half: to know
+        its halves, trace a schedule that has them, such as ``"zb_h1"``. A way that goes both ways
+        takes as long as the slower one.
 
         Raises:
             ValueError: on a stage without forward or backward.
         """
-        return costs_of(self.spans)
+        times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        ways: dict[tuple[int, int, int, int, bool], float] = defaultdict(float)
+        for span in self.spans:
+            if span.target is None:
+                times[span.kind, span.j].append(span.duration)
+            else:  # a stage may send several things to another
+                ways[span.step, span.i, span.j, span.target, span.backward] += span.duration
+        stages = range(1 + max((j for _, j in times), default=-1))
+        took = {key: median(samples) for key, samples in times.items()}
+        if not stages or any(("forward", j) not in took for j in stages):
+            raise ValueError("costs are of steps of train_batch, and no step has been recorded")
+        inputs = [took.get(("backward_input", j), took.get(("backward", j), -1.0)) for j in stages]
+        if -1.0 in inputs:
+            j = inputs.index(-1.0)
+            raise ValueError(f"no backward of stage {j} has been recorded: trace train_batch")
+        links: dict[tuple[int, int], dict[bool, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for (_, _, j, target, backward), time in ways.items():
+            links[min(j, target), max(j, target)][backward].append(time)
+        slower = {link: max(map(median, sides.values())) for link, sides in links.items()}
+        return Costs(
+            forward=tuple(took["forward", j] for j in stages),
+            backward_input=tuple(inputs),
+            backward_weight=tuple(took.get(("backward_weight", j), 0.0) for j in stages),
+            transfer=tuple(slower.pop((j, j + 1), 0.0) for j in stages[:-1]),
+            skips=slower,
+            recompute=tuple(took.get(("recompute", j), took["forward", j]) for j in stages),
+        )
 
     @property
     def rematerialized(self) -> tuple[int, ...]:
         """For each stage how many micro-batches were recomputed."""
-        return rematerialized_in(self.spans)
+        cells = {(span.i, span.j) for span in self.spans if span.kind == "recompute"}
+        stages = range(1 + max((span.j for span in self.spans), default=-1))
+        return tuple(sum(j == stage for _, j in cells) for stage in stages)
 
     def table(self) -> str:
-        """A line for each row: how long it was busy, and what each kind took there."""
-        rows = zip(self.rows, self.busy, strict=True)
-        return f"{table(self.spans, [*rows], total(self.windows), self.unit)}\n{_summary(self)}"
+        """A line for each row and one for all: busy, idle and host time, what each kind took."""
+        spans, time = self.spans, total(self.windows)
+        whole, whole_unit = handy(self.unit, time)
+        factor, short_unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
+        kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
+        host = ["host"] if _host(spans) is not None else []
+        lines = [["", "busy", "idle", *host, *kinds]]
+        rows = [
+            (name, busy, time, [span for span in spans if span.row == row])
+            for row, (name, busy) in enumerate(zip(self.rows, self.busy, strict=True))
+        ]
+        rows.append(("all", math.fsum(self.busy), len(rows) * time, list(spans)))
+        for name, busy, lasted, own in rows:
+            line = [name, f"{number(busy * whole)} {whole_unit}", f"{idle(busy, lasted):.1%}"]
+            if host:
+                running = _host(own)
+                line.append("-" if running is None else f"{number(running * whole)} {whole_unit}")
+            for kind in kinds:
+                took = [span.duration * factor for span in own if span.kind == kind]
+                mean = math.fsum(took) / max(1, len(took))
+                shown = f"{len(took)} x {number(mean)} | {number(median(took or [0.0]))}"
+                line.append(shown if took else "-")
+            lines.append(line)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+            for line in lines
+        ]
+        return "\n".join([*text, f"kinds: count x mean | median in {short_unit}", _summary(self)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file; what it is follows from its suffix.
@@ -310,6 +358,12 @@ def _panels(timelines: Mapping[str, Timeline], *, scale: bool) -> tuple[list[Pan
         share = 100 / (timeline.makespan or 1.0) if scale else factor
         panels.append(Panel(title, facts, timeline.rows, shares, spans, windows, start, share))
     return panels, "time (% of the makespan)" if scale else f"time ({unit})"
+
+
+def _host(spans: Sequence[Span]) -> float | None:
+    """For how long threads were running in these spans; None where it is unknown."""
+    known = [span.host for span in spans if span.host is not None]
+    return math.fsum(known) if known else None
 
 
 def _contents(timeline: Timeline) -> str:

@@ -66,21 +66,11 @@ class Trace(Timeline):
         recomputed = {(r.step, r.i, r.j): end for r, _, end in found if r.kind == "recompute"}
         begin = min((start for _, start, _ in found), default=0.0)
         spans = []
-        for record, start, end in found:
-            if record.kind == "backward":  # what autograd needed for it was recomputed inside
-                start = min(end, max(start, recomputed.get((record.step, record.i, record.j), 0.0)))
+        for r, start, end in found:
+            if r.kind == "backward":  # what autograd needed for it was recomputed inside
+                start = min(end, max(start, recomputed.get((r.step, r.i, r.j), 0.0)))
+            times = start - begin, max(start, end) - begin
             spans.append(
-                Span(
-                    record.kind,
-                    record.i,
-                    record.j,
-                    record.row,
-                    start - begin,
-                    max(start, end) - begin,
-                    record.target,
-                    record.step,
-                    record.backward,
-                    record.host,
-                )
+                Span(r.kind, r.i, r.j, r.row, *times, r.target, r.step, r.backward, r.host)
             )
         return tuple(sorted(spans, key=lambda span: span.start))

@@ -1,4 +1,4 @@
-"""Timelines against the simulations they come from, and the files and pictures made of them."""
+"""Timelines against the simulations they come from: numbers, costs, tables, traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncpipe.schedules import build, gpipe, zb_h1
+from syncpipe.schedules import build, gpipe, one_f_one_b, zb_h1
 from syncpipe.schedules.simulation import Costs, Simulation, simulate
-from syncpipe.timeline.timeline import Span, Timeline, compare
+from syncpipe.timeline import Span, Timeline, compare
 from tests.schedules.layouts import rounds
-from tests.schedules.test_simulation import simulations
+from tests.schedules.test_simulation import costs_for, simulations
 
 # One row works for 3 of 4 ms, the other for 2; then a second step, in which both work throughout.
 TWO_STEPS = [
@@ -48,33 +48,24 @@ def simulated(name: str = "1f1b", m: int = 8, p: int = 4, each: int = 1) -> Time
 
 
 @given(simulations())
-def test_numbers_are_the_simulations(simulation: Simulation) -> None:
+def test_it_is_the_simulation(simulation: Simulation) -> None:
     timeline = Timeline.of(simulation)
     assert timeline.busy == pytest.approx(simulation.busy)
     assert timeline.bubble == pytest.approx(simulation.bubble)
     assert timeline.makespan == simulation.makespan
     assert timeline.title == simulation.schedule.name
     assert len(timeline.rows) == len(simulation.schedule.actions)
-
-
-@given(simulations())
-def test_spans_are_the_simulations(simulation: Simulation) -> None:
-    spans = Timeline.of(simulation).spans
-    device_of = simulation.schedule.device_of
-    starts = [span.start for span in spans]
+    starts = [span.start for span in timeline.spans]
     assert starts == sorted(starts)
-    actions = {(s.kind, s.i, s.j, s.row, s.start, s.end) for s in spans if s.kind != "transfer"}
-    assert actions == {(*s.action, s.device, s.start, s.end) for s in simulation.spans}
-    ways = Counter(
-        (s.i, s.j, s.row, s.target, s.backward, s.start, s.end)
-        for s in spans
-        if s.kind == "transfer"
+    found = Counter(
+        (s.kind, s.i, s.j, s.row, s.target, s.backward, s.start, s.end) for s in timeline.spans
     )
-    expected: Counter[Any] = Counter()
+    expected = Counter((*s.action, s.device, None, False, s.start, s.end) for s in simulation.spans)
     for way in simulation.transfers:
         kind, i, j = way.action
-        expected[i, j, device_of[j], way.target, kind != "forward", way.start, way.end] += 1
-    assert ways == expected
+        row = simulation.schedule.device_of[j]
+        expected["transfer", i, j, row, way.target, kind != "forward", way.start, way.end] += 1
+    assert found == expected
 
 
 def test_several_steps() -> None:
@@ -95,12 +86,6 @@ def test_steps_that_overlap() -> None:
         Span("backward", 0, 0, 0, 3, 4, step=0),
     ]
     assert Timeline(spans, ["cpu"]).bubble == 0
-
-
-def test_in_any_order() -> None:
-    spans = two_steps().spans
-    assert [span.start for span in spans] == sorted(span.start for span in TWO_STEPS)
-    assert set(spans) == set(TWO_STEPS)
 
 
 @pytest.mark.parametrize("rows", [[], ["a", "b"]])
@@ -141,29 +126,68 @@ def test_spans_that_are_none(change: dict[str, Any], message: str) -> None:
 
 
 class Late(Timeline):
-    """Gets its spans and rows later, as what is measured does."""
-
-    def __init__(self) -> None:
-        super().__init__((), (), "ms")
+    """Gets its spans later, as what is measured does."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
         return two_steps().spans
 
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return two_steps().rows
-
 
 def test_spans_that_come_late(tmp_path: Path) -> None:
-    late, timeline = Late(), two_steps()
-    for name in ("windows", "makespan", "busy", "bubble"):
+    late, timeline = Late((), ["gpu 0", "gpu 1"], "ms"), two_steps()
+    assert set(timeline.spans) == set(TWO_STEPS)
+    for name in ("windows", "makespan", "busy", "bubble", "costs"):
         assert getattr(late, name) == getattr(timeline, name)
     assert late.table() == timeline.table()
     assert repr(late) == repr(timeline).replace("Timeline", "Late")
     assert trace(late, tmp_path) == trace(timeline, tmp_path)
     pytest.importorskip("matplotlib")
     assert late._repr_svg_() is not None
+
+
+# --- what stages cost ---------------------------------------------------------------------------
+
+
+def approximately(costs: Costs) -> dict[str, Any]:
+    return {name: pytest.approx(value, abs=1e-6) for name, value in vars(costs).items()}
+
+
+@given(costs_for(3), st.sampled_from([0, 3, 4]))
+@settings(deadline=None)
+def test_a_simulation_has_the_costs_that_it_was_made_with(costs: Costs, count: int) -> None:
+    times = costs.forward, costs.backward_input, costs.backward_weight
+    between = [costs.transfer[j] + costs.skips.get((j, j + 1), 0.0) for j in range(2)]
+    further = {(0, 2): costs.skips[0, 2]} if (0, 2) in costs.skips else {}
+    timeline = Timeline.of(simulate(zb_h1(4, 3), costs, [count, 0, count]))
+    assert vars(Costs(*times, between, further)) == approximately(timeline.costs)
+    assert timeline.rematerialized == (count, 0, count)
+
+
+def test_medians_of_whole_backwards_and_the_slower_way() -> None:
+    costs = Costs((1, 2), (3, 4), (5, 6), recompute=(7, 8))
+    timeline = Timeline.of(simulate(one_f_one_b(3, 2), costs, [2, 0]))
+    assert timeline.costs == Costs((1, 2), (8, 10), (0, 0), recompute=(7, 2))
+    spans = [
+        Span(kind, i, j, j, 10.0 * i, 10.0 * i + time, step=i)
+        for i, time in enumerate([1.0, 2.0, 9.0])
+        for kind in ("forward", "backward")
+        for j in (0, 1)
+    ]
+    spans += [
+        Span("transfer", 0, 0, 0, 0, 2, 1),
+        Span("transfer", 0, 1, 1, 0, 3, 0, backward=True),
+    ]
+    assert Timeline(spans, ["one", "other"]).costs == Costs((2, 2), (2, 2), (0, 0), (3,))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [([], "no step"), (["backward"], "no step"), (["forward"], "no backward of stage 0")],
+)
+def test_what_is_missing_for_costs(kinds: list[str], message: str) -> None:
+    spans = [Span(kind, 0, 0, 0, 0, 1) for kind in kinds]
+    with pytest.raises(ValueError, match=message):
+        _ = Timeline(spans, ["one"]).costs
 
 
 # --- as text ------------------------------------------------------------------------------------
@@ -224,7 +248,7 @@ def threads(events: Iterable[Any]) -> dict[int, str]:
 
 @settings(max_examples=30)
 @given(simulations(), st.sampled_from([("s", 1e6), ("ms", 1e3), ("us", 1.0), ("units", 1e6)]))
-def test_trace_has_every_span(
+def test_trace_has_every_span_and_nothing_overlaps_on_a_thread(
     tmp_path_factory: pytest.TempPathFactory, simulation: Simulation, unit: tuple[str, float]
 ) -> None:
     known = Timeline.of(simulation)
@@ -233,7 +257,6 @@ def test_trace_has_every_span(
     names = threads(events)
     assert len(names) == len(set(names.values()))
     assert not {*timeline.rows} - {*names.values()}
-
     found: Counter[Any] = Counter()
     for e in events:
         if e["ph"] == "X":
@@ -247,14 +270,7 @@ def test_trace_has_every_span(
         times = (s.start * unit[1], (s.end - s.start) * unit[1])
         expected[(s.kind, s.i, s.j, s.step, *more, timeline.rows[s.row], *times)] += 1
     assert found == expected
-
-
-@settings(max_examples=30)
-@given(simulations())
-def test_nothing_overlaps_on_a_thread(
-    tmp_path_factory: pytest.TempPathFactory, simulation: Simulation
-) -> None:
-    events = trace(Timeline.of(simulation), tmp_path_factory.mktemp("trace"))["traceEvents"]
+    events = trace(known, tmp_path_factory.mktemp("trace"))["traceEvents"]
     for tid in threads(events):
         own = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid]
         assert all(a[1] <= b[0] for a, b in pairwise(own))

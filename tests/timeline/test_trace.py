@@ -53,35 +53,26 @@ def test_each_row_of_train_batch_is_what_the_schedule_says(name, inline):
         assert actions(trace, row) == [tuple(action) for action in expected]
 
 
-def test_nothing_overlaps_on_a_row():
+def test_what_is_needed_was_done_before_and_nothing_overlaps_on_a_row():
     pipe = make(checkpoint="always")
     with pipe.trace() as trace:
         pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     for row in range(3):
         spans = [s for s in trace.spans if s.row == row and s.kind != "transfer"]
         assert all(a.end <= b.start for a, b in pairwise(spans))
-
-
-def test_recomputations_of_train_batch_come_right_before_their_backward():
-    pipe = make(checkpoint="always")
-    with pipe.trace() as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     done = actions(trace, 1)
     for k, (kind, i, j) in enumerate(done):
         if kind == "backward":
             assert done[k - 1] == ("recompute", i, j)
-
-
-def test_what_comes_from_elsewhere_was_done_before():
-    pipe = make()
-    with pipe.trace() as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     ended = {(s.kind, s.i, s.j): s.end for s in trace.spans if s.kind != "transfer"}
     for span in trace.spans:
         if span.kind == "forward" and span.j > 0:
             assert ended["forward", span.i, span.j - 1] <= span.start
         if span.kind == "backward" and span.j < 2:
             assert ended["backward", span.i, span.j + 1] <= span.start
+    assert 0 < trace.bubble < 1
+    assert trace.bubble == pytest.approx(1 - sum(trace.busy) / (3 * trace.makespan))
+    assert min(span.start for span in trace.spans) == 0
 
 
 def test_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
@@ -100,13 +91,6 @@ def test_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
     assert trace.table().split()[:3] == ["busy", "idle", "host"]
 
 
-def test_a_trace_of_pipe_of_x_says_how_long_threads_were_running():
-    pipe = make()
-    with pipe.trace() as trace:
-        pipe(batch()[0]).sum().backward()
-    assert all((s.host is None) == (s.kind == "transfer") for s in trace.spans)
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("devices", [DEVICES, ["cpu"] * 3])
 def test_forward_and_the_backward_of_autograd(checkpoint, devices):
@@ -123,6 +107,7 @@ def test_forward_and_the_backward_of_autograd(checkpoint, devices):
     for kind in ("forward", "backward"):
         assert {(i, j) for k, i, j in found if k == kind} == cells
     assert set(found.values()) == {1}
+    assert all((s.host is None) == (s.kind == "transfer") for s in trace.spans)
 
 
 def test_a_second_backward_is_there_as_well():
@@ -159,16 +144,6 @@ def test_each_call_is_a_step():
     )
 
 
-def test_figures_fit_together():
-    pipe = make()
-    with pipe.trace() as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
-    assert len(trace.busy) == 3
-    assert 0 < trace.bubble < 1
-    assert trace.bubble == pytest.approx(1 - sum(trace.busy) / (3 * trace.makespan))
-    assert min(span.start for span in trace.spans) == 0
-
-
 def test_rows_are_the_devices():
     assert make().trace().rows == ("cpu:0", "cpu:1", "cpu:2")
     assert make(devices=["cpu:0", "cpu:1", "cpu:0"]).trace().rows == ("cpu:0", "cpu:1")
@@ -176,18 +151,15 @@ def test_rows_are_the_devices():
     assert make(devices=workers).trace().rows == ("cpu (0)", "cpu (1)", "cpu (2)")
 
 
-def test_nothing_is_recorded_outside_of_the_block():
+def test_nothing_is_recorded_outside_of_the_block_nor_of_copies():
     pipe = make()
     pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     with pipe.trace() as trace:
-        pass
+        for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            twin(batch()[0])
     pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     assert trace.spans == ()
     assert trace.bubble == 0
-
-
-def test_one_trace_at_a_time():
-    pipe = make()
     with pipe.trace(), pytest.raises(RuntimeError, match="being traced already"), pipe.trace():
         pass
     with pipe.trace() as trace:
@@ -208,14 +180,6 @@ def test_what_was_done_before_a_failure_is_there_and_the_trace_ends():
         pass
 
 
-def test_copies_of_a_traced_pipe_are_not_traced():
-    pipe = make()
-    with pipe.trace() as trace:
-        for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-            twin(batch()[0])
-    assert trace.spans == ()
-
-
 def test_a_trace_does_not_change_the_result():
     results = []
     for traced in (False, True):
@@ -233,20 +197,14 @@ def test_a_trace_does_not_change_the_result():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_trace_can_be_saved_for_perfetto(tmp_path):
+def test_a_trace_can_be_saved_for_perfetto_and_draws_itself(tmp_path):
     pipe = make()
-    with pipe.trace() as trace:
+    with pipe.trace("one step") as trace:
         pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     trace.save(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
-
-
-def test_a_trace_draws_itself():
     pytest.importorskip("matplotlib")
-    pipe = make()
-    with pipe.trace("one step") as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     svg = trace._repr_svg_()
     assert "cpu:1" in svg
     assert "one step" in svg
