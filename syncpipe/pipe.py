@@ -34,6 +34,7 @@ from syncpipe.options import (
     checked_replicas,
     checked_schedule,
 )
+from syncpipe.planner.auto import auto
 from syncpipe.runtime.inline import INLINE, driven
 from syncpipe.runtime.locks import forkable
 from syncpipe.schedules.build import ScheduleLike, shown
@@ -179,6 +180,67 @@ class Pipe(nn.Module):
                 unpack=self._unpack,
             )
         )
+
+    @classmethod
+    def auto(
+        cls,
+        model: nn.Module,
+        *sample: Any,
+        batch_size: int,
+        devices: Iterable[Any] | int | None = None,
+        memory: Any = None,
+        optimizer: Callable[..., Any] = torch.optim.AdamW,
+        loss_fn: Callable[..., Any] | None = None,
+        target: Any = None,
+        weights: Any = None,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        timeout: float = 5.0,
+        verbose: bool = True,
+        **sample_kwargs: Any,
+    ) -> Self:
+        """From any model to a pipe that fits and trains, in one call::
+
+            pipe = Pipe.auto(model, input_ids, attention_mask=mask, batch_size=64)
+
+        The model is converted (:func:`syncpipe.sequential`) unless it is an ``nn.Sequential`` with
+        a layer for each device. Its layers are measured, and a plan is made for the devices and
+        what is free there (:func:`syncpipe.plan`): cut, micro-batches, recomputation, offload. One
+        step of a mini-batch is run to see that it fits, and where it does not, plans for less
+        memory are. Parameters, buffers, ``.grad`` and random generators are then as before; the
+        layers are on their devices. Three lines say how much memory is left, how much faster than
+        one device it is, by the plan, and what limits it.
+
+        Args:
+            model: any module. On ``meta`` it is filled stage by stage, with ``weights`` say.
+            sample: the arguments of one call, a few samples; they are repeated to get a mini-batch.
+            batch_size: samples in a mini-batch.
+            devices: as for ``Pipe``, or how many; those with the most memory come first. By default
+                all accelerators; where there is none, two CPU workers.
+            memory: bytes that may be used on each (a number, ``"16GB"``, or one for each); by
+                default what is free.
+            optimizer: makes an optimizer from a list of parameters; its state needs memory, too.
+            loss_fn: for the step, as for :meth:`train_batch`: losses over many classes take memory.
+                By default the mean of what the model gives.
+            target: a target for ``loss_fn``, for the samples of ``sample``.
+            weights: a folder or a file of safetensors, see :func:`syncpipe.checkpoints.reader`.
+            init_fn: as for ``Pipe``.
+            timeout: seconds to measure for.
+            verbose: print the three lines.
+            sample_kwargs: keyword arguments of the call. (One that is called like an argument above
+                is given by its position.)
+
+        Raises:
+            TypeError: there is no sample, or it does not fit the model.
+            ValueError: the sample has no batch in dimension 0, the model cannot be cut, or nothing
+                fits (``NoPlan``): the message says what is missing, and how much. The layers are
+                then where they were.
+        """
+        made: Self = auto(
+            cls, model, sample, sample_kwargs, batch_size=batch_size, devices=devices,
+            memory=memory, optimizer=optimizer, loss_fn=loss_fn, target=target, weights=weights,
+            init_fn=init_fn, timeout=timeout, verbose=verbose,
+        )  # fmt: skip
+        return made
 
     # --- what it holds ---------------------------------------------------------------------------
 

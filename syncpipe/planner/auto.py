@@ -1,0 +1,394 @@
+"""From a model to a pipe that fits, in one call: convert, plan, and run one step to see.
+
+model -> layers -> plan for the memory that is free -> Pipe -> one step -> the pipe
+                    ^                                              |
+                    '------- for less memory -- out of memory -----'
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.balance import param_scale_of
+from syncpipe.balance.measure import samples_in
+from syncpipe.balance.profile import in_bytes
+from syncpipe.checkpoints import reader
+from syncpipe.data import NoChunk, flatten, map_tensors, storage_of, tensors_in, unflatten
+from syncpipe.layers.conversion.sequential import call_input, sequential
+from syncpipe.layers.placement import check_devices, default_devices, move_layers, resolve_workers
+from syncpipe.planner.machine import RESERVE, machine_of
+from syncpipe.planner.planning import NoPlan, Plan, plan
+from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.worker import Worker
+from syncpipe.state import unchanged
+
+__all__ = ["auto"]
+
+#: A plan that did not fit is followed by one for so much of the memory and twice as many
+#: micro-batches, where there can be more, so many times at most.
+_LESS, _TRIES = 0.95, 8
+#: The interpreter is what limits a plan that it takes this part of, at least.
+_TIGHT = 0.9
+_CPU_WORKERS = 2
+_call: Callable[[Any], Any] = partial.__call__
+
+
+def auto(
+    make: Callable[..., Any],
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    sample_kwargs: dict[str, Any],
+    *,
+    batch_size: int,
+    devices: Any,
+    memory: Any,
+    optimizer: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
+    target: Any,
+    weights: Any,
+    init_fn: Callable[[nn.Module], Any] | None,
+    timeout: float,
+    verbose: bool,
+) -> Any:
+    """What ``Pipe.auto`` does; ``make`` is the class of the pipe."""
+    if not sample and not sample_kwargs:
+        raise TypeError(
+            "Pipe.auto needs a sample, the arguments of one call of the model: "
+            "Pipe.auto(model, input, batch_size=64)"
+        )
+    if target is not None and loss_fn is None:
+        raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
+    scale = param_scale_of(optimizer)
+    room = Room.of(devices, memory, model)
+    layers = _layers(model, sample, sample_kwargs, len(room.devices))
+    input = call_input(layers, sample, sample_kwargs)
+    samples_in(input)  # refuses what has no batch
+    if weights is not None:
+        init_fn = reader(layers, weights, init_fn=init_fn)
+    homes = [Worker.shared(_home(layer)) for layer in layers]
+    measured: dict[str, Any] = {}  # by the first plan
+    failed = ""
+    for attempt in range(_TRIES):
+        limits = [limit * _LESS**attempt for limit in room.limits]
+        try:
+            found = _planned(layers, input, room, limits, batch_size, scale, timeout, measured)
+        except NoPlan as error:
+            if attempt:
+                error.add_note(f"A plan for more memory did not fit when it was run: {failed}")
+            raise
+        try:
+            pipe = make(layers, **found.options(), devices=found.devices, init_fn=init_fn)
+            used = _tried(pipe, input, target, loss_fn, batch_size, scale, room)
+        except BaseException as error:
+            pipe, failed = None, str(error).partition("\n")[0]
+            move_layers(list(layers), homes, [])
+            if not _is_out_of_memory(error):
+                raise
+        else:
+            if verbose:
+                print(_report(found, room, used))
+            return pipe
+        gc.collect()  # what the failed step has left
+    raise NoPlan(f"no plan fits, also none for {_LESS ** (_TRIES - 1):.0%} of the memory: {failed}")
+
+
+def _layers(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], devices: int
+) -> nn.Sequential:
+    """The model as a chain of layers: as it is if that can be cut, or converted."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pipe.auto takes an nn.Module, not {name}")
+    if getattr(model, "_syncpipe_skips_are_internal", False):
+        raise TypeError("this is a Pipe already: give Pipe.auto the model that it was made of")
+    layers = model
+    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    if not (hasattr(model, "whole") or (plain and len(model) >= devices)):  # type: ignore[arg-type]
+        meta = any(tensor.is_meta for tensor in model.parameters())
+        args, given = map_tensors(_on_meta, (sample, kwargs)) if meta else (sample, kwargs)
+        layers = sequential(model, *args, **given, verify=not meta)
+    assert isinstance(layers, nn.Sequential)
+    if len(layers) < min(devices, 2):
+        why = [f"{path}: {reason} {line}" for path, line, reason in getattr(layers, "whole", ())]
+        raise ValueError(
+            f"{name} cannot be cut: it is one layer. Its parts have to be modules of their own, "
+            "which are called one after another" + "".join(f"\n  {line}" for line in why)
+        )
+    return layers
+
+
+def _on_meta(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to("meta") for tensor in tensors]
+
+
+def _home(layer: nn.Module) -> torch.device:
+    own = chain(layer.parameters(), layer.buffers())
+    return next((tensor.device for tensor in own), torch.device("cpu"))
+
+
+@dataclass
+class Room:
+    """Where a pipe may be, and how much memory it may take there.
+
+    Attributes:
+        devices: as a pipe takes them, those with the most memory first: layers are measured there.
+        places: the device of each.
+        limits: bytes for each that a plan may use.
+        others: for each accelerator the bytes that this process has there beside the model.
+    """
+
+    devices: list[Any]
+    places: list[torch.device]
+    limits: list[float]
+    others: dict[torch.device, int]
+
+    @classmethod
+    def of(cls, devices: Any, memory: Any, model: nn.Module) -> Room:
+        if devices is None or isinstance(devices, int):
+            count = _CPU_WORKERS if devices is None else devices
+            devices = default_devices(count)[: devices or None]
+        devices = check_devices(devices)
+        limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
+        places = [worker.device for worker in resolve_workers(devices, len(devices))]
+        own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
+        others = {p: torch.accelerator.memory_allocated(p) - size for p, size in own.items()}
+        if memory is None:  # what the model takes now will be free
+            limits = tuple(
+                limit + (1 - RESERVE) * own.get(place, 0) / places.count(place)
+                for limit, place in zip(limits, places, strict=True)
+            )
+        order = sorted(range(len(devices)), key=lambda d: -limits[d])
+        return cls(
+            [devices[d] for d in order], [places[d] for d in order], [limits[d] for d in order],
+            others,
+        )  # fmt: skip
+
+    def peaks(self) -> dict[torch.device, int]:
+        """Bytes that the pipe had on each accelerator at most since they were reset."""
+        return {
+            place: torch.accelerator.max_memory_allocated(place) - size
+            for place, size in self.others.items()
+        }
+
+
+def _bytes_on(model: Any, place: torch.device) -> int:
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    there = {storage_of(tensor): tensor for tensor in tensors if tensor.device == place}
+    return sum(tensor.untyped_storage().nbytes() for tensor in there.values())
+
+
+def _planned(
+    layers: nn.Sequential,
+    input: Any,
+    room: Room,
+    limits: Sequence[float],
+    batch_size: int,
+    scale: float,
+    timeout: float,
+    measured: dict[str, Any],
+) -> Plan:
+    """A plan within these limits; ``measured`` has from then on what the next one goes by."""
+    options: dict[str, Any] = {
+        "devices": room.devices, "batch_size": batch_size, "memory": limits, "param_scale": scale,
+        "progress": False,
+    }  # fmt: skip
+    if measured:
+        speeds = [measured["speeds"][str(place)] for place in room.places]
+        more = [m for m in range(2 * measured["chunks"], batch_size + 1) if batch_size % m == 0]
+        options["chunks"] = more or [batch_size]
+        again: Plan = plan(measured["profile"], speed=speeds, **options)
+        measured["chunks"] = again.chunks
+        return again
+    rows = max(1, -(-batch_size // len(room.devices)))
+    while True:
+        try:
+            found: Plan = plan(layers, _resized(input, rows), timeout=timeout, **options)
+            break
+        except torch.OutOfMemoryError as error:
+            if rows == 1:
+                notes = "; ".join(getattr(error, "__notes__", ()))
+                raise NoPlan(
+                    f"one layer is larger than any device: to measure it on {room.places[0]}, with "
+                    f"one sample, takes more than its {in_bytes(limits[0])} ({notes or error}). "
+                    "Give the model smaller layers, or a device with more memory"
+                ) from None
+        rows = -(-rows // 4)
+    names = zip(found.machine.names, found.machine.speed, strict=True)
+    measured.update(profile=found.profile, speeds=dict(names), chunks=found.chunks)
+    return found
+
+
+def _resized(tree: Any, rows: int, place: torch.device | None = None) -> Any:
+    """A batch of so many samples, those of another one again and again."""
+    leaves, structure = flatten(tree)
+    cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    samples = len(cut[0]) if cut else 1
+
+    def resized(leaf: Any) -> Any:
+        if isinstance(leaf, NoChunk):
+            return NoChunk(leaf.tensor if place is None else leaf.tensor.to(place))
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = leaf.detach()
+        if leaf.dim() and len(leaf) == samples:
+            made = made[torch.arange(rows, device=leaf.device) % samples]
+        made = made if place is None else made.to(place)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return unflatten(map(resized, leaves), structure)
+
+
+# One step
+
+
+def _tried(
+    pipe: Any,
+    input: Any,
+    target: Any,
+    loss_fn: Callable[..., Any] | None,
+    batch_size: int,
+    scale: float,
+    room: Room,
+) -> dict[torch.device, int]:
+    """Trains a step beside as much memory as the optimizer takes; all is then as it was before.
+
+    Returns:
+        Bytes that were used at most, of each accelerator.
+    """
+    for place in room.others:
+        torch.accelerator.synchronize(place)
+        torch.accelerator.reset_peak_memory_stats(place)
+    batch = _resized(input, batch_size, pipe.devices[0])
+    goal = None if target is None else _resized(target, batch_size)
+    trained = [p for p in pipe.parameters() if p.requires_grad and p.device in room.others]
+
+    def taken(part: float) -> list[Tensor]:
+        """So many bytes for each byte of a parameter, beside it."""
+        return [torch.empty(int(part * p.nbytes), dtype=torch.uint8, device=p.device)
+                for p in trained]  # fmt: skip
+
+    state = taken(scale - 2)
+
+    def step() -> None:
+        pipe.train()
+        pipe.train_batch(batch, goal, loss_fn=loss_fn or _mean, verify=False)
+        taken(1)  # of the optimizer, for a moment
+
+    def alone() -> None:
+        for parameter in pipe.parameters():
+            parameter.grad = None
+            if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+                hooks.clear()  # the step of an optimizer, say
+        unchanged(pipe, step)
+
+    undone(alone, _undo(list(pipe.parameters())))
+    for place in room.others:
+        torch.accelerator.synchronize(place)
+    peaks = room.peaks()
+    del state
+    if room.others:
+        torch.accelerator.empty_cache()  # of blocks of sizes that no training asks for
+    return peaks
+
+
+def _undo(parameters: list[nn.Parameter]) -> Iterator[Any]:
+    """What puts gradients and their hooks back, with each step one thing."""
+    calls: list[Callable[[], Any]] = []
+    for parameter in parameters:
+        calls.append(partial(setattr, parameter, "grad", parameter.grad))
+        if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
+            calls.append(partial(type(hooks).update, hooks, dict(hooks)))
+    return map(_call, calls)
+
+
+def _mean(output: Any) -> Tensor:
+    """A loss for any output."""
+    found = [tensor.mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not found:
+        raise ValueError(
+            "the model gives no tensor of floating point numbers that a step could be tried with: "
+            "give Pipe.auto the loss_fn=, and target= if it takes one"
+        )
+    return torch.stack([one.float() for one in found]).sum()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+# What is printed
+
+
+def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
+    """Three lines: does it fit, how fast is it, what limits it."""
+    limits: dict[str, float] = {}
+    for place, limit in zip(room.places, room.limits, strict=True):
+        limits[str(place)] = limits.get(str(place), 0.0) + limit
+    taken: dict[str, float] = {}
+    for d, planned in enumerate(found.chosen.on_device):
+        name = found.machine.name(d)
+        measured = used.get(torch.device(name))
+        taken[name] = taken.get(name, 0.0) + planned if measured is None else measured
+    memory = ", ".join(
+        f"{name} {in_bytes(size)} and {in_bytes(limits[name] - size)} left"
+        for name, size in taken.items()
+    )
+    words = "measured" if used else "planned"
+    return "\n".join(
+        [
+            f"fits: {len(found.balance)} stages, {found.chunks} micro-batches; {words}: {memory}",
+            f"speed: {_speed(found)}",
+            f"limited by: {_limit(found)}",
+        ]
+    )
+
+
+def _speed(found: Plan) -> str:
+    """How it compares with the fastest of the devices alone."""
+    alone = next((one for one in found.alternatives if one.name == "one device"), None)
+    if alone is None:
+        return "that of one device, and no pipeline that was looked at is faster"
+    if alone.time is None:
+        return f"one device alone: {alone.note}"
+    return f"{alone.time / found.step_time:.2f} times one device"
+
+
+def _limit(found: Plan) -> str:
+    """Where most of the time goes that the devices do not share evenly."""
+    stages, m, step = found.stages, found.chunks, found.step_time
+    if len(stages) == 1:
+        return "the one device"
+    if found.interpreter_time >= _TIGHT * step:
+        return "Python, which no two threads run at a time: larger micro-batches, or torch.compile"
+    work: dict[int, float] = {}
+    again: dict[int, float] = {}
+    for d, stage in zip(found.device_of, stages, strict=True):
+        again[d] = again.get(d, 0.0) + m * stage.forward * stage.recomputes
+        work[d] = work.get(d, 0.0) + m * (stage.forward + stage.backward)
+    busiest = max(work, key=lambda d: work[d] + again[d])
+    mean = sum(work.values()) / len(work)
+    sent = 2 * sum(stage.send for stage in stages)
+    name = found.machine.name(busiest)
+    what = [
+        (again[busiest], f"memory: {name} recomputes {again[busiest] / step:.0%} of the step"),
+        (
+            work[busiest] - mean,
+            f"{name}, which has {work[busiest] / mean - 1:.0%} more to do than the mean",
+        ),
+        (sent, f"transfers between devices, {sent / step:.0%} of the step"),
+        (
+            step - work[busiest] - again[busiest] - sent,
+            f"the bubble, {found.bubble:.0%} of the devices' time: a larger batch_size has more "
+            "micro-batches",
+        ),
+    ]  # fmt: skip
+    return max(what)[1]

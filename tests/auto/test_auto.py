@@ -1,0 +1,206 @@
+"""``Pipe.auto`` on CPU workers: it fits and trains as the model does, or says what is missing."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncpipe
+from syncpipe import NoChunk, Pipe
+from tests.auto.models import BATCH, WRITTEN, Residual, assert_trains, made
+
+QUICK = {"timeout": 0.0}
+TWO = ["cpu:0", "cpu:1"]
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["four workers", "two of unequal size"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_it_fits_and_trains(name: str, unequal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model, args, kwargs = made(WRITTEN[name])
+    plain = copy.deepcopy(model)
+    devices: dict[str, Any] = {"devices": 4}
+    if unequal:  # with Adam neither holds four times the parameters, and all else
+        size = 4 * bytes_of(model)
+        devices = {"devices": TWO, "memory": [0.55 * size + 2e6, 0.95 * size + 2e6]}
+    pipe = Pipe.auto(model, *args, batch_size=BATCH, **devices, **QUICK, **kwargs)
+    assert_trains(pipe, plain, args, kwargs)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["fits", "speed", "limited by"]
+    assert "left" in lines[0]
+
+
+def test_the_largest_device_comes_first_and_what_does_not_fit_there_is_cut() -> None:
+    model = Residual(256, 6).double()
+    size = 4 * bytes_of(model)
+    pipe = Pipe.auto(
+        model, torch.randn(4, 24).double(), batch_size=8, devices=TWO,
+        memory=[0.5 * size, 0.9 * size], verbose=False, **QUICK,
+    )  # fmt: skip
+    assert pipe.devices == [torch.device("cpu", 1), torch.device("cpu", 0)]
+    first, second = (4 * bytes_of(stage) for stage in pipe.partitions)
+    assert first <= 0.9 * size
+    assert second <= 0.5 * size
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    """Parameters, buffers, gradients, hooks that step, modes and generators, bit for bit."""
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.ReLU()
+    )
+    model[2].eval()
+    first = model[0].weight
+    first.grad = torch.full_like(first, 3.0)
+    steps: list[Tensor] = []
+    handle = model[3].weight.register_post_accumulate_grad_hook(lambda p: p.data.add_(p.grad))
+    model[3].weight.register_post_accumulate_grad_hook(steps.append)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(4, 8)
+    state = torch.get_rng_state()
+    pipe = Pipe.auto(model, x, batch_size=8, devices=TWO, **QUICK)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert pipe.training
+    assert not model[2].training
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert first.grad is not None
+    assert torch.equal(first.grad, torch.full_like(first, 3.0))
+    assert all(p.grad is None for p in model.parameters() if p is not first)
+    assert steps == []
+    handle.remove()
+    pipe.train_batch(x, loss_fn=torch.mean)
+    assert len(steps) > 0  # the hook is there again
+
+
+def test_it_takes_the_next_plan_where_a_step_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the layers are measured once."""
+    asked: list[Any] = []
+    plan, train = syncpipe.planner.auto.plan, Pipe.train_batch
+
+    def noted(module: Any, *args: Any, **options: Any) -> Any:
+        known = isinstance(module, syncpipe.balance.Profile)
+        asked.append((known, options["memory"][0], options.get("chunks")))
+        return plan(module, *args, **options)
+
+    def fails(self: Pipe, *args: Any, **kwargs: Any) -> Any:
+        if len(asked) < 3:
+            raise torch.OutOfMemoryError("tried to take 7 bytes")
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
+    monkeypatch.setattr(Pipe, "train_batch", fails)
+    call: Any = {"batch_size": 8, "devices": TWO, "memory": "1MB", **QUICK}
+    pipe = Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
+    assert [known for known, _, _ in asked] == [False, True, True]
+    assert [memory / 1e6 for _, memory, _ in asked] == pytest.approx([1, 0.95, 0.95**2])
+    assert asked[0][2] is None
+    assert all(min(before) < min(after) or after == [8] for (*_, before), (*_, after)
+               in pairwise(asked[1:]))  # fmt: skip
+    assert pipe.chunks in asked[2][2]
+    del asked[:]
+
+    def never(self: Pipe, *args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to take 7 bytes")
+
+    monkeypatch.setattr(Pipe, "train_batch", never)
+    with pytest.raises(ValueError, match=r"no plan fits, also none for 70% .*to take 7 bytes"):
+        Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
+    assert len(asked) == 8
+
+
+def test_the_loss_and_its_target_are_tried() -> None:
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append((output.shape, target.shape))
+        return nn.functional.cross_entropy(output, target)
+
+    model, target = Residual(16, 2), torch.randint(10, (2,))
+    pipe = Pipe.auto(
+        model, torch.randn(2, 24), batch_size=6, devices=TWO, loss_fn=loss_fn, target=target,
+        verbose=False, **QUICK,
+    )  # fmt: skip
+    assert sum(shape[0] for shape, _ in seen) == 6
+    assert all(output[0] == target[0] for output, target in seen)
+    assert pipe.chunks == len(seen)
+
+
+def test_what_is_not_cut_goes_whole_to_each_micro_batch() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return self.b(self.a(x) + bias)
+
+    pipe = Pipe.auto(
+        Biased(), torch.randn(2, 4), NoChunk(torch.ones(4)), batch_size=8, devices=TWO, **QUICK
+    )
+    assert len(pipe(torch.randn(8, 4), NoChunk(torch.ones(4)))) == 8
+
+
+class Whole(nn.Module):
+    """Python that cannot be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def linear() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def small() -> nn.Module:
+    return Residual(8, 1)
+
+
+X, Y = torch.ones(2, 24), torch.ones(2, 4)
+BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "no sample": (small, (), {}, TypeError, r"needs a sample.*Pipe.auto\(model, input"),
+    "no batch": (linear, (torch.tensor(1.0),), {}, ValueError, "no dimension"),
+    "no batch, converted": (small, (torch.tensor(1.0),), {}, ValueError, "batch in dimension 0"),
+    "no model": (lambda: [nn.ReLU()], (Y,), {}, TypeError, "takes an nn.Module, not list"),
+    "a pipe": (lambda: Pipe(linear(), [2]), (Y,), {}, TypeError, "a Pipe already"),
+    "cannot be cut": (Whole, (Y,), {}, ValueError, "Whole cannot be cut: it is one layer"),
+    "no loss for a target": (small, (X,), {"target": Y}, ValueError, "give a loss_fn"),
+    "a layer larger than any device": (
+        lambda: Residual(400, 2), (X,), {"memory": "1MB"}, ValueError,
+        r"needs [\d.]+ MB, [\d.]+ MB more than the 1.0+ MB",
+    ),
+    "a batch of none": (small, (X,), {"batch_size": 0}, ValueError, "batch_size=0"),
+    "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "positional argument"),
+    "a sample that does not fit": (small, (Y,), {}, ValueError, "shapes cannot be multiplied"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_done_is_said(name: str) -> None:
+    model, args, options, error, match = BAD[name]
+    with pytest.raises(error, match=match):
+        Pipe.auto(model(), *args, **{"batch_size": 8, "devices": TWO, **QUICK, **options})
+
+
+def test_an_error_in_the_step_leaves_the_layers_where_they_were() -> None:
+    def loss_fn(output: Tensor) -> Tensor:
+        raise KeyError("as it was told")
+
+    model = Residual(8, 2)
+    with pytest.raises(KeyError, match="as it was told"):
+        Pipe.auto(model, torch.ones(2, 24), batch_size=4, devices=TWO, loss_fn=loss_fn, **QUICK)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model(torch.ones(2, 24)).shape == (2, 10)
