@@ -6,7 +6,9 @@ by its language. One that needs a package that is not here, and that nobody need
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +108,16 @@ def headings_of(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     found = re.findall(r"^#+ (.*)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    script = ROOT / "docs" / "reference.py"
+    text = runpy.run_path(str(script))["page"]()
+    page = script.with_suffix(".md").read_text(encoding="utf-8")
+    assert page == text, "it is stale: python docs/reference.py"
+    for package in ("", "skip", "balance", "planner", "schedules", "timeline", "distributed"):
+        module = importlib.import_module(f"syncpipe.{package}".rstrip("."))
+        assert all(re.search(rf"^- `{name}\b", text, flags=re.M) for name in module.__all__)
 
 
 def test_the_readme_is_for_someone_with_two_minutes() -> None:
