@@ -20,7 +20,7 @@ from syncpipe.options import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
 from syncpipe.runtime.inline import inline
-from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
+from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
 from syncpipe.training.loader import RepeatingLoader

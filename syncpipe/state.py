@@ -4,8 +4,8 @@ sandboxed   random states, and settings of the thread
 unchanged   these, and all of a module but its parameters: modes, buffers, what hangs on it
 State       all of modules: parameters and gradients as well, and objects of the user's
 
-What puts things back are calls of C functions, so that Ctrl-C comes before all of them or after all
-of them (see ``runtime.interrupts``).
+What puts things back may be called more than once, in case Ctrl-C comes in the middle of it (see
+``runtime.interrupts``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.randomness.generators import LOCKS, Generators, NoDispatch, NoFunctions
+from syncpipe.runtime.random_numbers import LOCKS, Generators, NoDispatch, NoFunctions
 from syncpipe.runtime.thread_state import settled
 
 __all__ = ["SIMPLE", "Change", "State", "same_bits", "sandboxed", "unchanged"]
@@ -35,7 +35,6 @@ _T = TypeVar("_T")
 #: What is compared by its value.
 SIMPLE = (int, float, complex, str, bytes, bool, type(None))
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "syncpipe"}
-_call: Callable[[Any], Any] = partial.__call__
 
 
 def sandboxed(
@@ -58,12 +57,20 @@ def sandboxed(
             torch._C._set_grad_enabled(True)
             return contextvars.copy_context().run(run)  # the store of skips is not left behind
 
-    undo = map(_call, _settings(devices, threads))
-    return undone(lambda: settled(run_alone), undo, LOCKS.states)
+    return _undone(lambda: settled(run_alone), _settings(devices, threads))
+
+
+def _undone(run: Callable[[], _T], calls: list[partial[Any]]) -> _T:
+    def undo() -> None:
+        with LOCKS.states:
+            for call in calls:
+                call()
+
+    return undone(run, undo)
 
 
 def _settings(devices: Iterable[torch.device], threads: int | None) -> list[partial[Any]]:
-    """What puts everything back, as calls of C functions, which Ctrl-C does not interrupt."""
+    """What puts everything back."""
     python: Any = random._inst
     _, numbers, gauss = python.getstate()
     undo: list[partial[Any]] = [
@@ -176,7 +183,7 @@ class State:
         def sandbox() -> _T:
             return sandboxed(alone, devices, threads)
 
-        return undone(sandbox, map(_call, self._calls), LOCKS.states)
+        return _undone(sandbox, self._calls)
 
     def changes(self) -> list[Change]:
         """What is not what it was."""

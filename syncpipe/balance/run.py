@@ -46,7 +46,7 @@ from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.thread_state import settled
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
-from syncpipe.skip.walk import layer_skips
+from syncpipe.skip.layout import layer_skips
 
 __all__ = ["Lane", "Profiler", "Timing", "Watch"]
 

@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.layers.listing import LayerSpec, TieKey, as_sequential, has_specs
 from syncpipe.layers.placement import move_layers
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.randomness.generators import Generators
-from syncpipe.runtime.randomness.random import run_seeded
+from syncpipe.runtime.random_numbers import Generators, run_seeded
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 

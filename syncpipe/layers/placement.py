@@ -15,7 +15,7 @@ from syncpipe.layers.conversion.leaves import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential
-from syncpipe.runtime.streams import accelerators, same_memory
+from syncpipe.runtime.streams import accelerators, checked_device, same_memory
 from syncpipe.runtime.worker import Worker
 
 __all__ = [
@@ -118,9 +118,12 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
             meant = ": write Pipe(module, **plan.options())"
         raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{meant}")
     try:
-        checked = [operator.index(size) for size in balance]
-    except TypeError as error:
-        raise TypeError(f"balance must hold integers: {balance!r}") from error
+        given = list(balance)
+        if any(isinstance(size, bool) for size in given):
+            raise TypeError
+        checked = [operator.index(size) for size in given]
+    except TypeError:
+        raise TypeError(f"balance must hold integers: {balance!r}") from None
     if any(size <= 0 for size in checked):
         raise ValueError(
             f"balance={checked}: every partition needs at least one layer; leave out the others"
@@ -240,7 +243,7 @@ def _check_device(device: Any) -> torch.device:
     there = accelerators()
     kind = there[0].type if there else "cuda"  # of a number; refused below all the same
     try:
-        found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+        found = checked_device(device, kind)
     except RuntimeError as error:
         raise ValueError(f"devices: {device!r} is not a device: {error}") from error
     if found.type in ("cpu", "meta"):

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from syncpipe.runtime.randomness.turns import outside_of_turn
+from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.kinds import Kind

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe.data import described, extent, storage_of
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane
 
 __all__ = ["Offload"]

@@ -22,7 +22,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStreams", "Lane", "Streams", "accelerators", "moved", "same_memory"]
+__all__ = [
+    "AcceleratorStreams",
+    "Lane",
+    "Streams",
+    "accelerators",
+    "checked_device",
+    "moved",
+    "same_memory",
+]
 
 
 def accelerators() -> list[torch.device]:
@@ -32,6 +40,24 @@ def accelerators() -> list[torch.device]:
     if kind is None:
         return []
     return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+
+
+def checked_device(device: torch.device | str | int, kind: str | None = None) -> torch.device:
+    """What ``torch.device`` makes of something, which counts in 8 bits: "cpu:300" is "cpu:44".
+
+    Args:
+        device: the device, or its index.
+        kind: of a device that is given by its index.
+
+    Raises:
+        RuntimeError: it is no device, or one beyond number 127.
+    """
+    counted = isinstance(device, int) and kind is not None
+    found = torch.device(kind, device) if counted else torch.device(device)  # type: ignore[arg-type]
+    index = device if counted else str(device).partition(":")[2]
+    if str(index) not in ("", str(found.index)) or (found.index or 0) < 0:
+        raise RuntimeError(f"PyTorch knows the numbers 0 to 127 only, and takes it for {found}")
+    return found
 
 
 def same_memory(a: torch.device, b: torch.device) -> bool:

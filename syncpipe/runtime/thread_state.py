@@ -19,10 +19,8 @@ import contextvars
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import _GeneratorContextManager
-from functools import lru_cache
-from itertools import chain, starmap, takewhile
-from types import TracebackType
+from contextlib import ExitStack, _GeneratorContextManager, contextmanager
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -129,61 +127,37 @@ class CallerState:
             or torch._C._current_graph_task_id() != -1  # in backward, which must not wait
         )
 
-    def applied(self) -> _Applied:
-        """A context manager that puts the state in force on the calling thread."""
-        return _Applied(self)
-
-
-class _Applied:
-    """The state of another thread, in force from enter to exit."""
-
-    __slots__ = ("_inference", "_previous", "_state")
-
-    def __init__(self, state: CallerState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        state = self._state
-        self._previous = (
-            torch.is_grad_enabled(),
-            torch._C._is_fwd_grad_enabled(),
-            torch._C._is_multithreading_enabled(),
-            Autocast(),
-        )
-        self._inference = torch.inference_mode() if state.inference else None
-        if self._inference is not None:
-            self._inference.__enter__()
-        torch._C._set_grad_enabled(state.grad)
-        torch._C._set_fwd_grad_enabled(state._forward_ad)
-        torch._C._set_multithreading_enabled(False)  # as in `backward_here`
-        if state.nested:  # an autocast inside a layer must not clear the caller's cache
-            torch.autocast_increment_nesting()
-        state.autocast.set(self._previous[3], cache=state.autocast.cache)
-        for mode in state.function_modes:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-        if state._hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*state._hooks)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        state = self._state
-        grad, forward_ad, multithreading, autocast = self._previous
-        if state._hooks is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for _ in state.function_modes:
-            _pop_mode()  # type: ignore[no-untyped-call]
-        autocast.set(state.autocast, cache=autocast.cache)
-        if state.nested:
-            torch.autocast_decrement_nesting()
-        if self._inference is not None:
-            self._inference.__exit__(None, None, None)
-        torch._C._set_grad_enabled(grad)
-        torch._C._set_fwd_grad_enabled(forward_ad)
-        torch._C._set_multithreading_enabled(multithreading)
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the state in force on the calling thread."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for set_it, before, value in (
+                (torch._C._set_grad_enabled, torch.is_grad_enabled(), self.grad),
+                (torch._C._set_fwd_grad_enabled, torch._C._is_fwd_grad_enabled(), self._forward_ad),
+                # As in `backward_here`.
+                (
+                    torch._C._set_multithreading_enabled,
+                    torch._C._is_multithreading_enabled(),
+                    False,
+                ),
+            ):
+                stack.callback(set_it, before)
+                set_it(value)
+            if self.nested:  # an autocast inside a layer must not clear the caller's cache
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
+            own = Autocast()
+            stack.callback(own.set, self.autocast, cache=own.cache)
+            self.autocast.set(own, cache=self.autocast.cache)
+            for mode in self.function_modes:
+                _push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(_pop_mode)
+            if self._hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+                stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            yield
 
 
 def settled(run: Callable[[], _T]) -> _T:
@@ -205,16 +179,16 @@ def settled(run: Callable[[], _T]) -> _T:
             raise
 
     functions, dispatch = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-    nothing: Any = {}
-    # As long as there are more than now; all in C, without arguments or with None.
-    more_functions = takewhile(functions().__lt__, iter(functions, None))
-    more_dispatch = takewhile(dispatch().__lt__, iter(dispatch, None))
-    undo: Iterator[Any] = chain(
-        starmap(torch._C._pop_torch_function_stack, map(().__mul__, more_functions)),
-        map(torch._C._pop_torch_dispatch_stack, map(nothing.get, more_dispatch)),
-        map(torch._C._set_grad_enabled, [torch.is_grad_enabled()]),
-        map(sys.setprofile, [sys.getprofile()]),
-    )
+    before = functions(), dispatch(), torch.is_grad_enabled(), sys.getprofile()
+
+    def undo() -> None:
+        while functions() > before[0]:
+            torch._C._pop_torch_function_stack()
+        while dispatch() > before[1]:
+            torch._C._pop_torch_dispatch_stack()
+        torch._C._set_grad_enabled(before[2])
+        sys.setprofile(before[3])
+
     return undone(closed, undo)
 
 
@@ -226,7 +200,7 @@ def backward_here(run: Callable[[], _T]) -> _T:
         return run()
 
     before = torch._C._is_multithreading_enabled()
-    return undone(inside, map(torch._C._set_multithreading_enabled, [before]))
+    return undone(inside, partial(torch._C._set_multithreading_enabled, before))
 
 
 def without_autocast(state: CallerState, run: Callable[..., _T]) -> Callable[..., _T]:

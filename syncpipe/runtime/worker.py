@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from syncpipe.runtime.free_threading import FREE_THREADED
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams, checked_device
 
 __all__ = ["Item", "Worker", "WorkerThread"]
 
@@ -29,7 +29,7 @@ class Worker:
     """
 
     def __init__(self, device: torch.device | str | int, *, streams: Streams | None = None) -> None:
-        self.device = torch.device(device)
+        self.device = checked_device(device)
         if self.device.index is None and self.device.type not in ("cpu", "meta"):
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
         self._given = streams

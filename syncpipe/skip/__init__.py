@@ -21,8 +21,8 @@ The model runs as it is, and in a ``Pipe`` of any balance. To use such a pair se
 model, give each pair a :class:`Namespace`: ``Remember().isolate(ns)``, ``Add().isolate(ns)``.
 """
 
+from .layout import verify_skippables
 from .namespace import Namespace
 from .skippable import pop, skippable, stash
-from .verify import verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from . import store
 from .namespace import Namespace, SkipKey, describe
 
 M = TypeVar("M", bound=nn.Module)
+_SKIPS = "_syncpipe_skips"  #: what a forward, or a module, declares
 
 
 class stash:
@@ -94,7 +95,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     def decorate(cls: type[M]) -> type[M]:
         _refuse_unfit(cls, declaration)
         forward = cls.forward
-        if "forward" not in cls.__dict__ and hasattr(forward, "_syncpipe_skips"):
+        if "forward" not in cls.__dict__ and hasattr(forward, _SKIPS):
             forward = vars(forward)["__wrapped__"]  # the base's generator, under new names
         if inspect.isgeneratorfunction(forward):
             _set(cls, "forward", _driven(forward, declaration, _inherited(cls)))
@@ -127,25 +128,24 @@ def pops(module: nn.Module) -> list[SkipKey]:
 
 def overrides_undeclared(module: nn.Module) -> bool:
     """Whether a forward that is not decorated overrides one with skips."""
-    if not is_skippable(module) or "_syncpipe_skips" in module.__dict__:
+    if not is_skippable(module) or _SKIPS in module.__dict__:
         return False
-    return not hasattr(type(module).forward, "_syncpipe_skips") and bool(_inherited(type(module)))
+    return not hasattr(type(module).forward, _SKIPS) and bool(_inherited(type(module)))
 
 
 def _declaration_of(module: nn.Module) -> Declaration:
     """What a module says for itself, or else its forward."""
     if not is_skippable(module):
         return Declaration()
-    own: Declaration | None = module.__dict__.get("_syncpipe_skips")
-    found: Declaration = getattr(type(module).forward, "_syncpipe_skips", Declaration())
+    own: Declaration | None = module.__dict__.get(_SKIPS)
+    found: Declaration = getattr(type(module).forward, _SKIPS, Declaration())
     return found if own is None else own
 
 
-def _inherited(cls: type) -> frozenset[str]:
+def _inherited(cls: type) -> set[str]:
     """The names of skips of all forwards that a class overrides."""
     forwards = [base.__dict__.get("forward") for base in cls.__mro__[1:]]
-    declared = [getattr(forward, "_syncpipe_skips", Declaration()) for forward in forwards]
-    return frozenset(name for declaration in declared for name in declaration.names)
+    return {name for each in forwards for name in getattr(each, _SKIPS, Declaration()).names}
 
 
 def _key_of(module: nn.Module, name: str) -> SkipKey:
@@ -185,16 +185,14 @@ def _refuse_unfit(cls: object, declaration: Declaration) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"@skippable decorates subclasses of nn.Module, not {cls!r}")
     forward = cls.forward
-    if hasattr(cls.__dict__.get("forward"), "_syncpipe_skips"):
+    if hasattr(cls.__dict__.get("forward"), _SKIPS):
         raise TypeError(f"{cls.__name__} is skippable already: write all names in one @skippable")
     if not is_skippable(cls) and hasattr(cls, "isolate"):
         raise TypeError(
             f"{cls.__name__} has its own attribute 'isolate', which @skippable adds: rename it"
         )
     if declaration.names and not (
-        inspect.isgeneratorfunction(forward)
-        or hasattr(forward, "_syncpipe_skips")
-        or is_skippable(cls)
+        inspect.isgeneratorfunction(forward) or hasattr(forward, _SKIPS) or is_skippable(cls)
     ):
         raise TypeError(
             f"{cls.__name__} declares the skips {list(declaration.names)}, but its forward is "
@@ -246,14 +244,14 @@ def _declared(forward: Callable[..., Any], declaration: Declaration) -> Callable
     def declared(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    declared._syncpipe_skips = declaration  # type: ignore[attr-defined]
+    setattr(declared, _SKIPS, declaration)
     return declared
 
 
 def _driven(
     generator_forward: Callable[..., Generator[Any, Any, Any]],
     declaration: Declaration,
-    inherited: frozenset[str],
+    inherited: set[str],
 ) -> Callable[..., Any]:
     """The forward that callers see: it runs the generator and does what it yields.
 
@@ -263,7 +261,7 @@ def _driven(
     @functools.wraps(generator_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         generator = generator_forward(self, *args, **kwargs)
-        open_stashes, open_pops = list(declaration.stash), list(declaration.pop)
+        still_open = {"stash": list(declaration.stash), "pop": list(declaration.pop)}
         reply: Any = None
         try:
             while True:
@@ -273,88 +271,75 @@ def _driven(
                     output = stop.value
                     break
                 if type(command) is stash:
-                    _cross_off(self, "stash", command.name, open_stashes, declaration.stash)
+                    _cross_off(self, "stash", command.name, still_open, declaration.stash)
                     store.put(_key_of(self, command.name), command.value, self)
                     reply = None
                 elif type(command) is pop:
-                    _cross_off(self, "pop", command.name, open_pops, declaration.pop)
+                    _cross_off(self, "pop", command.name, still_open, declaration.pop)
                     reply = store.take(_key_of(self, command.name), self)
                 else:
-                    raise TypeError(_not_a_command(self, command))
+                    raise TypeError(
+                        f"{type(self).__name__}.forward yielded an object of type "
+                        f"{type(command).__name__}: a skippable layer yields stash(name, value) or "
+                        "pop(name), and returns its output"
+                    )
         finally:
             generator.close()  # leaves the 'with' blocks of the generator now, whatever happened
-        left = [[n for n in names if n not in inherited] for names in (open_stashes, open_pops)]
-        if any(left):
-            raise RuntimeError(_left_open(self, *left))
+        left = [
+            f"{verb} {those} ({_WAYS_OUT[verb]})"
+            for verb, names in still_open.items()
+            if (those := [name for name in names if name not in inherited])
+        ]
+        if left:
+            raise RuntimeError(
+                f"{type(self).__name__} declares skips, but its forward did not "
+                f"{' nor '.join(left)}"
+            )
         return output
 
-    forward._syncpipe_skips = declaration  # type: ignore[attr-defined]
+    setattr(forward, _SKIPS, declaration)
     return forward
 
 
+_VERBS = {"stash": "stashes", "pop": "pops"}
+_WAYS_OUT = {
+    "stash": "stash None if there is nothing to send",
+    "pop": "pop it even if its value is not used",
+}
+
+
 def _cross_off(
-    layer: nn.Module, verb: str, name: str, still_open: list[str], declared: tuple[str, ...]
+    layer: nn.Module,
+    verb: str,
+    name: str,
+    still_open: dict[str, list[str]],
+    declared: tuple[str, ...],
 ) -> None:
-    if name in still_open:
-        still_open.remove(name)
+    if name in still_open[verb]:
+        still_open[verb].remove(name)
         return
     cls = type(layer).__name__
     if name in declared:
         what = describe(_key_of(layer, name))
         raise RuntimeError(f"{cls} {_VERBS[verb]} {what} twice in one forward: do it once")
-    names = [*declared, name]
     raise RuntimeError(
         f"{cls} {_VERBS[verb]} {name!r} without having declared it: "
-        f"add it to the decorator, @skippable({verb}={names!r})"
+        f"add it to the decorator, @skippable({verb}={[*declared, name]!r})"
     )
-
-
-_VERBS = {"stash": "stashes", "pop": "pops"}
-
-
-def _not_a_command(layer: nn.Module, command: object) -> str:
-    return (
-        f"{type(layer).__name__}.forward yielded an object of type {type(command).__name__}: "
-        "a skippable layer yields stash(name, value) or pop(name), and returns its output"
-    )
-
-
-def _left_open(layer: nn.Module, stashes: list[str], pops: list[str]) -> str:
-    faults = []
-    if stashes:
-        faults.append(f"stash {stashes} (stash None if there is nothing to send)")
-    if pops:
-        faults.append(f"pop {pops} (pop it even if its value is not used)")
-    return f"{type(layer).__name__} declares skips, but its forward did not {' nor '.join(faults)}"
-
-
-# In torchgpipe the decorator put a wrapper around the layer, so a state dict that it wrote says
-# ``0.module.conv.weight`` where ours says ``0.conv.weight``.
-_OLD = "module."
-_METHOD = "_load_from_state_dict"
 
 
 def _accept_old_keys(cls: type[nn.Module]) -> None:
-    """Lets the layers of a class load state dicts of either kind."""
-    own: Any = cls.__dict__.get(_METHOD)
-    if own is None and getattr(cls, "_syncpipe_skippable", False):
-        return  # inherits it
+    """Lets the layers of a class load what torchgpipe wrote, whose decorator put a wrapper around
+    the layer: ``0.module.conv.weight`` where ours says ``0.conv.weight``."""
+    load: Any = cls._load_from_state_dict
 
-    def load(
-        self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        _rename_old_keys(self, state_dict, prefix)
-        inner = own.__get__(self) if own else getattr(super(cls, self), _METHOD)
-        inner(state_dict, prefix, *args, **kwargs)
+    @functools.wraps(load)
+    def accepting(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        own = {*self._modules, *self._parameters, *self._buffers}
+        for old in [key for key in state_dict if key.startswith(f"{prefix}module.")]:
+            new = prefix + old.removeprefix(f"{prefix}module.")
+            if "module" not in own and new not in state_dict:
+                state_dict[new] = state_dict.pop(old)
+        load(self, state_dict, prefix, *args)
 
-    setattr(cls, _METHOD, functools.wraps(getattr(cls, _METHOD))(load))
-
-
-def _rename_old_keys(layer: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    if any("module" in own for own in (layer._modules, layer._parameters, layer._buffers)):
-        return
-    old_prefix = prefix + _OLD
-    for old in [key for key in state_dict if key.startswith(old_prefix)]:
-        new = prefix + old[len(old_prefix) :]
-        if new not in state_dict:
-            state_dict[new] = state_dict.pop(old)
+    _set(cls, "_load_from_state_dict", accepting)

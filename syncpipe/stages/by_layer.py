@@ -15,10 +15,10 @@ from itertools import islice
 from typing import Any
 
 from syncpipe.data import overlap, place_of, tensors_in
-from syncpipe.runtime.randomness.seen import Seen
+from syncpipe.runtime.random_numbers import Turn
+from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import current_store
-from syncpipe.skip.walk import layer_skips
 from syncpipe.stages.inplace import ALIASED, TIED
 from syncpipe.stages.run import CallContext, Inputs, Partition, StageRun
 from syncpipe.stages.stage import Stage
@@ -60,7 +60,7 @@ class Unit(Stage):
         run = self.checkpointed if self._again else self.forward
         return run(cell.i, inputs, cell.context, marks=marks)
 
-    def learn(self, seen: Seen, k: int | None = None) -> None:
+    def learn(self, seen: Turn, k: int | None = None) -> None:
         """As that of the stage, which goes back as a whole."""
         super().learn(seen, k)
         self._whole.learn(seen)

@@ -24,9 +24,9 @@ from syncpipe.layers.ties import check_replicas
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
 from syncpipe.runtime.offload import Offload
-from syncpipe.runtime.randomness.turns import draw_seed, outside_of_turn
+from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
+from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
-from syncpipe.runtime.rematerialization.checkpoint import is_checkpointing, is_recomputing
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.schedules.kinds import Kind

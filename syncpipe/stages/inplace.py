@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 
 __all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "may_write", "sent"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.randomness.turns import outside_of_turn
+from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.stages.call import begun

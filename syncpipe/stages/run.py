@@ -22,17 +22,23 @@ from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, co
 from syncpipe.layers.unpack import Unpacked, call_note, chained
 from syncpipe.options import Selective
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.randomness.generators import Generators
-from syncpipe.runtime.randomness.quiet_layers import never_draws
-from syncpipe.runtime.randomness.random import changed, fingerprint, run_seeded, states_of
-from syncpipe.runtime.randomness.seen import Seen
+from syncpipe.runtime.module_state import Changes, ModuleState
+from syncpipe.runtime.random_numbers import (
+    Generators,
+    Turn,
+    changed,
+    fingerprint,
+    let_modules_hold,
+    never_draws,
+    run_seeded,
+    states_of,
+)
 from syncpipe.runtime.recorder import Recorder, as_range
-from syncpipe.runtime.rematerialization.module_state import Changes, ModuleState
 from syncpipe.runtime.thread_state import CallerState
+from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.skip.store import use_store
-from syncpipe.skip.walk import layer_skips
 from syncpipe.stages.sharing.stand_ins import StandIns
 
 __all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
@@ -140,6 +146,8 @@ class StageLayers:
         )
         self.device = device
         self.generators = Generators(device)
+        if self.generators.in_modules:
+            let_modules_hold(partition)
         self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
         self._looked: set[Any] = set()  # modes in which it was observed
         self.backward_draws = 0  # the generators that any backward ever drew from
@@ -176,7 +184,7 @@ class StageLayers:
         self._looked.add(mode)
         return True
 
-    def learn(self, seen: Seen, k: int | None = None) -> None:
+    def learn(self, seen: Turn, k: int | None = None) -> None:
         """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
         if k is not None:
             self.draws[k] |= seen.draws

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.options import Selective
-from syncpipe.runtime.randomness.generators import LOCKS, NoDispatch, NoFunctions, is_random
-from syncpipe.runtime.randomness.turns import in_a_turn
+from syncpipe.runtime.random_numbers import holds_generators, is_random, put_back_states, states_of
 from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
 
 __all__ = ["SelectiveRun"]
@@ -64,12 +63,11 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_random(func) and kwargs.get("generator") is None:
-            with LOCKS.states, NoDispatch(), NoFunctions():
-                self._drawn()
+            self._drawn()
         return result
 
     def _drawn(self) -> None:
-        self._states.append([generator.get_state() for generator in self._generators])
+        self._states.append(states_of(self._generators))
 
 
 class _PutBack(_Noted):  # type: ignore[no-untyped-call]
@@ -79,6 +77,5 @@ class _PutBack(_Noted):  # type: ignore[no-untyped-call]
         # There is none if other operations are run this time, which whoever looks for their
         # results will say. Operations that may be random and are not need no turn.
         states = self._states.popleft() if self._states else []
-        if in_a_turn():
-            for generator, state in zip(self._generators, states, strict=False):
-                generator.set_state(state)
+        if holds_generators():
+            put_back_states(self._generators, states)

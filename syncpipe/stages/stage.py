@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe.data import map_tensors, storage_of, tensors_in
-from syncpipe.runtime.randomness.random import run_seeded
-from syncpipe.runtime.rematerialization.guards import UnchangedObjects
-from syncpipe.runtime.rematerialization.module_state import OUTERMOST, CellState, ModuleState
-from syncpipe.runtime.rematerialization.recomputation import (
+from syncpipe.runtime.module_state import OUTERMOST, CellState, ModuleState
+from syncpipe.runtime.random_numbers import run_seeded
+from syncpipe.runtime.recomputation import (
     Recomputation,
+    UnchangedObjects,
     stored_by,
     without_storing,
 )

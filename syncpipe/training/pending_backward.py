@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.runtime.graph import go_back
-from syncpipe.runtime.rematerialization.recomputation import Recomputation
+from syncpipe.runtime.recomputation import Recomputation
 from syncpipe.schedules.steps import Edge
 from syncpipe.training.border import Border, ends_of
 from syncpipe.training.weight_gradients import WeightGradients

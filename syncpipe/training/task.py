@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from syncpipe.data import compact, map_tensors, tensors_in
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.randomness.turns import undisturbed
+from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind

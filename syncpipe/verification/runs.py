@@ -36,10 +36,7 @@ from syncpipe.layers.unpack import Unpacked
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.inline import INLINE
-from syncpipe.runtime.randomness.generators import Generators
-from syncpipe.runtime.randomness.quiet_layers import never_draws
-from syncpipe.runtime.randomness.random import run_seeded
-from syncpipe.runtime.randomness.turns import draw_seed
+from syncpipe.runtime.random_numbers import Generators, draw_seed, never_draws, run_seeded
 from syncpipe.runtime.streams import moved, same_memory
 from syncpipe.skip.store import Store, use_store
 from syncpipe.stages.pipeline import Pipeline

@@ -124,6 +124,21 @@ WRONG = {
     ),
     "set": (lambda: set_to("balance", 8), TypeError, r"not 8: did you mean chunks=8\?"),
     "a bool as balance": (lambda: Pipe(linear_model(2), True), TypeError, r"must be a list.*True$"),
+    "a bool in balance": (
+        lambda: Pipe(linear_model(4), [True, 3]),
+        TypeError,
+        r"balance must hold integers: \[True, 3\]",
+    ),
+    "device 300": (
+        lambda: Pipe(linear_model(2), [1, 1], devices=["cpu:127", "cpu:300"]),
+        ValueError,
+        "'cpu:300' is not a device: PyTorch knows the numbers 0 to 127",
+    ),
+    "device 200 as an object": (
+        lambda: Pipe(linear_model(2), [1, 1], devices=[torch.device("cpu:200")] * 2),
+        ValueError,
+        "is not a device: PyTorch knows the numbers 0 to 127",
+    ),
     "a plan as balance": (
         lambda: Pipe(linear_model(2), a_plan()),
         TypeError,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from syncpipe import inline, is_recomputing
-from syncpipe.runtime.randomness.random import cell_seed
+from syncpipe.runtime.random_numbers import _cell_seed
 from tests.support.running import (
     MODES,
     Dawdle,
@@ -106,7 +106,7 @@ def test_layers_micro_batches_and_calls_draw_different_numbers():
 
 def test_seeds_of_a_long_stream_do_not_repeat():
     micro_batches = [*range(9), *(k << 16 for k in range(1, 600)), *range(65_530, 65_540)]
-    seeds = {cell_seed(5, j, i) & 0xFFFFFFFF for i in set(micro_batches) for j in range(40)}
+    seeds = {_cell_seed(5, j, i) & 0xFFFFFFFF for i in set(micro_batches) for j in range(40)}
     assert len(seeds) == 40 * len(set(micro_batches))
 
 

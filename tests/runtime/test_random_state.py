@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from syncpipe import inline
+from syncpipe import inline, is_recomputing
 from tests.support.running import (
     MODES,
     Dawdle,
@@ -369,3 +369,33 @@ def test_layers_that_draw_nothing_run_at_once_beside_other_threads():
     barrier = threading.Barrier(2)
     with another_thread():
         pipe_of(nn.Sequential(Meets(barrier, 1), Meets(barrier, 0)), [1, 1], chunks=2)(X[:4])
+
+
+class Block(nn.Module):
+    """A block of a user's own; all that draws in it are PyTorch's modules."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.dropout, self.body = nn.Dropout(0.2), nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.dropout(self.body(self.dropout(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", [nn.Sequential, Block])
+def test_beside_dropout_in_a_block_its_other_layers_run_at_once(block, mode):
+    barrier, calls = threading.Barrier(2), [0, 0]
+
+    def layers(j):
+        def met(x):
+            # Stage 1 is at micro-batch 1 while stage 0 is at micro-batch 2: both have to be here.
+            calls[j] += not is_recomputing()
+            if calls[j] == 3 - j:
+                barrier.wait(timeout=60)
+
+        return block(nn.Dropout(0.1), Do(met), nn.Linear(6, 6), nn.Dropout(0.1))
+
+    model = nn.Sequential(layers(0), layers(1))
+    pipe_of(model, checkpoint=mode)(X).sum().backward()
+    assert calls == [4, 4]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane
 
 __all__ = ["Copy"]

@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane, same_memory
 from syncpipe.stages.run import CallContext, Partition, StageLayers
 from syncpipe.stages.sharing.copies import Copy

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_tensors
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane, same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge

@@ -12,7 +12,7 @@ from torch import Tensor
 from syncpipe.data import described
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.randomness.turns import undisturbed
+from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind
 from syncpipe.stages.call import Call

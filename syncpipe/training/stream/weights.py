@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from syncpipe.data import storage_of
 from syncpipe.runtime.graph import go_back
-from syncpipe.runtime.rematerialization.guards import version_of
+from syncpipe.runtime.module_state import version_of
 from syncpipe.stages.run import StageLayers
 from syncpipe.stages.sharing.stand_ins import StandIns
 

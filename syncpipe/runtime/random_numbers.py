@@ -1,0 +1,515 @@
+"""Random numbers that do not depend on which thread comes first.
+
+Threads share generators: the CPU has one for the whole process, an accelerator one for each
+device. So what a layer draws is seeded from
+
+    (one draw from the caller's generator per call, index of the layer, index of the micro-batch)
+
+and nothing else: not the balance, the devices, the schedule or the checkpoint mode. While it draws
+it holds the generators (a lock for each), and they get back the states that they had. It holds them
+for its whole forward, or, where PyTorch's own modules draw and nothing else does (``nn.Dropout`` in
+a block), for theirs; between two of these its own states are put aside:
+
+    block of stage 0   Linear  [Dropout]  Linear  GELU      Linear                [ ]: holds them
+    block of stage 1       Linear  GELU  [Dropout]  Linear  GELU
+
+A recomputation seeds the same way, so it draws what was drawn before. Which layers draw is learned
+anew in each call from the first micro-batch, for which layers that nobody knows hold all
+generators; those that do not draw then run freely.
+
+A thread of the user's that draws meanwhile takes no locks of ours, and a layer may draw for the
+first time in a later micro-batch. Neither can be seen while it happens. But what counts is whether
+a recomputation gives what the forward gave, and that is compared (:func:`fingerprint`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from syncpipe.data import tensors_in
+from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.locks import forkable
+
+__all__ = [
+    "Generators",
+    "Turn",
+    "changed",
+    "draw_seed",
+    "fingerprint",
+    "holds_generators",
+    "is_random",
+    "let_modules_hold",
+    "never_draws",
+    "outside_of_turn",
+    "put_back_states",
+    "run_seeded",
+    "states_of",
+    "undisturbed",
+]
+
+_T = TypeVar("_T")
+_Key = tuple[str, int]
+_CPU: _Key = ("cpu", 0)
+
+# --- generators ----------------------------------------------------------------------------------
+
+# Entered together they shield our own bookkeeping from the modes that are meant for the layers.
+# Both are PyTorch's own and used by ``with`` itself: Ctrl-C cannot come in between.
+NoDispatch: Any = torch._C._DisableTorchDispatch
+NoFunctions: Any = torch._C.DisableTorchFunction
+
+
+class _Locks:
+    """One lock for each generator of the process, and one for reading and setting any state.
+
+    A generator has a mutex of its own, and ``get_state`` makes its result while it holds it. If
+    the garbage collector comes then and lets go of tensors, it lets go of the GIL, too; another
+    thread that calls a method of the generator would hold the GIL and wait for the mutex for ever
+    (seen with torch 2.13). Whoever has ``states`` makes such a call, all others wait without the
+    GIL. Layers that draw do not hold the GIL meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.states = forkable()
+        self._guard = forkable()
+        self._made: dict[_Key, Any] = {}
+
+    def __getitem__(self, key: _Key) -> Any:
+        with self._guard:
+            return self._made.setdefault(key, forkable())
+
+
+LOCKS = _Locks()
+
+
+class Generators:
+    """The generators from which layers on one device can draw: the CPU's and the device's own.
+
+    Sets of them are bit masks.
+
+    Args:
+        device: where the layers are.
+
+    Attributes:
+        all: all of them.
+        in_modules: the CPU's, held by modules that :func:`let_modules_hold`; 0 on accelerators,
+            where no other thread wants the device's generator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._own: list[tuple[_Key, torch.Generator]] = [(_CPU, torch.default_generator)]
+        if device.type not in ("cpu", "meta"):
+            generator = _device_generator(device)
+            if generator is not None:
+                self._own.append(((device.type, device.index), generator))
+        self.all = (1 << len(self._own)) - 1
+        self.in_modules = 1 << len(self._own) if device.type == "cpu" else 0
+
+    def pick(self, which: int) -> list[tuple[_Key, torch.Generator]]:
+        """The generators in a bit mask; in the one order in which their locks are taken."""
+        return [pair for k, pair in enumerate(self._own) if which >> k & 1]
+
+
+def _device_generator(device: torch.device) -> torch.Generator | None:
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if generators is not None:
+        if not len(generators) and hasattr(module, "init"):
+            module.init()
+            generators = module.default_generators
+        generator: torch.Generator = generators[device.index]
+        return generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return None
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """The states of some generators."""
+    with LOCKS.states, NoDispatch(), NoFunctions():
+        return list(map(torch.Generator.get_state, generators))  # out of a profile function's sight
+
+
+def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    """Sets the states of some generators."""
+    with LOCKS.states, NoDispatch(), NoFunctions():
+        list(map(torch.Generator.set_state, generators, states))
+
+
+def changed(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> int:
+    """A bit mask of the generators whose state is another one now."""
+    with NoDispatch(), NoFunctions():
+        pairs = zip(before, states_of(generators), strict=True)
+        return sum((not torch.equal(a, b)) << k for k, (a, b) in enumerate(pairs))
+
+
+def draw_seed() -> int:
+    """Draws the seed of a call from the caller's CPU generator, and nothing more."""
+    with LOCKS[_CPU], LOCKS.states, NoDispatch(), NoFunctions():
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+
+def _cell_seed(seed: int, layer: int, i: int) -> int:
+    """A seed for one layer and micro-batch.
+
+    The CPU's generator looks at the low 32 bits only, so these are kept apart for the cells of a
+    call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``. Every
+    65,536 micro-batches the numbers begin again, elsewhere between those of layers: at multiples
+    of the golden ratio, which are as far apart as can be.
+    """
+    again, i = divmod(i, 1 << 16)
+    low = (seed + (i << 16) + layer + 40503 * again) & 0xFFFFFFFF
+    low ^= low >> 16
+    low = low * 0x85EBCA6B & 0xFFFFFFFF
+    low ^= low >> 13
+    low = low * 0xC2B2AE35 & 0xFFFFFFFF
+    low ^= low >> 16
+    return (seed >> 32 << 32 | low) & 0x7FFFFFFFFFFFFFFF
+
+
+@cache
+def is_random(operation: Any) -> bool:
+    """Whether an operation may draw."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+# --- layers that draw ----------------------------------------------------------------------------
+
+
+class Turn:
+    """What a layer draws for one micro-batch, and who it holds the generators from meanwhile.
+
+    A layer or a loss function may itself use a pipe. While that one runs, the generators are given
+    up: it takes locks of stages, and these come before the locks of generators.
+
+    Args:
+        picked: the generators.
+        seed: of its random numbers.
+        observe: find out what it does.
+
+    Attributes:
+        draws: the generators that it draws from, or whose states it uses, as far as was observed.
+        touches: whether it saves or sets the state of a generator. ``fork_rng`` and
+            ``torch.utils.checkpoint`` do that, and comparing states does not see it.
+        nests: whether it uses a pipe.
+        ends: for each generator of an accelerator the fingerprint of its last state, if asked for.
+    """
+
+    def __init__(
+        self, picked: list[tuple[_Key, torch.Generator]], seed: int = 0, *, observe: bool = False
+    ) -> None:
+        self._generators = [generator for _, generator in picked]
+        self._locks = [LOCKS[key] for key, _ in picked]
+        self._seed, self._observe = seed, observe
+        self._before: list[Tensor] = []  # the states of others
+        self._own: list[Tensor] = []  # its own, after the last module that drew
+        self._outer: Turn | None = None
+        self.held = self._drew_outside = False
+        self.draws = 0
+        self.touches = self.nests = False
+        self.ends: dict[_Key, list[list[int]]] = {}
+
+    def holding(self, run: Callable[[], _T]) -> _T:
+        """Runs something that draws."""
+
+        def drawing() -> _T:
+            if self._own:
+                put_back_states(self._generators, self._own)
+            else:
+                with LOCKS.states:
+                    for generator in self._generators:
+                        generator.manual_seed(self._seed)
+            return run()
+
+        def end() -> None:
+            put_back_states(self._generators, self._before)
+
+        first, second, *_ = [*self._locks, nullcontext(), nullcontext()]
+        with first, second:
+            self._before = states_of(self._generators)
+            return undone(lambda: self.present(drawing, held=True), end)
+
+    def present(self, run: Callable[[], _T], *, held: bool = False) -> _T:
+        """Runs something in which modules draw; each holds the generators for itself."""
+        before = _here.turn, self.held
+        if _here.turn is not self:
+            self._outer = _here.turn
+
+        def end() -> None:
+            _here.turn, self.held = before
+
+        def begin() -> _T:
+            _here.turn, self.held = self, held
+            return run()
+
+        return undone(begin, end)
+
+    def inside(self, run: Callable[[], _T]) -> _T:
+        """Runs a module that draws, somewhere in the layer."""
+
+        def drawing() -> _T:
+            try:
+                return run()
+            finally:
+                self._own = states_of(self._generators)
+
+        if not self.held:
+            return self.holding(drawing)
+        if not self._observe:
+            return run()
+        self._drew_outside |= bool(changed(self._generators, self._own))
+        return drawing()
+
+    def outside(self, run: Callable[[], _T]) -> _T:
+        """Runs something that takes other locks, for others as if the turn had not begun yet."""
+        self.nests = True
+        profile = sys.getprofile()
+        looking = profile is not None and profile == self._look
+        if looking:
+            sys.setprofile(None)
+        try:
+            return self._released(run) if self.held else self._absent(run)
+        finally:
+            if looking:
+                sys.setprofile(profile)
+
+    def _released(self, run: Callable[[], _T]) -> _T:
+        own = states_of(self._generators)
+        put_back_states(self._generators, self._before)
+        try:
+            for lock in self._locks:
+                lock.release()
+            return self._absent(run)
+        finally:
+            self._lock_again()
+            self._before = states_of(self._generators)
+            put_back_states(self._generators, own)
+
+    def _absent(self, run: Callable[[], _T]) -> _T:
+        _here.turn = self._outer
+        try:
+            return run()
+        finally:
+            _here.turn = self
+
+    def _lock_again(self) -> None:
+        interrupt: BaseException | None = None
+        for lock in self._locks:
+            while not lock._is_owned():
+                try:
+                    lock.acquire()
+                except BaseException as error:  # Ctrl-C; whoever took the lock will release it
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def observed(self, layer: Callable[[Any], Any], value: Any) -> Any:
+        """Runs a layer while it holds all generators, and sees from which it draws."""
+        start = self._own = states_of(self._generators)
+        self.touches = sys.getprofile() is not None  # somebody else looks: there can be only one
+        try:
+            if not self.touches:
+                sys.setprofile(self._look)
+            output = layer(value)
+        finally:
+            if sys.getprofile() == self._look:
+                sys.setprofile(None)
+        self.draws = changed(self._generators, start)
+        self._drew_outside |= bool(changed(self._generators, self._own))
+        return output
+
+    def _look(self, frame: Any, event: str, arg: Any) -> None:
+        """A profile function."""
+        if event == "c_call" and isinstance(getattr(arg, "__self__", None), torch.Generator):
+            self.touches = True
+
+
+class _Here(threading.local):
+    """The turn of a thread."""
+
+    turn: Turn | None = None
+
+
+_here = _Here()
+
+
+def holds_generators() -> bool:
+    """Whether the calling thread holds generators."""
+    return _here.turn is not None and _here.turn.held
+
+
+def outside_of_turn(run: Callable[[], _T]) -> _T:
+    """Runs something that takes other locks: gives up the generators that the thread holds."""
+    return run() if _here.turn is None else _here.turn.outside(run)
+
+
+def undisturbed(run: Callable[[], _T]) -> _T:
+    """Runs something on the calling thread that draws from the CPU's generator as the caller would.
+
+    Layers that draw at the same time wait, and do not take back what was drawn in here.
+    """
+    turn = Turn([])
+    turn._locks = [LOCKS[_CPU]]
+    return turn.holding(run)
+
+
+def run_seeded(
+    generators: Generators,
+    which: int,
+    cell: tuple[int, int, int],
+    layer: Callable[[Any], Any],
+    value: Any,
+    *,
+    observe: bool,
+    mark: bool = False,
+) -> tuple[Any, Turn]:
+    """Runs a layer that draws its own random numbers for one micro-batch.
+
+    Args:
+        generators: those of the layer's device.
+        which: those that the layer is expected to draw from.
+        cell: seed of the call, index of the layer, index of the micro-batch.
+        layer: the layer, or a function.
+        value: its input.
+        observe: find out from which generators it draws, or whose states it uses.
+        mark: note where those of accelerators stand in the end, which tells how much was drawn.
+
+    Returns:
+        The layer's output, and what was seen.
+    """
+    module: Any = getattr(layer, "layer", layer)
+    modules_can_hold = bool(generators.in_modules) and isinstance(module, nn.Module)
+    if observe and modules_can_hold and _is_known(module):
+        which, observe = generators.in_modules, False
+    picked = generators.pick(which)
+    turn = Turn(picked or generators.pick(generators.all), _cell_seed(*cell), observe=observe)
+    if not picked:
+        turn.draws = which
+        return turn.present(lambda: layer(value)), turn
+
+    def run() -> Any:
+        output = turn.observed(layer, value) if observe else layer(value)
+        if mark:
+            with NoDispatch(), NoFunctions():
+                own = [(key, generator) for key, generator in picked if key != _CPU]
+                ends = states_of([generator for _, generator in own])
+                turn.ends = {key: fingerprint(end) for (key, _), end in zip(own, ends, strict=True)}
+        return output
+
+    output = turn.holding(run)
+    if turn.touches:
+        turn.draws = generators.all
+    elif turn.draws and modules_can_hold and not (turn._drew_outside or turn.nests):
+        turn.draws = generators.in_modules
+    return output, turn
+
+
+def fingerprint(output: Any) -> list[list[int]]:
+    """What tells the outputs of two runs of a layer apart, if these drew other numbers.
+
+    Only on the CPU, where a layer that does the same gives the same to the last bit; elsewhere the
+    states of generators have to do. Sums of every 61st word, so that it matters where one stands.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return []
+    with NoDispatch(), NoFunctions():
+        return [_sums(t) for t in tensors_in(output) if _is_plain(t)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _sums(tensor: Tensor) -> list[int]:
+    words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if words.numel() % 8 == 0 and words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0:
+        words = words.view(torch.int64)
+    rows = words.numel() // 61
+    sums = words[: 61 * rows].view(rows, 61).sum(0, dtype=torch.int64)
+    found: list[int] = torch.cat([sums, words[61 * rows :].long()]).tolist()
+    return found
+
+
+# --- what is known of PyTorch's modules ----------------------------------------------------------
+
+_NEVER_DRAW: frozenset[type] = frozenset(
+    {
+        nn.Linear, nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding,
+        nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
+        nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.LocalResponseNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU,
+        nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh,
+        nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax,
+        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+        nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
+        nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.PixelShuffle,
+        nn.PixelUnshuffle, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d,
+        nn.ReplicationPad2d, nn.Sequential,
+    }
+)  # fmt: skip
+#: These draw in training, in their own forward and nowhere else.
+_DRAW: frozenset[type] = frozenset(
+    {
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+        nn.FeatureAlphaDropout, nn.RReLU,
+    }
+)  # fmt: skip
+#: What ``module(...)`` calls in place of ``_call_impl``: an attribute of ``nn.Module`` made for
+#: ``compile``, which is left out of what is pickled or copied.
+_CALL = "_compiled_call_impl"
+
+
+def let_modules_hold(root: nn.Module) -> None:
+    """Lets modules of PyTorch that draw hold the generators in a layer's turn, for themselves."""
+    for module in root.modules():
+        if type(module) in _DRAW and module.__dict__.get(_CALL) is None:
+            module.__dict__[_CALL] = MethodType(_call, module)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call: Callable[..., Any] = module._call_impl
+    if _here.turn is None or not module.training:
+        return call(*args, **kwargs)
+    return _here.turn.inside(lambda: call(*args, **kwargs))
+
+
+def _holds(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get(_CALL), "__func__", None) is _call
+
+
+def never_draws(module: nn.Module) -> bool:
+    """Whether a layer is made of PyTorch's own modules that never draw, without any hook."""
+    return _is_plainly(module, lambda m: type(m) in _NEVER_DRAW)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is made of those, and of modules that hold the generators while they draw."""
+    return _is_plainly(module, lambda m: type(m) in _NEVER_DRAW or _holds(m))
+
+
+def _is_plainly(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> bool:
+    return (
+        is_one(module)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+        and (module.__dict__.get(_CALL) is None or _holds(module))
+        and all(_is_plainly(child, is_one) for child in module.children())
+    )

@@ -1,1 +1,0 @@
-"""Random numbers that do not depend on which thread comes first."""

@@ -1,1 +1,0 @@
-"""Cells that store nothing for backward, and are computed again."""
