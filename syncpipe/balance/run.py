@@ -44,9 +44,9 @@ from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.thread_state import settled
+from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
-from syncpipe.skip.layout import layer_skips
 
 __all__ = ["Lane", "Profiler", "Timing", "Watch"]
 

@@ -185,7 +185,7 @@ def settled(run: Callable[[], _T]) -> _T:
         while functions() > before[0]:
             torch._C._pop_torch_function_stack()
         while dispatch() > before[1]:
-            torch._C._pop_torch_dispatch_stack()
+            torch._C._pop_torch_dispatch_stack(None)
         torch._C._set_grad_enabled(before[2])
         sys.setprofile(before[3])
 
