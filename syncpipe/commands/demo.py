@@ -6,28 +6,27 @@ a pipe of it, verify that, train it, and look at a step.
 
 import argparse
 import os
-import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncpipe
+from syncpipe.commands.arguments import file_to_write, whole_number
 from syncpipe.runtime.streams import accelerators
 from syncpipe.schedules import build
 from syncpipe.timeline import Timeline, save_comparison
 
-__all__ = [
-    "BATCH_SIZE", "Digits", "add_arguments", "batches", "load_digits", "resnet", "run", "threads",
-]  # fmt: skip
+__all__ = ["BATCH_SIZE", "Digits", "add_arguments", "batches", "load_digits", "resnet", "run"]
 
 #: Images in a mini-batch of the training, and of the step that is planned and timed: with few a CPU
 #: worker has little to do for each micro-batch, and an accelerator nothing.
@@ -52,13 +51,12 @@ class Block(nn.Module):
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
-def group_norm(channels: int) -> nn.Module:
-    """Unlike BatchNorm it is the same for a mini-batch and for its micro-batches."""
-    return nn.GroupNorm(8, channels)
+def resnet(norm: Callable[[int], nn.Module] | None = None) -> nn.Sequential:
+    """A ResNet of 7 layers, for images of shape ``[N, 1, 8, 8]``.
 
-
-def resnet(norm: Callable[[int], nn.Module] = group_norm) -> nn.Sequential:
-    """A ResNet of 7 layers, for images of shape ``[N, 1, 8, 8]``."""
+    Its own normalization is the same for a mini-batch and for its micro-batches, unlike BatchNorm.
+    """
+    norm = norm or partial(nn.GroupNorm, 8)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), norm(32), nn.ReLU()),
         Block(32, 32, 1, norm),
@@ -119,14 +117,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         digits = load_digits()
     except ImportError as error:
-        print(
-            f'demo: {error}; it needs scikit-learn: pip install "syncpipe[demo]"', file=sys.stderr
-        )
+        message = f'demo: {error}; it needs scikit-learn: pip install "syncpipe[demo]"'
+        print(message, file=sys.stderr)
         return 1
     torch.manual_seed(args.seed)
     model, all_threads = resnet(), torch.get_num_threads()
     devices = (args.devices or default_devices())[: len(model)]
-    on_cpu, n = devices[0].type == "cpu", len(devices)
+    n, on_cpu = len(devices), devices[0].type == "cpu"
     say(f"syncpipe {syncpipe.__version__}: a small ResNet learns to read handwritten digits")
     if on_cpu and not args.devices:
         say(f"(on CPU workers of one thread each: {len(accelerators())} accelerators here)")
@@ -148,9 +145,9 @@ def run(args: argparse.Namespace) -> int:
         pipe = syncpipe.Pipe(model, **plan.options(), devices=devices)
         digits = Digits(*[tensor.to(devices[0]) for tensor in digits])  # a pipe's input is there
         images, labels = images.to(devices[0]), labels.to(devices[0])
-        m = pipe.chunks
         say(f"   {plan.balance} layers on {', '.join(map(str, devices))}, by {plan.schedule}")
-        say(f"   {m} micro-batches of {size // m} images, {shown(plan.step_time)} a step predicted")
+        say(f"   {pipe.chunks} micro-batches of {size // pipe.chunks} images, "
+            f"{shown(plan.step_time)} a step predicted")  # fmt: skip
 
         say("\n2. The check: syncpipe.verify(pipe, input, target, loss_fn=)")
         report = syncpipe.verify(
@@ -162,15 +159,17 @@ def run(args: argparse.Namespace) -> int:
 
         say(f"\n3. The training: pipe.train_batch, {BATCH_SIZE} images in each mini-batch")
         train(pipe, digits, args.epochs)
+
+        say(f"\n4. The gain: a step of {size} images, the median of some")
         speed_up = measure(pipe, images, labels, all_threads)
+
+        say("\n5. The timeline of a step: pipe.trace()")
         with pipe.trace() as trace:
             pipe.train_batch(images, labels, loss_fn=F.cross_entropy)
-    draw(trace, plan.timeline(), args.picture)
+        draw(trace, plan.timeline(), args.picture)
     if speed_up <= 1:
-        say(
-            f"Here the pipe does not win: {n} device{'s' * (n > 1)}, {os.cpu_count()} cores, load "
-            f"{os.getloadavg()[0]:.1f}; handing micro-batches over takes time, too."
-        )
+        say(f"Here the pipe does not win: {n} device{'s' * (n > 1)}, {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f}; handing micro-batches over takes time, too.")  # fmt: skip
     say("Next: docs/guide.md wraps your own model, docs/schedules.md reads the picture.")
     return 0 if report.ok else 1
 
@@ -193,53 +192,50 @@ def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
 
 def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: int) -> float:
     """Times steps in turns; returns how many times as fast as the plain model the pipe is."""
-    devices, n, m = pipe.devices, len(pipe.balance), pipe.chunks
-    on_cpu, plain = devices[0].type == "cpu", resnet().to(devices[0])
-    near, targets = images.to(devices[0]), labels.to(devices[0])
+    n, m, device = len(pipe.balance), pipe.chunks, pipe.devices[0]
+    plain, on_cpu = resnet().to(device), device.type == "cpu"
 
     def alone() -> None:
-        F.cross_entropy(plain(near), targets).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(plain(images), labels).backward()  # type: ignore[no-untyped-call]
 
-    def piped(schedule: str) -> None:
-        pipe.zero_grad()
-        pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
+    def piped(schedule: str) -> Callable[[], object]:
+        return lambda: pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
 
-    count, several = n if on_cpu else all_threads, f"{n} device{'s' * (n > 1)}"
-    ways: dict[str, tuple[int, Callable[[], None]]] = {
-        "plain model, 1 device": (1 if on_cpu else count, alone),
-        f"GPipe, {several}": (count, lambda: piped("gpipe")),
-        f"1F1B, {several}": (count, lambda: piped("1f1b")),
+    several, count = f"{n} device{'s' * (n > 1)}", n if on_cpu else all_threads
+    ways: dict[str, tuple[Callable[[], object], int]] = {
+        "plain model, 1 device": (alone, 1 if on_cpu else count),
+        f"GPipe, {several}": (piped("gpipe"), count),
+        f"1F1B, {several}": (piped("1f1b"), count),
     }
     if on_cpu:
-        ways[f"plain model, {all_threads} threads"] = (all_threads, alone)
+        ways[f"plain model, {all_threads} threads"] = (alone, all_threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    end, rounds = time.perf_counter() + TIMED_SECONDS, 0
-    while rounds < 4 or time.perf_counter() < end:
-        for name, (number, step) in ways.items():
+    end = time.perf_counter() + TIMED_SECONDS
+    while len(times["plain model, 1 device"]) < 4 or time.perf_counter() < end:
+        for name, (step, number) in ways.items():
+            pipe.zero_grad()
             with threads(number):
                 start = time.perf_counter()
                 step()
-                for device in devices if not on_cpu else []:
+                for device in pipe.devices if not on_cpu else []:
                     torch.accelerator.synchronize(device)
-                times[name] += [time.perf_counter() - start] * (rounds > 0)  # one warms up
-        rounds += 1
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    base, gpipe, one, *_ = medians.values()
-    say(f"\n4. The gain: a step of {len(labels)} images, median of {rounds - 1} rounds")
+                times[name].append(time.perf_counter() - start)
+    took = {name: median(taken[1:]) for name, taken in times.items()}  # the first warms up
+    base = took["plain model, 1 device"]
     say(f"   {'':26}{'time':>10}{'speed-up':>10}{'in memory at most':>20}")
-    held = [m, *(max(build(name, m, range(n)).in_flight) for name in ("gpipe", "1f1b")), m]
-    for (name, taken), most in zip(medians.items(), held, strict=False):
-        kept = "the mini-batch" if "plain" in name else f"{most} of {m}"
-        say(f"   {name:26}{shown(taken):>10}{base / taken:>10.2f}{kept:>20}")
+    for name, seconds in took.items():
+        kept = "the mini-batch"
+        if "plain" not in name:
+            kept = f"{max(build(name.split(',')[0].lower(), m, range(n)).in_flight)} of {m}"
+        say(f"   {name:26}{shown(seconds):>10}{base / seconds:>10.2f}{kept:>20}")
     say(f"   {'ideal, n m / (m + n - 1)':26}{'':>10}{n * m / (m + n - 1):>10.2f}")
     if on_cpu:
         say("   (One model can have all cores of a CPU to itself, but not several GPUs.)")
-    return base / min(gpipe, one)
+    return base / min(took[name] for name in took if "plain" not in name)
 
 
 def draw(trace: Timeline, planned: Timeline, path: Path) -> None:
     """Draws a measured step above the planned one."""
-    say("\n5. The timeline of a step: pipe.trace()")
     try:
         save_comparison(path, {"measured": trace, "simulated, as planned": planned})
         say(f"   {path}: measured above simulated")
@@ -267,11 +263,9 @@ def shown(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """Prints, in lines as wide as the terminal."""
-    width = min(shutil.get_terminal_size().columns, 100)
+    """Prints, in lines of at most 80 columns."""
     indent = " " * (len(text) - len(text.lstrip(" ")))
-    lines = text if len(text) <= width else fill(text, width, subsequent_indent=indent)
-    print(lines, flush=True)
+    print(text if len(text) <= 80 else fill(text, 80, subsequent_indent=indent), flush=True)
 
 
 # -- its options -----------------------------------------------------------------------------------
@@ -279,17 +273,17 @@ def say(text: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to its parser."""
-    where = Path("syncpipe-demo.png")
-    options: list[tuple[str, Any, str, Any, str]] = [
-        ("--devices", _devices, "D,D,...", None,
-         "such as 0,1 or cpu:0,cpu:1 (default: all accelerators, or two CPU workers)"),
-        ("--chunks", _integer(1, BATCH_SIZE), "M", None, "micro-batches (default: as planned)"),
-        ("--epochs", _integer(1, 10_000), "N", 12, "passes over the images (default: %(default)s)"),
-        ("--seed", _integer(0, 2**32 - 1), "N", 0, "of weights and order (default: %(default)s)"),
-        ("--picture", _picture, "FILE", where, ".png or .svg of a step (default: %(default)s)"),
-    ]  # fmt: skip
-    for name, kind, metavar, default, words in options:
-        parser.add_argument(name, type=kind, metavar=metavar, default=default, help=words)
+    add = parser.add_argument
+    words = "such as 0,1 or cpu:0,cpu:1 (default: all accelerators, or two CPU workers)"
+    add("--devices", type=_devices, metavar="D,D,...", help=words)
+    words = "micro-batches (default: as planned)"
+    add("--chunks", type=whole_number(1, BATCH_SIZE), metavar="M", help=words)
+    words = "passes over the images (default: %(default)s)"
+    add("--epochs", type=whole_number(1, 10_000), metavar="N", default=12, help=words)
+    words = "of weights and order (default: %(default)s)"
+    add("--seed", type=whole_number(0, 2**32 - 1), metavar="N", default=0, help=words)
+    words, where = ".png or .svg of a step (default: %(default)s)", Path("syncpipe-demo.png")
+    add("--picture", type=file_to_write(".png", ".svg"), metavar="FILE", default=where, help=words)
 
 
 def default_devices() -> list[torch.device]:
@@ -302,39 +296,16 @@ def _devices(text: str) -> list[torch.device]:
     """Devices of this machine, as a pipe takes them."""
     names = [name.strip() for name in text.split(",")]
     try:
-        layout = syncpipe.Pipe(
-            nn.Sequential(*[nn.Identity() for _ in names]),
-            [1] * len(names),
-            devices=[int(name) if name.isdecimal() else name for name in names],
-        )
+        layers = nn.Sequential(*[nn.Identity() for _ in names])
+        given = [int(name) if name.isdecimal() else name for name in names]
+        found = list(syncpipe.Pipe(layers, "uniform", devices=given).devices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    for device in layout.devices:
-        if layout.devices.count(device) > 1 or device.type != layout.devices[0].type:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: the demo puts one stage on each device, and plans for devices of one "
-                "kind; name each of them once"
-            )
-        if (device.index or 0) < 0:  # torch.device wraps around in silence
-            raise argparse.ArgumentTypeError(f"{text!r}: CPU workers are cpu:0 to cpu:127")
-    return list(layout.devices)
-
-
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {least} to {most}"
-            )
-        return int(text)
-
-    return read
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .png or .svg")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
-    return path
+    if len({*found}) < len(names) or len({device.type for device in found}) > 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the demo puts one stage on each device, and plans for devices of one kind; "
+            "name each of them once"
+        )
+    if any((device.index or 0) < 0 for device in found):  # torch.device wraps around in silence
+        raise argparse.ArgumentTypeError(f"{text!r}: CPU workers are cpu:0 to cpu:127")
+    return found

@@ -6,14 +6,14 @@ import argparse
 import importlib
 import json
 import sys
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from syncpipe.balance import DEVICES, EFFICIENCY, Profile, estimated
+from syncpipe.commands.arguments import file_to_write, whole_number
 from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
@@ -28,104 +28,63 @@ Finds the balance, the number of micro-batches, the schedule and the re-material
 stage with which a training step is as short as possible within the memory of the devices, and
 prints it with what it will take. The layers are measured here; the devices need not be.
 """
+#: Arguments that go to the plan as they are, if they are given.
+_PASSED = ("chunks", "stages", "schedule", "param_scale", "host_bandwidth")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
     parser.description = _DESCRIPTION
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="PACKAGE.MODULE:FACTORY",
-        help="a function that returns the model, an nn.Sequential, a list of layers, or any module "
-        "that syncpipe.sequential converts; or the pair of it and a sample; or the model itself",
+    add, count = parser.add_argument, whole_number(1)
+    words = (
+        "a function that returns the model, an nn.Sequential, a list of layers, or any module that "
+        "syncpipe.sequential converts; or the pair of it and a sample; or the model itself"
     )
-    parser.add_argument(
-        "--sample",
-        type=_sample,
-        metavar="SHAPE[:DTYPE]",
-        help="a micro-batch to measure with, such as 64x3x224x224 or 8x128:int64 (random numbers, "
-        "zeros if they are whole)",
+    add("model", nargs="?", metavar="PACKAGE.MODULE:FACTORY", help=words)
+    words = (
+        "a micro-batch to measure with, such as 64x3x224x224 or 8x128:int64 (random numbers, zeros "
+        "if they are whole)"
     )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="JSON with what the layers cost: read if there is no model, else written",
+    add("--sample", type=_sample, metavar="SHAPE[:DTYPE]", help=words)
+    words = "JSON with what the layers cost: read if there is no model, else written"
+    add("--profile", type=file_to_write(), metavar="FILE", help=words)
+    words = "how many samples a --profile that is a plain list was measured with"
+    add("--samples", type=count, metavar="N", help=words)
+    words = (
+        'such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1 or cpu:0,cpu:1, or '
+        "how many of them"
     )
-    parser.add_argument(
-        "--samples",
-        type=_count,
-        metavar="N",
-        help="how many samples a --profile that is a plain list was measured with",
+    add("--devices", type=_devices, required=True, metavar="DEVICES", help=words)
+    add("--batch-size", type=count, required=True, metavar="N")
+    add("--memory", metavar="SIZE", help="of each device, such as 20GB")
+    add("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
+    words = "between devices and the host, such as 25GB/s: stages may then offload activations"
+    add("--host-bandwidth", metavar="SPEED", help=words)
+    add("--chunks", type=count, metavar="M", help="so many micro-batches")
+    add("--stages", type=count, metavar="N", help="so many stages")
+    words = f"this schedule only: {', '.join(TITLES)}; or {ANY}, the fastest (default: 1f1b)"
+    add("--schedule", choices=[*TITLES, ANY], metavar="NAME", help=words)
+    words = (
+        "bytes for each byte of a parameter, gradient and optimizer state included (default: 4, as "
+        "for Adam)"
     )
-    parser.add_argument(
-        "--devices",
-        required=True,
-        metavar="DEVICES",
-        help='such as "4 x 24GB, 12GB/s", or those of this machine: cuda:0,cuda:1 or cpu:0,cpu:1, '
-        "or how many of them",
+    add("--param-scale", type=float, metavar="X", help=words)
+    words = "to measure for (default: %(default)s)"
+    add("--timeout", type=float, default=5.0, metavar="SECONDS", help=words)
+    words = "PipeDream's plan, in which devices may share a stage"
+    add("--replicas", action="store_true", help=words)
+    words = (
+        "estimate times for this device instead of measuring here, and make the model on meta, "
+        f"without memory: {', '.join(DEVICES)}"
     )
-    parser.add_argument("--batch-size", type=_count, required=True, metavar="N")
-    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 20GB")
-    parser.add_argument("--bandwidth", metavar="SPEED", help="between devices, such as 12GB/s")
-    parser.add_argument(
-        "--host-bandwidth",
-        metavar="SPEED",
-        help="between devices and the host, such as 25GB/s: stages may then offload activations",
-    )
-    parser.add_argument("--chunks", type=_count, metavar="M", help="so many micro-batches")
-    parser.add_argument("--stages", type=_count, metavar="N", help="so many stages")
-    parser.add_argument(
-        "--schedule",
-        choices=[*TITLES, ANY],
-        metavar="NAME",
-        help=f"this schedule only: {', '.join(TITLES)}; or {ANY}, the fastest (default: 1f1b)",
-    )
-    parser.add_argument(
-        "--param-scale",
-        type=float,
-        metavar="X",
-        help="bytes for each byte of a parameter, gradient and optimizer state included (default: "
-        "4, as for Adam)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="to measure for (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--replicas",
-        action="store_true",
-        help="PipeDream's plan, in which devices may share a stage",
-    )
-    parser.add_argument(
-        "--on",
-        metavar="NAME",
-        help="estimate times for this device instead of measuring here, and make the model on "
-        f"meta, without memory: {', '.join(DEVICES)}",
-    )
-    parser.add_argument(
-        "--efficiency",
-        type=float,
-        metavar="X",
-        help="the part of that device's peak that matrix products reach (default: 0.5)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw the simulated step: .svg, .png, or .json for https://ui.perfetto.dev",
-    )
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="FILE",
-        help="all of the plan as a page for a browser: .html",
-    )
+    add("--on", metavar="NAME", help=words)
+    words = "the part of that device's peak that matrix products reach (default: 0.5)"
+    add("--efficiency", type=float, metavar="X", help=words)
+    add("--json", action="store_true", help="print the plan as JSON")
+    words = "draw the simulated step: .svg, .png, or .json for https://ui.perfetto.dev"
+    add("--picture", type=file_to_write(".svg", ".png", ".json"), metavar="FILE", help=words)
+    words = "all of the plan as a page for a browser: .html"
+    add("--save", type=file_to_write(".html"), metavar="FILE", help=words)
 
 
 class _Refused(Exception):
@@ -142,19 +101,24 @@ def run(args: argparse.Namespace) -> int:
         Exception: whatever the model raises when it is made or measured, as it is.
     """
     try:
-        devices = _devices(args.devices)
         try:  # before minutes go by
-            machine_of(devices, memory=args.memory, bandwidth=args.bandwidth)
+            machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
         except (ArithmeticError, LookupError, RuntimeError) as error:
             raise _Refused(f"--devices {args.devices}: {error}") from error
-        _check_files(args)
-        layers = _profile(args, devices)
+        for option in ("picture", "save"):
+            if args.replicas and getattr(args, option) is not None:
+                raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
+        layers = _profile(args)
     except (_Refused, ValueError, TypeError) as error:
         if not isinstance(error, _Refused) and _raised_by_the_model(error):
             raise
         return _failed(2, error)
     try:
-        found = _plan(args, layers, devices)
+        options: dict[str, Any] = {name: getattr(args, name) for name in _PASSED}
+        found: Plan | Replicas = plan(
+            layers, devices=args.devices, batch_size=args.batch_size, memory=args.memory,
+            bandwidth=args.bandwidth, replicas=args.replicas, **options,
+        )  # fmt: skip
     except NoPlan as error:
         return _failed(1, error)
     except (ValueError, TypeError) as error:
@@ -183,39 +147,7 @@ def _raised_by_the_model(error: BaseException) -> bool:
     return trace is None or not trace.tb_frame.f_globals.get("__name__", "").startswith("syncpipe")
 
 
-def _check_files(args: argparse.Namespace) -> None:
-    for option in ("picture", "profile", "save"):
-        path = getattr(args, option)
-        if path is not None and not path.parent.is_dir():
-            raise _Refused(f"--{option}: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise _Refused(f"--{option}: {path} is a folder, not a file")
-    for option, suffixes in (("picture", (".svg", ".png", ".json")), ("save", (".html",))):
-        path = getattr(args, option)
-        if path is None:
-            continue
-        if args.replicas:
-            raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
-        if path.suffix.lower() not in suffixes:
-            raise _Refused(f"--{option}: {path} must end in {' or '.join(suffixes)}")
-
-
-def _plan(args: argparse.Namespace, layers: Profile, devices: Any) -> Plan | Replicas:
-    options: dict[str, Any] = {
-        "devices": devices,
-        "batch_size": args.batch_size,
-        "memory": args.memory,
-        "bandwidth": args.bandwidth,
-        "replicas": args.replicas,
-    }
-    for name in ("chunks", "stages", "schedule", "param_scale", "host_bandwidth"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
-    found: Plan | Replicas = plan(layers, **options)
-    return found
-
-
-def _profile(args: argparse.Namespace, devices: Any) -> Profile:
+def _profile(args: argparse.Namespace) -> Profile:
     """The profile that was named, or that of the model."""
     if args.model is None:
         if args.profile is None:
@@ -229,7 +161,7 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
             raise _Refused(f"--profile: {error}") from error
     if args.samples is not None:
         raise _Refused("--samples is for a --profile that is read, not for a model")
-    with torch.device("meta") if args.on is not None else nullcontext():
+    with _home(args):
         module, sample = _model(args.model)
     layers = as_sequential(module) if isinstance(module, nn.Sequential | list) else module
     if args.sample is not None:
@@ -239,7 +171,7 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
     try:
         if layers is module and not isinstance(layers, nn.Sequential):
             layers = sequential(module, sample, verify=args.on is None)
-        found = _costs(args, layers, sample, devices)
+        found = _costs(args, layers, sample)
     except Exception as error:
         if args.sample is None or not _raised_by_the_model(error):
             raise
@@ -257,14 +189,19 @@ def _profile(args: argparse.Namespace, devices: Any) -> Profile:
     return found
 
 
-def _costs(args: argparse.Namespace, module: Any, sample: Any, devices: Any) -> Profile:
+def _costs(args: argparse.Namespace, module: Any, sample: Any) -> Profile:
     """What the layers cost, measured or estimated."""
     if args.on is None:
         if args.efficiency is not None:
             raise _Refused("--efficiency is that of a device to estimate for: give --on")
-        return measured_for(devices, module, sample, timeout=args.timeout)
+        return measured_for(args.devices, module, sample, timeout=args.timeout)
     part = EFFICIENCY if args.efficiency is None else args.efficiency
     return estimated(module, sample, on=args.on, efficiency=part)
+
+
+def _home(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Where model and sample are made."""
+    return torch.device("meta") if args.on is not None else nullcontext()
 
 
 def _made(args: argparse.Namespace, module: nn.Module) -> torch.Tensor:
@@ -272,7 +209,7 @@ def _made(args: argparse.Namespace, module: nn.Module) -> torch.Tensor:
     shape, dtype = args.sample
     whole = not (dtype.is_floating_point or dtype.is_complex)
     try:
-        with torch.device("meta") if args.on is not None else nullcontext():
+        with _home(args):
             made = torch.zeros(shape, dtype=dtype) if whole else torch.randn(shape, dtype=dtype)
         parameter = next(iter(module.parameters()), None)
         if parameter is None or parameter.is_meta:
@@ -326,16 +263,6 @@ def _sample(text: str) -> tuple[list[int], torch.dtype]:
             "samples)"
         )
     return sizes, dtype
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return value
 
 
 def _devices(text: str) -> Any:

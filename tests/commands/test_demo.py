@@ -90,12 +90,8 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_run(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setenv("COLUMNS", str(columns))
     shown = run(capsys, "--picture", "step.svg")
     assert [line for line in HEADINGS if f"\n{line}" not in shown] == []
     assert "layers on cpu:0, cpu:1, by " in shown
@@ -113,27 +109,22 @@ def test_a_run(
     lines = shown.splitlines()
     assert lines[-1].endswith("reads the picture.")
     assert len(lines) <= 38  # and ten epochs more on one screen
-    assert max(map(len, lines)) <= min(columns, 100)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.usefixtures("short")
-def test_a_run_without_matplotlib_on_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_run_without_matplotlib_on_one_device_and_on_more_than_layers(
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without("matplotlib", monkeypatch)
-    shown = run(capsys, "--devices", "cpu", "--chunks", "4", "--seed", "7")
-    assert "4 micro-batches of 32 images" in shown
+    names = [f"cpu:{k}" for k in range(count)]
+    shown = run(capsys, "--devices", ",".join(names), "--chunks", "8", "--seed", "7")
+    assert "8 micro-batches of 16 images" in shown
+    assert f"layers on {', '.join(names[:7])}, by" in " ".join(shown.split())
     assert 'a picture needs matplotlib: pip install "syncpipe[plot]"' in " ".join(shown.split())
-    assert re.search(r"^ +busy +idle +host +forward +backward$", shown, re.M)
+    assert re.search(r"^ +busy +idle +host +forward +backward", shown, re.M)
     assert not list(Path().iterdir())
-
-
-@pytest.mark.usefixtures("short")
-def test_more_devices_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    n = len(demo.resnet())
-    many = [f"cpu:{k}" for k in range(n + 1)]
-    shown = run(capsys, "--devices", ",".join(many), "--chunks", "8")
-    assert f"layers on {', '.join(many[:n])}, by" in " ".join(shown.split())
 
 
 @pytest.mark.gpu
@@ -148,14 +139,12 @@ def test_a_run_on_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_all_accelerators_are_taken_and_cpu_workers_beside_a_lone_one() -> None:
+def test_all_accelerators_are_taken_and_two_kinds_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = [str(device) for device in demo.default_devices()]
     several = [str(acc.device(k)) for k in range(acc.count())]
     assert found == (several if acc.count() > 1 else ["cpu:0", "cpu:1"])
-
-
-@pytest.mark.gpu
-def test_devices_of_two_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--devices", f"cpu:0,{acc.device(0)}"])
     assert "devices of one kind" in capsys.readouterr().err
