@@ -21,7 +21,7 @@ from syncpipe.balance import param_scale_of
 from syncpipe.balance.measure import samples_in
 from syncpipe.balance.profile import in_bytes
 from syncpipe.checkpoints import reader
-from syncpipe.data import NoChunk, flatten, map_tensors, storage_of, tensors_in, unflatten
+from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
 from syncpipe.layers.conversion.sequential import call_input, sequential
 from syncpipe.layers.placement import check_devices, default_devices, move_layers, resolve_workers
 from syncpipe.planner.machine import RESERVE, machine_of
@@ -113,8 +113,7 @@ def _layers(
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if not (hasattr(model, "whole") or (plain and len(model) >= devices)):  # type: ignore[arg-type]
         meta = any(tensor.is_meta for tensor in model.parameters())
-        args, given = map_tensors(_on_meta, (sample, kwargs)) if meta else (sample, kwargs)
-        layers = sequential(model, *args, **given, verify=not meta)
+        layers = sequential(model, *sample, **kwargs, verify=not meta)
     assert isinstance(layers, nn.Sequential)
     if len(layers) < min(devices, 2):
         why = [f"{path}: {reason} {line}" for path, line, reason in getattr(layers, "whole", ())]
@@ -123,10 +122,6 @@ def _layers(
             "which are called one after another" + "".join(f"\n  {line}" for line in why)
         )
     return layers
-
-
-def _on_meta(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("meta") for tensor in tensors]
 
 
 def _home(layer: nn.Module) -> torch.device:

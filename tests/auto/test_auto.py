@@ -195,6 +195,48 @@ def test_what_cannot_be_done_is_said(name: str) -> None:
         Pipe.auto(model(), *args, **{"batch_size": 8, "devices": TWO, **QUICK, **options})
 
 
+class Gate(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x if mask.all() else x * mask[:, None]
+
+
+class Masked(nn.Module):
+    """Looks at values, which there are none of on ``meta``; one weight is tied, one is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.gate = Gate()
+        self.shift = nn.Parameter(torch.empty(4))
+        self.register_buffer("scale", torch.empty(4), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x) + self.shift
+        return self.last(torch.relu(self.gate(x, mask))) * self.scale
+
+
+def test_a_model_on_meta_is_converted_with_values_and_filled_when_it_is_cut() -> None:
+    with torch.device("meta"):
+        model = Masked()
+
+    def init(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.5)
+
+    x, mask = torch.randn(2, 4), torch.tensor([1.0, 0.0])
+    layers = syncpipe.sequential(model, x, mask, verify=False)
+    assert all(t.is_meta for part in (model, layers) for t in (*part.parameters(), *part.buffers()))
+    pipe = Pipe.auto(
+        model, x, mask, batch_size=4, devices=TWO, init_fn=init, verbose=False, **QUICK
+    )
+    plain = Masked()
+    plain.apply(init)
+    assert torch.equal(pipe(x, mask), plain(x, mask))
+    assert model.first.weight is model.last.weight
+    assert not model.first.weight.is_meta
+
+
 def test_an_error_in_the_step_leaves_the_layers_where_they_were() -> None:
     def loss_fn(output: Tensor) -> Tensor:
         raise KeyError("as it was told")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.layer import (
     ConvertedLayer,
     Holder,
@@ -23,6 +24,7 @@ from syncpipe.layers.conversion.leaves import LAYERS, Progress, Traced, Whole, l
 from syncpipe.layers.conversion.segments import Segment, code_of, segments
 from syncpipe.layers.conversion.signature import Signature, equal
 from syncpipe.layers.conversion.trace import COLLECTED, guard, leaves_of
+from syncpipe.layers.on_meta import on_views
 from syncpipe.skip import Namespace
 from syncpipe.skip.store import use_store
 from syncpipe.state import unchanged
@@ -86,7 +88,7 @@ def sequential(
         sample_args: arguments of one call of the model. Small tensors will do, of more than one
             sample. Those that have the batch size of the first one in dimension 0 are cut into
             micro-batches by a ``Pipe``, the others go whole to each; :class:`NoChunk` says so by
-            hand.
+            hand. (A model on ``meta`` is run with values that take no memory, if these have some.)
         verify: compare outputs, gradients and buffers with those of the model, for the sample.
         sample_kwargs: keyword arguments, likewise. (One that is called ``verify`` cannot be given.)
 
@@ -112,8 +114,12 @@ def sequential(
         )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError(f"{name} has lazy modules that know no sizes yet: run it once before")
-    if verify and any(parameter.is_meta for parameter in model.parameters()):
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if verify and on_meta:
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
+    if on_meta and not any(tensor.is_meta for tensor in tensors_in((sample_args, sample_kwargs))):
+        again = partial(sequential, model, *sample_args, verify=False, **sample_kwargs)
+        return on_views(model, again)
     signature = Signature(model.forward, name, sample_args, sample_kwargs)
     with Progress(name) as progress:
         layers, notes = unchanged(model, partial(_converted, model, signature, verify, progress))
