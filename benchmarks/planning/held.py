@@ -16,8 +16,7 @@ from benchmarks.common import Part
 from benchmarks.group import Options
 from benchmarks.papers.fake_memory import actual_peaks
 from benchmarks.planning.models import MODELS
-from syncpipe.balance import estimated, profile
-from syncpipe.planner.alternatives import even_split
+from syncpipe.balance import balance_cost, estimated, profile
 from syncpipe.planner.chain import Chain, Mode
 
 CHUNKS = 8
@@ -55,7 +54,7 @@ def memory(options: Options) -> Part:
         for n, schedule, mode, there in itertools.product(
             STAGES, ("gpipe", "1f1b"), ("never", "always"), (False, True)
         ):
-            balance = even_split(len(chain), n)
+            balance = tuple(balance_cost([1] * len(chain), n))
             slots = (
                 (CHUNKS,) * n
                 if schedule == "gpipe"

@@ -17,8 +17,9 @@ from benchmarks.planning.profiles import (
     random_profile,
 )
 from syncpipe import Plan
+from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import Profile
-from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.planner.alternatives import block_partitions
 from syncpipe.planner.chain import Mode
 from syncpipe.planner.draft import Draft
 from syncpipe.planner.machine import Machine
@@ -97,7 +98,7 @@ def _compared(profile: Profile, n: int, batch: int) -> dict[str, Any] | None:
     size = profile.sizes[-1]
     times = [layer.forward[size] + layer.backward[size] for layer in profile.layers]
     stages = len(plan.balance)
-    even, blocks = even_split(len(times), stages), block_partitions(times, stages)
+    even, blocks = tuple(balance_cost([1] * len(times), stages)), block_partitions(times, stages)
     again: tuple[Mode, ...] = ("recompute",) * stages
     others = [a.time for a in plan.alternatives if not a.pipeline and a.time is not None]
     recomputing = plan.chosen.modes.count("recompute")

@@ -121,7 +121,7 @@ def both_busy(simulation: Simulation) -> float:
 
 def _summed(plan: Plan, m: int) -> float:
     """Seconds of all layers and so many micro-batches, one after another."""
-    return Chain.of(plan.profile, plan.batch_size / m, PARAM_SCALE).time_to[-1] * m
+    return Chain.of(plan.profile, plan.batch_size / m, PARAM_SCALE).sums["time"][-1] * m
 
 
 def tell(

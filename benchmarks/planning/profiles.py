@@ -108,7 +108,7 @@ def given(
 ) -> Draft:  # fmt: skip
     """What any given cut would take under GPipe or 1F1B, whether it fits or not."""
     n, each = len(balance), 2 if overlap else 1
-    form = Form.of("gpipe", gpipe(m, n))
+    form = Form(gpipe(m, n))
     if schedule == "1f1b":
         slots = tuple(min(m, each * (n - s) - (each - 1)) for s in range(n))
         form = one_f_one_b_form(m, slots)

@@ -18,7 +18,7 @@ from benchmarks.planning.profiles import (
     quantiles,
 )
 from syncpipe.balance import balance_cost
-from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.planner.alternatives import block_partitions
 
 Costs = list[int]
 #: Gives a balance, or None where it ends without one.
@@ -63,7 +63,7 @@ def _cuts(options: PlanningOptions) -> Part:
     else:
         methods[f"torchgpipe {version('torchgpipe') or ''}".strip()] = theirs
     methods["block partitions, as syncpipe has them"] = block_partitions
-    methods["equal numbers of layers"] = lambda costs, n: even_split(len(costs), n)
+    methods["equal numbers of layers"] = lambda costs, n: balance_cost([1] * len(costs), n)
     kinds = list(KINDS)
     instances = [
         (kinds[k % len(kinds)], *_instance(kinds[k % len(kinds)], k)) for k in range(count)

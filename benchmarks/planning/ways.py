@@ -16,7 +16,8 @@ from benchmarks.planning.profiles import given
 from benchmarks.schedules.model import PipeStep, Problem
 from benchmarks.schedules.sleeping.naps import NappingLinear, Naps
 from syncpipe import Pipe, Plan
-from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.balance import balance_cost
+from syncpipe.planner.alternatives import block_partitions
 from syncpipe.planner.draft import Draft
 
 ALONE, AT_ONCE = "one copy alone", "two copies at once"
@@ -30,7 +31,7 @@ def other_ways(plan: Plan, devices: Sequence[str], chunks: Sequence[int]) -> dic
     schedule, m = plan.schedule, plan.chunks
     # What is left to 1F1B are its default slots, those that hide transfers.
     choices: dict[str, dict[str, Any]] = {
-        "equal numbers of layers": {"balance": even_split(layers, n)},
+        "equal numbers of layers": {"balance": tuple(balance_cost([1] * layers, n))},
         "torchgpipe's balance": {"balance": block_partitions(times, n)},
         "one layer each, the rest last": {"balance": (1,) * (n - 1) + (layers - n + 1,)},
         "the rest first, one layer each": {"balance": (layers - n + 1,) + (1,) * (n - 1)},

@@ -18,8 +18,8 @@ from syncpipe.layers.conversion.sequential import sequential
 from syncpipe.layers.listing import as_sequential
 from syncpipe.planner import NoPlan, Plan, Replicas, plan
 from syncpipe.planner.machine import machine_of
-from syncpipe.planner.others import ANY, TITLES
 from syncpipe.planner.planning import measured_for
+from syncpipe.planner.search import ANY, TITLES
 
 __all__ = ["add_arguments", "run"]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
+from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import in_bytes
+from syncpipe.planner.chain import Mode, ends_of
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.replicas import replicated, runnable
-from syncpipe.planner.search import search
+from syncpipe.planner.search import families, search
+from syncpipe.planner.words import duration
 from syncpipe.schedules import gpipe
 
-__all__ = ["Alternative", "alternatives_of", "block_partitions", "duration", "even_split"]
+__all__ = ["Alternative", "alternatives_of", "block_partitions"]
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,23 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
 def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
     """The same schedule with the layers cut as others would."""
     n, m, chain = len(chosen.balance), chosen.chunks, terms.chain(chosen.chunks)
-    blocks = block_partitions(
-        [f + b for f, b in zip(chain.forward, chain.backward, strict=True)], n
-    )
-    overlap = one_f_one_b_form(m, tuple(min(m, 2 * (n - s) - 1) for s in range(n)))
-    other = overlap if chosen.form.slots else chosen.form
-    for name, form, balance, modes in (
-        ("an equal number of layers for each stage", chosen.form, even_split(len(chain), n), None),
-        ("torchgpipe's balance", other, blocks, ("recompute",) * n),
-        ("torchgpipe (its balance, GPipe, all but one micro-batch recomputed)",
-         Form.of("gpipe", gpipe(m, n)), blocks, ("recompute",) * n),
-    ):  # fmt: skip
-        draft = terms.draft(form, balance, modes)  # type: ignore[arg-type]
+    blocks = block_partitions([b - a for a, b in pairwise(chain.sums["time"])], n)
+    overlap = one_f_one_b_form(m, families(n, m)[1]) if chosen.form.slots else chosen.form
+    again: list[Mode] = ["recompute"] * n
+    name = "torchgpipe (its balance, GPipe, all but one micro-batch recomputed)"
+    drafts = {
+        "an equal number of layers for each stage": terms.draft(
+            chosen.form, balance_cost([1] * len(chain), n)
+        ),
+        "torchgpipe's balance": terms.draft(overlap, blocks, again),
+        name: terms.draft(Form(gpipe(m, n)), blocks, again),
+    }
+    for name, draft in drafts.items():
         assert draft is not None
         text = f"balance={_listed(draft.balance)}"
         if draft.excess > 1:
             limits = terms.machine.memory
-            d = max(range(form.devices), key=lambda d: draft.on_device[d] / limits[d])
+            d = max(range(n), key=lambda d: draft.on_device[d] / limits[d])
             text += f": stage {d} needs {in_bytes(draft.on_device[d])} of {in_bytes(limits[d])}"
         yield Alternative(name, draft.time if draft.excess <= 1 else None, text)
 
@@ -73,12 +75,14 @@ def _one_device(terms: Terms) -> Alternative:
     """The fastest of those into which all fits."""
     machine = terms.machine
     kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
-    found = [search(terms.on(machine.ordered([d])))[:1] for d in kinds.values()]
-    best = min((one for some in found for one in some), key=lambda one: one.time, default=None)
+    found = [one for d in kinds.values() for one in search(terms.on(machine.ordered([d])))[:1]]
+    best = min(found, key=lambda one: one.time, default=None)
     if best is None:
         largest = in_bytes(max(machine.memory))
         return Alternative("one device", None, f"does not fit into {largest}", False)
-    return Alternative("one device", best.time, _described(best), False)
+    text = f"balance={_listed(best.balance)}, chunks={best.chunks}"
+    text += ", recomputes stages [0]" * (best.modes[0] == "recompute")
+    return Alternative("one device", best.time, text, False)
 
 
 def _shared_stages(terms: Terms) -> Iterator[Alternative]:
@@ -118,21 +122,11 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
             found.append(Alternative(name, None, text, False))
             continue
         trained = [layer.parameter_bytes - layer.frozen_bytes for layer in layers]
-        stages = pairwise(accumulate(share[0].balance, initial=0))
-        largest = max(math.fsum(trained[i:j]) for i, j in stages)
+        largest = max(math.fsum(trained[i:j]) for i, j in ends_of(share[0].balance))
         average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
         note = f"{duration(average)} of it to average gradients, not overlapped"
         found.append(Alternative(name, share[0].time + average, note, False))
     return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: 12.3 ms."""
-    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= one * 0.9995 or unit == "us":
-            value = seconds / one
-            return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
-    raise AssertionError
 
 
 def _listed(balance: Sequence[int]) -> str:
@@ -141,29 +135,6 @@ def _listed(balance: Sequence[int]) -> str:
         return str(list(balance))
     first, last = (", ".join(map(str, part)) for part in (balance[:8], balance[-4:]))
     return f"[{first}, .., {last}]"
-
-
-def _described(draft: Draft) -> str:
-    text = f"balance={_listed(draft.balance)}, chunks={draft.chunks}"
-    again = [s for s, mode in enumerate(draft.modes) if mode == "recompute"]
-    return text + (f", recomputes stages {again}" if again else "")
-
-
-# -- cuts of others -------------------------------------------------------------------------------
-
-
-def even_split(layers: int, n: int) -> tuple[int, ...]:
-    """Equal numbers of layers; where that does not come out even, the first ones get one more.
-
-    Args:
-        layers: how many there are.
-        n: the number of stages.
-
-    Raises:
-        ValueError: fewer layers than stages, or no stage at all.
-    """
-    _check_stages(layers, n)
-    return tuple(layers // n + (j < layers % n) for j in range(n))
 
 
 def block_partitions(cost: Sequence[float], n: int) -> tuple[int, ...]:
@@ -177,15 +148,8 @@ def block_partitions(cost: Sequence[float], n: int) -> tuple[int, ...]:
 
     Args:
         cost: of each layer; finite numbers.
-        n: the number of stages.
-
-    Raises:
-        ValueError: a cost that is no finite number, fewer layers than stages, or no stage at all.
+        n: the number of stages, at most that of layers.
     """
-    _check_stages(len(cost), n)
-    for layer, number in enumerate(cost):
-        if not math.isfinite(number):
-            raise ValueError(f"cost[{layer}] is {number!r}; costs are finite numbers")
     least, spread = min(cost), max(cost) - min(cost)
     scaled = [(number - least) / spread if spread else 0.0 for number in cost]
     ends = [len(cost) // n * j for j in range(n)] + [len(cost)]
@@ -215,10 +179,3 @@ def block_partitions(cost: Sequence[float], n: int) -> tuple[int, ...]:
     for j in range(1, n):  # each block has at least one layer
         ends[j] = min(max(ends[j], ends[j - 1] + 1), len(cost) - (n - j))
     return tuple(b - a for a, b in pairwise(ends))
-
-
-def _check_stages(layers: int, n: int) -> None:
-    if operator.index(n) < 1:
-        raise ValueError(f"n={n}: there is at least one stage")
-    if layers < n:
-        raise ValueError(f"{layers} layers cannot be cut into {n} stages; use at most {layers}")

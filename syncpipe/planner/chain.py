@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +46,37 @@ from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
-__all__ = ["Chain", "Held", "Mode", "costs_of"]
+__all__ = ["Chain", "Held", "Mode", "Run", "costs_of", "doubles", "ends_of"]
 
 #: What a stage does with its activations until their backward.
 Mode = Literal["store", "recompute", "offload"]
 
 #: So many inputs at most have arrived at a stage that has not begun with them.
-AHEAD = 2
+_AHEAD = 2
+
+
+class Run(NamedTuple):
+    """What layers ``[i, j)`` have, each a number, or tensors for many runs at once.
+
+    Attributes:
+        first: whether ``i`` is 0.
+        forward: seconds.
+        backward: seconds.
+        fixed: bytes that stay.
+        inputs: bytes that enter.
+        stored: bytes that they store for the backward of one micro-batch.
+        transient: bytes that one micro-batch has more while it runs.
+        popped: bytes of skips from before ``i``.
+    """
+
+    first: bool
+    forward: Any
+    backward: Any
+    fixed: Any
+    inputs: Any
+    stored: Any
+    transient: Any
+    popped: Any
 
 
 class Held(NamedTuple):
@@ -68,11 +92,11 @@ class Held(NamedTuple):
         waiting: skips from stages before.
     """
 
-    fixed: float
-    stored: float
-    transient: float
-    arrived: float
-    waiting: float
+    fixed: Any
+    stored: Any
+    transient: Any
+    arrived: Any
+    waiting: Any
 
 
 @dataclass(frozen=True)
@@ -140,45 +164,27 @@ class Chain:
         return len(self.forward)
 
     @cached_property
-    def forward_to(self) -> tuple[float, ...]:
-        """Forward of all layers before each boundary."""
-        return _sums(self.forward)
+    def sums(self) -> dict[str, tuple[float, ...]]:
+        """Of what all layers before each boundary have. Shared stored bytes are left out, for they
+        count for the first layer of a stage only.
+        """
+        own = [a - b for a, b in zip(self.stored, self.shared, strict=True)]
+        python = self.interpreter or (0.0,) * len(self)
+        columns = {"forward": self.forward, "backward": self.backward, "fixed": self.fixed}
+        columns |= {"stored": own, "interpreter": python}  # type: ignore[dict-item]
+        found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
+        both = zip(found["forward"], found["backward"], strict=True)
+        return found | {"time": tuple(f + b for f, b in both)}
 
     @cached_property
-    def backward_to(self) -> tuple[float, ...]:
-        return _sums(self.backward)
-
-    @cached_property
-    def time_to(self) -> tuple[float, ...]:
-        """Forward and backward of all layers before each boundary."""
-        return tuple(map(sum, zip(self.forward_to, self.backward_to, strict=True)))
-
-    @cached_property
-    def interpreter_to(self) -> tuple[float, ...]:
-        return _sums(self.interpreter or (0.0,) * len(self))
-
-    @cached_property
-    def fixed_to(self) -> tuple[float, ...]:
-        return _sums(self.fixed)
-
-    @cached_property
-    def stored_to(self) -> tuple[float, ...]:
-        """Stored bytes without the shared ones, which count for the first layer of a stage only."""
-        return _sums(a - b for a, b in zip(self.stored, self.shared, strict=True))
-
-    def stored_in(self, i: int, j: int) -> float:
-        """What a stage stores for the backward of one micro-batch."""
-        return self.stored_to[j] - self.stored_to[i] + self.shared[i]
-
-    @cached_property
-    def transient(self) -> Tensor:
+    def _transient(self) -> Tensor:
         """What one micro-batch has at most in ``[i, j)`` while it runs, beyond what it stores
         there; for all ``i`` and ``j``, ``[L, L + 1]``.
         """
         count = len(self)
         if not self.peaks:
             return torch.zeros(count, count + 1, dtype=torch.float64)
-        to, shared, peaks = (doubles(x) for x in (self.stored_to, self.shared, self.peaks))
+        to, shared, peaks = map(doubles, (self.sums["stored"], self.shared, self.peaks))
         later = torch.ones(count, count).triu(1).bool()
         full = to[:-1] - to[:-1, None] + peaks + (shared[:, None] - shared) * later
         most = full.masked_fill(torch.ones(count, count).tril(-1).bool(), -torch.inf).cummax(1)[0]
@@ -186,7 +192,7 @@ class Chain:
         return torch.nn.functional.pad((most - stored).clamp(min=0), (1, 0))
 
     @cached_property
-    def popped(self) -> Tensor:
+    def _popped(self) -> Tensor:
         """Bytes of skips into ``[i, j)`` from before ``i``, for all ``i`` and ``j``; those that
         come from inside do not count.
         """
@@ -196,39 +202,77 @@ class Chain:
         return found
 
     @cached_property
-    def _rows(self) -> dict[int, tuple[list[float], list[float]]]:
+    def _tensors(self) -> dict[str, Tensor]:
+        starts = {"shared": self.shared, "inputs": self.inputs}
+        return {what: doubles(each) for what, each in (self.sums | starts).items()}
+
+    @cached_property
+    def _runs(self) -> dict[tuple[int, int], Run]:
         return {}
 
-    def held(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> Held:
-        """What a stage takes at most.
+    def run(self, i: int, j: int) -> Run:
+        """What the layers ``[i, j)`` have."""
+        if (i, j) not in self._runs:
+            f, b, w, z = (
+                each[j] - each[i]
+                for each in map(self.sums.__getitem__, ("forward", "backward", "fixed", "stored"))
+            )
+            once = (float(x[i, j]) for x in (self._transient, self._popped))
+            self._runs[i, j] = Run(i == 0, f, b, w, self.inputs[i], z + self.shared[i], *once)
+        return self._runs[i, j]
+
+    def runs(self, i: slice, j: slice, first: bool) -> Run:
+        """The same for all starts ``i`` and ends ``j``, as tensors."""
+        x = self._tensors
+        f, b, w, z = (
+            x[what][j] - x[what][i, None] for what in ("forward", "backward", "fixed", "stored")
+        )
+        transient = self._transient[i, j] if self.peaks else 0.0
+        popped = self._popped[i, j] if self.skips else 0.0
+        stored = z + x["shared"][i, None]
+        return Run(first, f, b, w, x["inputs"][i, None], stored, transient, popped)
+
+    def account(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:
+        """What a stage of these layers takes at most, or many of them.
 
         Args:
-            i: its first layer.
-            j: the layer after its last.
+            run: its layers.
             q: micro-batches in flight on it.
             q0: micro-batches in flight on stage 0.
             mode: what it does with activations.
             taken: bytes that the link to the host takes while one of its forwards lasts.
         """
-        if i not in self._rows:
-            self._rows[i] = self.transient[i].tolist(), self.popped[i].tolist()
-        transient, popped = self._rows[i]
-        stored, known = self.stored_in(i, j), bool(self.peaks)
-        each, once, skips = stored, 0.0, max(0, q0 - q) if known else q0
+        stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
+        each, once, skips = stored, 0.0, _over(q0 - q) if known else q0
         if mode != "store":
-            each, once, skips = self.inputs[i], stored - known * self.inputs[i], q0
+            each, once, skips = inputs, stored - known * inputs, q0
         if mode == "offload":
-            once += min(1, q - 1) * stored + max(0, q - 2) * max(0.0, stored - taken)
+            more = _over(q - 2)
+            once = once + (q - 1 - more) * stored + more * _over(stored - taken)
         arrived = 0.0
-        if known:
-            arrived = max(0, min(AHEAD, q0 - q)) * self.inputs[i]
-            arrived = arrived if i else max(0.0, self.batch - q * self.inputs[0])
-        fixed = self.fixed_to[j] - self.fixed_to[i]
-        return Held(fixed, q * each + once, transient[j], arrived, skips * popped[j])
+        if known and run.first:
+            arrived = _over(self.batch - q * inputs)
+        elif known:
+            arrived = (_over(q0 - q) - _over(q0 - q - _AHEAD)) * inputs
+        return Held(run.fixed, q * each + once, run.transient, arrived, skips * run.popped)
+
+    def held(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> Held:
+        """What the stage ``[i, j)`` takes at most."""
+        return self.account(self.run(i, j), q, q0, mode, taken)
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
         """Bytes that a stage takes at most: the sum of :meth:`held`."""
-        return sum(self.held(i, j, q, q0, mode, taken))
+        return float(sum(self.held(i, j, q, q0, mode, taken)))
+
+
+def _over(number: Any) -> Any:
+    """The number, or numbers, where they are more than nothing."""
+    return number.clamp(min=0) if isinstance(number, Tensor) else max(0.0, number)
+
+
+def ends_of(balance: Sequence[int]) -> list[tuple[int, int]]:
+    """For each stage its first layer and the layer after its last."""
+    return list(pairwise(accumulate(balance, initial=0)))
 
 
 def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
@@ -236,20 +280,18 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
 
     All of a backward stands as its input half, so that the gradient goes on when it is over.
     """
-    stages = list(pairwise(accumulate(balance, initial=0)))
-    stage_of = [s for s, number in enumerate(balance) for _ in range(number)]
+    stages = ends_of(balance)
+    runs = [chain.run(i, j) for i, j in stages]
     skips: dict[tuple[int, int], float] = {}
-    for stash, pop, size in chain.skips:
-        a, b = stage_of[stash], stage_of[pop]
-        if a != b:
-            skips[a, b] = skips.get((a, b), 0.0) + machine.transfer(size, a, b)
-
-    def on_device(sums: Sequence[float]) -> tuple[float, ...]:
-        return tuple((sums[j] - sums[i]) / machine.speed[s] for s, (i, j) in enumerate(stages))
-
+    if chain.skips:
+        stage_of = [s for s, number in enumerate(balance) for _ in range(number)]
+        for stash, pop, size in chain.skips:
+            a, b = stage_of[stash], stage_of[pop]
+            if a != b:
+                skips[a, b] = skips.get((a, b), 0.0) + machine.transfer(size, a, b)
     return Costs(
-        forward=on_device(chain.forward_to),
-        backward_input=on_device(chain.backward_to),
+        forward=tuple(run.forward / v for run, v in zip(runs, machine.speed, strict=False)),
+        backward_input=tuple(run.backward / v for run, v in zip(runs, machine.speed, strict=False)),
         backward_weight=(0.0,) * len(stages),
         transfer=tuple(
             machine.transfer(chain.inputs[i], s - 1, s) for s, (i, _) in enumerate(stages) if s
@@ -258,10 +300,6 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
     )
 
 
-def doubles(numbers: Sequence[float]) -> Tensor:
+def doubles(numbers: Iterable[float]) -> Tensor:
     """Numbers as a tensor in double precision."""
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _sums(numbers: Iterable[float]) -> tuple[float, ...]:
-    return tuple(accumulate(numbers, initial=0.0))
+    return torch.tensor([*numbers], dtype=torch.float64)

@@ -1,6 +1,6 @@
 """``Draft``: one way to run the layers as a pipeline, under any schedule, with what it takes.
 
-There is one account of time, the player, and one of memory, :meth:`.Chain.held`. What a device
+There is one account of time, the player, and one of memory, :meth:`.Chain.account`. What a device
 with several stages holds is their sum at its fullest moment:
 
     cell, whole backward        F|===== held =====|B--|
@@ -17,11 +17,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from syncpipe.balance.profile import Profile, interpolate
-from syncpipe.planner.chain import Chain, Mode, costs_of
+from syncpipe.planner.chain import Chain, Mode, costs_of, ends_of
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.sizes import sizes_of
 from syncpipe.runtime.free_threading import has_lock
@@ -31,82 +31,70 @@ from syncpipe.schedules.player import Costs, play
 from syncpipe.schedules.schedule import Schedule, devices_of
 from syncpipe.schedules.simulation import Simulation
 
-__all__ = ["Draft", "Form", "Terms", "levels", "one_f_one_b_form"]
-
-T = TypeVar("T", bound=Any)
+__all__ = ["Draft", "Footprint", "Form", "Terms", "levels", "one_f_one_b_form"]
 
 #: Of a layer's backward, where its halves were not measured: both products of a linear layer's
 #: backward have as many multiplications.
 _HALF = 0.5
 
-
-class Footprint(NamedTuple):
-    """Bytes that a stage takes: all the time; more while one of its actions runs; for each
-    micro-batch from its forward on; more from where its backward begins; and between its halves.
-    """
-
-    fixed: float
-    transient: float
-    held: float
-    again: float
-    halves: float
+#: Of a device, three numbers for each of its stages: micro-batches held, of these those that go
+#: back, of these those between their halves.
+Load = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A schedule for so many micro-batches and stages, to be tried with many cuts.
+    """A schedule, to be tried with many cuts.
 
     Attributes:
-        name: of the schedule.
-        m: number of micro-batches.
-        device_of: for each stage the index of its device.
-        in_flight: for each stage the most micro-batches in flight.
-        rows: for each device its actions in order.
-        slots: under 1F1B what the schedule was asked for; else None.
-        made: the schedule itself; None under 1F1B.
+        schedule: without replicas.
+        slots: under 1F1B what it was asked for; else None.
     """
 
-    name: str
-    m: int
-    device_of: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    rows: tuple[tuple[tuple[Kind, int, int], ...], ...]
+    schedule: Schedule
     slots: tuple[int, ...] | None = None
-    made: Schedule | None = None
 
-    @classmethod
-    def of(cls, name: str, schedule: Schedule) -> Form:
-        """That of a schedule without replicas."""
-        device_of = tuple(devices_of(schedule.device_of, j)[0] for j in range(schedule.n))
-        rows = tuple(map(tuple, schedule.actions))
-        return cls(name, schedule.m, device_of, schedule.in_flight, rows, made=schedule)
+    @property
+    def name(self) -> str:
+        """That of the schedule."""
+        return self.schedule.name
+
+    @property
+    def m(self) -> int:
+        """The number of micro-batches."""
+        return self.schedule.m
 
     @property
     def n(self) -> int:
         """The number of stages."""
-        return len(self.device_of)
+        return self.schedule.n
 
     @property
     def devices(self) -> int:
         """The number of devices."""
-        return len(self.rows)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule itself."""
-        return self.made or one_f_one_b(self.m, self.n, slots=list(self.in_flight))
+        return len(self.schedule.actions)
 
     @cached_property
+    def device_of(self) -> tuple[int, ...]:
+        """For each stage the index of its device."""
+        return tuple(devices_of(self.schedule.device_of, j)[0] for j in range(self.n))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most micro-batches in flight."""
+        return self.schedule.in_flight
+
+    @property
     def split(self) -> bool:
         """Whether backwards come in halves."""
-        return self.made is not None and bool(self.made.splits)
+        return bool(self.schedule.splits)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """For each device its stages."""
+        stages = range(self.n)
         return tuple(
-            tuple(j for j, device in enumerate(self.device_of) if device == d)
-            for d in range(self.devices)
+            tuple(j for j in stages if self.device_of[j] == d) for d in range(self.devices)
         )
 
     def again(self, mode: Mode) -> int:
@@ -116,29 +104,24 @@ class Form:
         return (self.m - (self.name == "gpipe")) * (mode == "recompute")
 
     @cached_property
-    def loads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each device what it holds at its fullest moments, three numbers for each of its
-        stages: micro-batches held, of these those that go back, of these those between halves.
-        """
-        if self.made is None:
-            return tuple(((q, 1, 0),) for q in self.in_flight)
-        made = []
-        for d, stages in enumerate(self.stages_of):
-            seen = dict.fromkeys(counts for counts, _ in self._moments(d, stages))
-            kept: list[tuple[int, ...]] = []
-            for load in sorted(seen, key=sum, reverse=True):
+    def loads(self) -> list[list[Load]]:
+        """What each device holds at its fullest moments."""
+        if self.devices == self.n and not self.split:
+            return [[(q, 1, 0)] for q in self.in_flight]
+        found: list[list[Load]] = []
+        for d in range(self.devices):
+            kept: list[Load] = []
+            for load in sorted({during for during, _ in self.moments(d)}, key=sum, reverse=True):
                 if not any(all(map(int.__ge__, other, load)) for other in kept):
                     kept.append(load)
-            made.append(tuple(kept))
-        return tuple(made)
+            found.append(kept)
+        return found
 
-    def _moments(
-        self, d: int, stages: Sequence[int]
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What is held during each action of a device, and after it."""
-        place = {j: 3 * k for k, j in enumerate(stages)}
-        counts = [0] * (3 * len(stages))
-        for kind, _, j in self.rows[d]:
+    def moments(self, d: int) -> Iterator[tuple[Load, Load]]:
+        """What a device holds during each of its actions, and after it."""
+        place = {j: 3 * k for k, j in enumerate(self.stages_of[d])}
+        counts = [0] * (3 * len(place))
+        for kind, _, j in self.schedule.actions[d]:
             k, half = place[j], kind == "backward_input"
             if kind == "forward":
                 counts[k] += 1
@@ -156,45 +139,47 @@ class Form:
 @lru_cache(maxsize=4096)
 def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
     """1F1B with so many slots for each stage, none with more than the one before it."""
-    rows = []
-    for j, q in enumerate(slots):
-        row: list[tuple[Kind, int, int]] = [("forward", i, j) for i in range(q)]
-        for i in range(m):
-            row.append(("backward", i, j))
-            if i + q < m:
-                row.append(("forward", i + q, j))
-        rows.append(tuple(row))
-    return Form("1f1b", m, tuple(range(len(slots))), slots, tuple(rows), slots)
+    return Form(one_f_one_b(m, len(slots), slots=slots), slots)
+
+
+class Footprint(NamedTuple):
+    """Bytes that a stage takes: all the time; more while one of its actions runs; for each
+    micro-batch from its forward on; more from where its backward begins; and between its halves.
+    """
+
+    fixed: float
+    transient: float
+    held: float
+    again: float
+    halves: float
+
+
+def _base(own: Sequence[Footprint]) -> float:
+    """What a device with these stages holds all the time; of its stages only one runs."""
+    return sum(x.fixed for x in own) + max(x.transient for x in own)
+
+
+def _sum(load: Load, own: Sequence[Footprint]) -> float:
+    return sum(
+        load[3 * k] * x.held + load[3 * k + 1] * x.again + load[3 * k + 2] * x.halves
+        for k, x in enumerate(own)
+    )
 
 
 def levels(
     form: Form, simulation: Simulation, stages: Sequence[Footprint]
 ) -> list[list[tuple[float, float]]]:
     """For each device the times at which what it holds changes, and the bytes from then on."""
-    made = []
-    for d, own in enumerate(form.stages_of):
-        base = _base(stages, own)
-        steps = [(0.0, base)]
+    found = []
+    for d, numbers in enumerate(form.stages_of):
+        own = [stages[j] for j in numbers]
+        steps = [(0.0, _base(own))]
         spans = [s for s in simulation.spans if s.device == d and s.action.kind != "recompute"]
-        for span, (during, after) in zip(spans, form._moments(d, own), strict=True):
-            steps.append((span.start, base + _sum(during, stages, own)))
-            steps.append((span.end, base + _sum(after, stages, own)))
-        made.append(steps)
-    return made
-
-
-def _base(stages: Sequence[Footprint], own: Sequence[int]) -> float:
-    """What a device holds all the time; of its stages only one runs."""
-    return sum(stages[j].fixed for j in own) + max(stages[j].transient for j in own)
-
-
-def _sum(load: Sequence[int], stages: Sequence[Footprint], own: Sequence[int]) -> float:
-    return sum(
-        load[3 * k] * stages[j].held
-        + load[3 * k + 1] * stages[j].again
-        + load[3 * k + 2] * stages[j].halves
-        for k, j in enumerate(own)
-    )
+        for span, (during, after) in zip(spans, form.moments(d), strict=True):
+            steps.append((span.start, _base(own) + _sum(during, own)))
+            steps.append((span.end, _base(own) + _sum(after, own)))
+        found.append(steps)
+    return found
 
 
 @dataclass(frozen=True)
@@ -259,6 +244,10 @@ class Terms:
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}
         self._places: dict[tuple[int, ...], Machine] = {}
+        self._footprints: dict[tuple[object, ...], Footprint] = {}
+        others: tuple[Mode, ...] = ("recompute", "offload")
+        #: What a stage can do in place of storing its activations.
+        self.others = others if machine.host else others[:1]
 
     def chain(self, chunks: int) -> Chain:
         """The layers, for one of so many micro-batches: any but the last, which may be smaller."""
@@ -285,21 +274,20 @@ class Terms:
         costs = costs_of(self._of(size), places, balance)
         if rest < size:
             costs = replace(costs, last=costs_of(self._of(rest), places, balance))
-        return self._halved(costs, form, balance) if form.split else costs
+        return self._halved(costs, form.m, balance) if form.split else costs
 
-    def _halved(self, costs: Costs, form: Form, balance: Sequence[int]) -> Costs:
+    def _halved(self, costs: Costs, m: int, balance: Sequence[int]) -> Costs:
         """Costs of whole backwards as those of both halves."""
-        back = self.chain(form.m).backward
+        back = self.chain(m).backward
         later = [0.0, *accumulate(b * share for b, share in zip(back, self.shares, strict=True))]
-        whole = self.chain(form.m).backward_to
-        ends = list(pairwise(accumulate(balance, initial=0)))
+        whole = self.chain(m).sums["backward"]
         parts = [
             (later[j] - later[i]) / (whole[j] - whole[i]) if whole[j] > whole[i] else 0.0
-            for i, j in ends
+            for i, j in ends_of(balance)
         ]
         weights = tuple(b * part for b, part in zip(costs.backward_input, parts, strict=True))
         inputs = tuple(b * (1 - part) for b, part in zip(costs.backward_input, parts, strict=True))
-        last = costs.last and self._halved(costs.last, form, balance)
+        last = costs.last and self._halved(costs.last, m, balance)
         return replace(costs, backward_input=inputs, backward_weight=weights, last=last)
 
     @cached_property
@@ -320,62 +308,61 @@ class Terms:
 
     def footprint(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Footprint:
         """What stage ``s`` with the layers ``[i, j)`` takes."""
-        chain, flight, device = self.chain(form.m), form.in_flight, form.device_of[s]
-        speed = self.machine.speed[device]
-        taken = self.machine.host * (chain.forward_to[j] - chain.forward_to[i]) / speed
-        held = chain.held(i, j, flight[s], flight[0], mode, taken)
-        each = held.stored / flight[s] if mode == "store" else chain.inputs[i]
-        halves = 0.0
-        if form.split:
-            sent = (*chain.inputs[1:], 0.0)
-            last = self.profile.layers[-1].output_bytes
-            sizes = [*sent[:-1], interpolate(last, sizes_of(self.batch_size, form.m)[0])]
-            halves = sum(size for size, share in zip(sizes[i:j], self.shares[i:j], strict=True)
-                         if share)  # fmt: skip
-        return Footprint(
-            fixed=held.fixed + held.arrived + held.waiting,
-            transient=held.transient,
-            held=each,
-            again=max(0.0, held.stored - flight[s] * each) if mode != "store" else 0.0,
-            halves=halves,
-        )
+        q, q0, speed = form.in_flight[s], form.in_flight[0], self.machine.speed[form.device_of[s]]
+        key = (form.m, q, q0, speed, i, j, mode, form.split)
+        if key not in self._footprints:
+            chain = self.chain(form.m)
+            run = chain.run(i, j)
+            held = chain.account(run, q, q0, mode, self.machine.host * run.forward / speed)
+            each = run.stored if mode == "store" else run.inputs
+            again = max(0.0, held.stored - q * each) if mode != "store" else 0.0
+            fixed, halves = held.fixed + held.arrived + held.waiting, 0.0
+            if form.split:
+                samples = sizes_of(self.batch_size, form.m)[0]
+                last = interpolate(self.profile.layers[-1].output_bytes, samples)
+                sent = zip((*chain.inputs[1:], last)[i:j], self.shares[i:j], strict=True)
+                halves = sum(size for size, share in sent if share)
+            found = Footprint(fixed, held.transient, each, again, halves)
+            self._footprints[key] = found
+        return self._footprints[key]
 
     def footprints(
         self, form: Form, balance: Sequence[int], modes: Sequence[Mode]
     ) -> list[Footprint]:
         """What the stages of a cut take."""
-        ends = pairwise(accumulate(balance, initial=0))
-        return [self.footprint(form, s, i, j, modes[s]) for s, (i, j) in enumerate(ends)]
+        return [
+            self.footprint(form, s, i, j, modes[s]) for s, (i, j) in enumerate(ends_of(balance))
+        ]
 
     def device_memory(self, form: Form, d: int, stages: Sequence[Footprint]) -> float:
         """The most that a device holds."""
-        own = form.stages_of[d]
-        return _base(stages, own) + max(_sum(load, stages, own) for load in form.loads[d])
+        own = [stages[j] for j in form.stages_of[d]]
+        return _base(own) + max(_sum(load, own) for load in form.loads[d])
 
-    def _alone(self, form: Form, j: int, stages: Sequence[Footprint]) -> float:
+    def _stage_memory(self, form: Form, j: int, stages: Sequence[Footprint]) -> float:
         """The most that a stage holds, of what its device holds."""
         d = form.device_of[j]
         k = 3 * form.stages_of[d].index(j)
-        most = max(_sum(load[k : k + 3], stages, (j,)) for load in form.loads[d])
-        return _base(stages, (j,)) + most
+        most = max(_sum(load[k : k + 3], [stages[j]]) for load in form.loads[d])
+        return _base([stages[j]]) + most
 
-    def link_time(self, m: int, stored: T) -> T:
+    def link_time(self, m: int, stored: Any) -> Any:
         """Seconds in a step that the link to the host takes for so many bytes of each micro-batch,
         there and back.
         """
-        return cast("T", 2 * m * stored / self.machine.host)
+        return 2 * m * stored / self.machine.host
 
     def interpreter(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> float:
         """Seconds that a step takes at least, as only one thread at a time can run Python.
 
         Nothing without the lock, in a free-threaded build.
         """
-        sums = self.chain(form.m).interpreter_to
+        sums = self.chain(form.m).sums["interpreter"]
         if not has_lock() or not sums[-1]:
             return 0.0
         return math.fsum(
             (sums[j] - sums[i]) * (form.m + form.again(modes[s]))
-            for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0)))
+            for s, (i, j) in enumerate(ends_of(balance))
         )
 
     def draft(
@@ -397,60 +384,45 @@ class Terms:
             The draft, whether it fits or not (``excess``); None if its bound exceeds ``at_most``.
         """
         balance = tuple(balance)
-        ends = list(pairwise(accumulate(balance, initial=0)))
         costs = self.costs(form, balance)
-        if modes is None:
-            modes = self._modes(form, ends, costs)
-        modes = tuple(modes)
+        modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
         python = self.interpreter(form, balance, modes)
-        bound = max(python, self._bound(form, ends, costs, modes))
+        bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
             return None
         stages = self.footprints(form, balance, modes)
         on_device = tuple(self.device_memory(form, d, stages) for d in range(form.devices))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
         again = [form.again(mode) for mode in modes]
-        time = play(form.rows, form.m, form.device_of, costs, again).makespan
+        time = play(form.schedule.actions, form.m, form.device_of, costs, again).makespan
         time = bound if bound > time * (1 + 1e-9) else time
         memory = tuple(on_device[d] for d in form.device_of)
         if form.devices < form.n:
-            memory = tuple(self._alone(form, j, stages) for j in range(form.n))
+            memory = tuple(self._stage_memory(form, j, stages) for j in range(form.n))
+        excess = max(1.0, *shares)
         return Draft(
-            form,
-            balance,
-            modes,
-            time,
-            memory,
-            on_device,
-            max(1.0, *shares),
-            python,
-            min(bound, time),
+            form, balance, modes, time, memory, on_device, excess, python, min(bound, time)
         )
 
-    def _bound(
-        self,
-        form: Form,
-        ends: Sequence[tuple[int, int]],
-        costs: Costs,
-        modes: Sequence[Mode],
+    def bound(
+        self, form: Form, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
     ) -> float:
         """No order of these actions takes less: see docs/planning.md.
 
         A device waits until a micro-batch has come through the stages before its own, has all of
         its work to do, and its last gradient goes back through them.
         """
-        m, last = form.m, costs.last or costs
+        m, last, ends = form.m, costs.last or costs, ends_of(balance)
         heads, tails, head, tail = [], [], 0.0, 0.0
         for j in range(form.n):
             heads.append(head)
             tails.append(tail)
-            ways = [0.0, 0.0]
+            way = 0.0
             if j + 1 < form.n and form.device_of[j] != form.device_of[j + 1]:
-                ways = [costs.transfer[j], last.transfer[j]]
-            whole = [c.backward_input[j] + (0.0 if form.split else c.backward_weight[j])
-                     for c in (costs, last)]  # fmt: skip
-            head += min(costs.forward[j], last.forward[j]) + min(ways)
-            tail += min(whole) + min(ways)
+                way = min(costs.transfer[j], last.transfer[j])
+            back: Kind = "backward_input" if form.split else "backward"
+            head += min(each.times["forward"][j] for each in (costs, last)) + way
+            tail += min(each.times[back][j] for each in (costs, last)) + way
         bound = 0.0
         for own in form.stages_of:
             work = late = link = 0.0
@@ -461,38 +433,33 @@ class Terms:
                 work += min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
                 late += (m - 1) * costs.backward_weight[j] + last.backward_weight[j]
                 if modes[j] == "offload":
-                    stored = self.chain(m).stored_in(*ends[j])
-                    link += self.link_time(m, stored)
-            first = min(own)
-            if form.split:  # nobody waits for weight halves
-                found = heads[first] + work + max(tails[first], late)
-            else:
-                found = heads[first] + work + late + tails[first]
-            bound = max(bound, found, heads[first] + link + tails[first])
+                    link += self.link_time(m, self.chain(m).run(*ends[j]).stored)
+            first = own[0]
+            # Nobody waits for weight halves.
+            after = max(tails[first], late) if form.split else tails[first] + late
+            bound = max(bound, heads[first] + work + after, heads[first] + link + tails[first])
         return bound
 
-    def _modes(self, form: Form, ends: Sequence[tuple[int, int]], costs: Costs) -> list[Mode]:
+    def _modes(self, form: Form, balance: Sequence[int], costs: Costs) -> list[Mode]:
         """For each stage what it does with activations: first those that save most for their time,
         until the device fits; where nothing is enough, what needs least.
         """
+        ends, m = ends_of(balance), form.m
         chosen: list[Mode] = ["store"] * form.n
-        stages = [self.footprint(form, s, i, j, "store") for s, (i, j) in enumerate(ends)]
+        stages = self.footprints(form, balance, chosen)
         for d, own in enumerate(form.stages_of):
             needs, limit = self.device_memory(form, d, stages), self.machine.memory[d]
-            others: tuple[Mode, ...] = ("recompute", "offload")
-            left = [(j, mode) for j in own for mode in others[: 1 + bool(self.machine.host)]]
+            left = [(j, mode) for j in own for mode in self.others]
             while needs > limit and left:
                 ways = []
                 for j, mode in left:
                     other = self.footprint(form, j, *ends[j], mode)
-                    tried = [*stages[:j], other, *stages[j + 1 :]]
-                    less = self.device_memory(form, d, tried)
-                    time = form.m * costs.forward[j]
+                    less = self.device_memory(form, d, [*stages[:j], other, *stages[j + 1 :]])
+                    time = m * costs.forward[j]
                     if mode == "offload":
-                        back = costs.backward_input[j] + costs.backward_weight[j]
-                        stored = self.chain(form.m).stored_in(*ends[j])
-                        link = self.link_time(form.m, stored)
-                        time = max(0.0, link - form.m * (costs.forward[j] + back))
+                        link = self.link_time(m, self.chain(m).run(*ends[j]).stored)
+                        both = costs.times["forward"][j] + costs.times["backward"][j]
+                        time = max(0.0, link - m * both)
                     gain = (needs - less) / (time or 1e-30)
                     ways.append((less > limit, time if less <= limit else -gain, less, j, mode))
                 _, _, less, j, mode = min(ways)

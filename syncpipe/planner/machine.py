@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, permutations
 from numbers import Real
 from pathlib import Path
@@ -51,6 +51,7 @@ _COPY_BYTES = 64_000_000
 _ROUNDS = 5
 
 T = TypeVar("T")
+Rows = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Machine:
     Attributes:
         memory: bytes that a pipeline may use on each device; ``math.inf`` for no limit.
         bandwidth: bytes per second from device ``a`` to device ``b``, as ``bandwidth[a][b]``;
-            ``math.inf`` where going there takes no time, as on the diagonal.
+            ``math.inf`` where going there takes no time, as always on the diagonal.
         names: of the devices, to be printed; empty for none.
         speed: by what factor each device is faster than the one that layers were measured on;
             empty for equal ones.
@@ -68,49 +69,37 @@ class Machine:
             where activations are not to be offloaded.
 
     Raises:
-        ValueError: there is no device, numbers do not match, or one of them is none.
+        TypeError, ValueError: there is no device, numbers do not match, or one of them is none.
     """
 
     memory: tuple[float, ...]
-    bandwidth: tuple[tuple[float, ...], ...]
+    bandwidth: Rows
     names: tuple[str, ...] = ()
     speed: tuple[float, ...] = ()
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", tuple(self.memory))
-        object.__setattr__(self, "bandwidth", tuple(map(tuple, self.bandwidth)))
-        object.__setattr__(self, "names", tuple(self.names))
-        n = len(self.memory)
-        object.__setattr__(self, "speed", tuple(self.speed) or (1.0,) * n)
+        memory = tuple(_size(f"memory[{d}]", one) for d, one in enumerate(self.memory))
+        n, rows = len(memory), [tuple(row) for row in self.bandwidth]
         if n == 0:
             raise ValueError("memory=() names no device; a pipeline needs at least one")
-        for d, memory in enumerate(self.memory):
-            _check(f"memory of device {d}", memory)
-        if self.host != 0:
-            _check("the bandwidth to the host", self.host)
-        if len(self.bandwidth) != n or any(len(row) != n for row in self.bandwidth):
-            shape = [len(row) for row in self.bandwidth]
+        if [len(row) for row in rows] != [n] * n:
             raise ValueError(
-                f"bandwidth has rows of {shape} numbers, but memory is for {n} devices: give it "
-                f"{n} rows of {n}"
+                f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
+                f"devices: give one number for all, or {n} rows of {n}"
             )
-        for a, row in enumerate(self.bandwidth):
-            for b, bandwidth in enumerate(row):
-                if a == b and bandwidth != math.inf:
-                    raise ValueError(
-                        f"bandwidth from device {a} to itself is {bandwidth}; what stays on a "
-                        "device takes no time: math.inf"
-                    )
-                _check(f"bandwidth from device {a} to {b}", bandwidth)
-        if len(self.speed) != n:
-            raise ValueError(f"speed has {len(self.speed)} factors, but there are {n} devices")
-        for d, speed in enumerate(self.speed):
-            _check(f"speed of device {d}", speed)
-            if speed == math.inf:
-                raise ValueError(f"speed of device {d} is inf; it must be finite")
-        if self.names and len(self.names) != n:
-            raise ValueError(f"names has {len(self.names)} of them, but there are {n} devices")
+        speed = tuple(_factor(d, one) for d, one in enumerate(self.speed)) or (1.0,) * n
+        bandwidth = tuple(
+            tuple(_rate(f"bandwidth[{a}][{b}]", row[b]) if a != b else math.inf for b in range(n))
+            for a, row in enumerate(rows)
+        )
+        fields = {"memory": memory, "bandwidth": bandwidth, "names": tuple(self.names)}
+        for name, value in (fields | {"speed": speed}).items():
+            object.__setattr__(self, name, value)
+        _check_count("speed", speed, n)
+        _check_count("names", self.names or speed, n)
+        if self.host != 0:
+            _rate("host", self.host)
 
     @classmethod
     def even(
@@ -124,10 +113,7 @@ class Machine:
             bandwidth: bytes per second between any two, in each direction.
             host: bytes per second to and from the host.
         """
-        if n < 1:
-            raise ValueError(f"n={n}: a machine has at least one device")
-        rows = [[math.inf if a == b else bandwidth for b in range(n)] for a in range(n)]
-        return cls((memory,) * n, tuple(map(tuple, rows)), host=host)
+        return cls((memory,) * n, ((bandwidth,) * n,) * n, host=host)
 
     @classmethod
     def linked(cls, parts: Sequence[Machine], bandwidth: float) -> Machine:
@@ -148,10 +134,6 @@ class Machine:
 
     def __len__(self) -> int:
         return len(self.memory)
-
-    def time(self, size: float, a: int, b: int) -> float:
-        """Seconds that so many bytes take from device ``a`` to device ``b``."""
-        return size / self.bandwidth[a][b]
 
     def transfer(self, size: float, a: int, b: int) -> float:
         """Seconds from device to device; what goes there comes back as a gradient, and the slower
@@ -200,15 +182,8 @@ class Machine:
         """What to call device ``d``: its name, or its number."""
         return self.names[d] if self.names else f"device {d}"
 
-    def with_memory(self, memory: Sequence[float]) -> Machine:
-        """The same devices with other limits."""
-        return replace(self, memory=tuple(memory))
 
-
-def _check(what: str, number: float) -> None:
-    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not (ok and number > 0):  # not a number is not greater either
-        raise ValueError(f"{what} is {number!r}; it must be a number greater than 0, or math.inf")
+# -- numbers and text ------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str) -> float:
@@ -240,74 +215,37 @@ def parse_bandwidth(text: str) -> float:
     return found
 
 
-def described(text: str, bandwidth: Any) -> Machine:
-    """The machine of a description.
-
-    Args:
-        text: such as ``"8 x 16GB, 12GB/s"``.
-        bandwidth: given besides; then it may be missing in the text.
-
-    Raises:
-        ValueError: with the place where it cannot be read.
-    """
-    reader = _Reader("devices", text, EXAMPLE)
-    machine, rated = _machine(reader)
-    reader.end("the end" if rated else "',' and a bandwidth, or '+' and more devices")
-    if not rated and bandwidth is None and len(machine) > 1:
-        raise ValueError(
-            f"devices={text!r} does not say what goes from device to device in a second: "
-            f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
-        )
-    return machine
+def _size(what: str, given: Any) -> float:
+    if isinstance(given, str):
+        return parse_bytes(given)
+    return _positive(what, given, " of bytes (16e9, '16GB')")
 
 
-def _machine(reader: _Reader) -> tuple[Machine, bool]:
-    """The next devices, with what links them, and whether that was said."""
-    parts: list[Machine] = []
-    while True:
-        start, count, number = reader.at, 1, 0.0
-        inside = reader.take("[(]")
-        if not inside:
-            number = reader.number("a number")
-            if reader.take("[x\u00d7*]"):
-                most = _MOST_DEVICES - sum(map(len, parts))
-                if not (number.is_integer() and 1 <= number <= most):
-                    reader.at = start
-                    raise reader.error(f"a whole number of devices, {_MOST_DEVICES} at most")
-                count = int(number)
-                inside = reader.take("[(]")
-                number = 0.0 if inside else reader.number("the memory of one device")
-        if inside:
-            part, rated = _machine(reader)
-            if not rated and len(part) > 1:
-                raise reader.error("',' and the bandwidth inside the parentheses")
-            if not reader.take("[)]"):
-                raise reader.error("')'")
-            if sum(map(len, parts)) + count * len(part) > _MOST_DEVICES:
-                reader.at = start
-                raise reader.error(f"{_MOST_DEVICES} devices at most")
-        else:
-            size, speed = reader.size(number), 1.0
-            if reader.take("@"):
-                speed = reader.positive(reader.number("how many times as fast it is"))
-            part = Machine((size,), ((math.inf,),), speed=(speed,))
-        parts += [part] * count
-        if not reader.take("[+]"):
-            break
-    rated = reader.take(",") is not None
-    rate = reader.rate(reader.number("a bandwidth")) if rated else math.inf
-    return Machine.linked(parts, rate), rated
+def _rate(what: str, given: Any) -> float:
+    if isinstance(given, str):
+        return parse_bandwidth(given)
+    return _positive(what, given, " of bytes per second (12e9, '12GB/s')")
 
 
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+def _factor(d: int, given: Any) -> float:
+    return _positive(f"speed[{d}]", None if given == math.inf else given, "")
+
+
+def _positive(what: str, given: Any, unit: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
+        raise ValueError(f"{what}={given!r} must be a positive number{unit}")
+    return float(given)
+
+
+def _check_count(what: str, given: Sequence[Any], n: int) -> None:
+    if len(given) != n:
+        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
 
 
 class _Reader:
     """Reads a text from left to right, and says where it could not go on."""
 
     def __init__(self, what: str, text: str, example: str) -> None:
-        if not isinstance(text, str):
-            raise TypeError(f"{what}={text!r} is not text such as {example!r}")
         self._what, self._text, self._example = what, text, example
         self.at = 0
 
@@ -329,18 +267,47 @@ class _Reader:
         found = self.take(r"(?:([kmgt])(i?))?B(?![a-z/])")
         if found is None:
             raise self.error("B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
-        return self.positive(number * _prefix(found[2], found[3]))
+        return self.positive(number * _power(found[2], found[3]))
 
     def rate(self, number: float) -> float:
         """Bytes per second, after their number; of bits, if they are bits."""
         found = self.take(r"(?:([kmgt])(i?))?(bits?|B)\s*(?:/\s*s(?:ec)?|ps)(?![a-z])")
         if found is None:
             raise self.error("a unit per second: GB/s or GiB/s, of bits Gbit/s or Gb/s")
-        prefix, binary, unit = found[2] or "", found[3], found[4]
+        prefix, unit = found[2] or "", found[4]
         if unit == "b" and not prefix.isupper():
             self.at = found.start()
             raise self.error(f"{prefix.upper()}B/s for bytes or {prefix.upper()}bit/s for bits")
-        return self.positive(number * _prefix(prefix, binary) / (1 if unit == "B" else 8))
+        return self.positive(number * _power(prefix, found[3]) / (1 if unit == "B" else 8))
+
+    def machine(self) -> tuple[Machine, bool]:
+        """The next devices, with what links them, and whether that was said."""
+        parts: list[Machine] = []
+        while not parts or self.take("[+]"):
+            start, count, number = self.at, 1, None
+            if not self.take("[(]"):
+                number = self.number("a number")
+                if self.take("[x\u00d7*]"):
+                    count = int(number) if number.is_integer() else 0
+                    several = bool(self.take("[(]"))
+                    number = None if several else self.number("the memory of one device")
+            if number is None:
+                part, rated = self.machine()
+                if not rated and len(part) > 1:
+                    raise self.error("',' and the bandwidth inside the parentheses")
+                if not self.take("[)]"):
+                    raise self.error("')'")
+            else:
+                size, speed = self.size(number), 1.0
+                if self.take("@"):
+                    speed = self.positive(self.number("how many times as fast it is"))
+                part = Machine((size,), ((math.inf,),), speed=(speed,))
+            if not 1 <= count <= (_MOST_DEVICES - sum(map(len, parts))) // len(part):
+                self.at = start
+                raise self.error(f"a whole number of devices, {_MOST_DEVICES} at most")
+            parts += [part] * count
+        rated = self.take(",") is not None
+        return Machine.linked(parts, self.rate(self.number("a bandwidth")) if rated else 1.0), rated
 
     def end(self, expected: str = "the end") -> None:
         if self._text[self.at :].strip():
@@ -366,11 +333,11 @@ class _Reader:
         return number
 
 
-def _prefix(prefix: str | None, binary: str | None) -> float:
-    return float((1024 if binary else 1000) ** _POWERS[(prefix or "").upper()])
+def _power(prefix: str | None, binary: str | None) -> float:
+    return float((1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
-_bandwidths: dict[tuple[str, str], float] = {}
+# -- what is given, described, or here and measured ------------------------------------------------
 
 
 def machine_of(
@@ -387,9 +354,8 @@ def machine_of(
         devices: a description such as ``"8 x 16GB, 12GB/s"``, ``"2 x 80GB @ 2.0 + 4 x 24GB,
             100Gbit/s"`` (the first two are twice as fast), ``"2 x (8 x 80GB, 300GB/s), 25GB/s"``
             (two machines with faster links inside), or ``"8 x 16GB"`` together with ``bandwidth``;
-            or a list of devices as for ``Pipe``,
-            which are measured; or how many of the accelerators that are here, CPU workers where
-            there is none; or a ``Machine``.
+            or a list of devices as for ``Pipe``, which are measured; or how many of the
+            accelerators that are here, CPU workers where there is none; or a ``Machine``.
         memory: what may be used, in place of what is described or measured: bytes as a number or
             as text ("16GB") for each device, or a list with one of them for each. Two places
             on one device share what is given or measured for it, unless it is a list.
@@ -408,24 +374,100 @@ def machine_of(
     if isinstance(devices, str):
         with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
             check_devices(str(torch.device(devices.strip())))
-        devices = described(devices, bandwidth)
-    host = None if host_bandwidth is None else _size("host_bandwidth", host_bandwidth, rate=True)
-    if isinstance(devices, Machine):
-        places = range(len(devices))
-        held = _given_memory(memory, places) or devices.memory
-        rows = _given_bandwidth(bandwidth, places) or devices.bandwidth
-        factors = _given_speed(speed, places) or devices.speed
-        return Machine(held, rows, devices.names, factors, devices.host if host is None else host)
-    found = _places(devices)
-    held = _given_memory(memory, found) or _measured_memory(found)
-    rows = _given_bandwidth(bandwidth, found) or tuple(
-        tuple(link_bandwidth(a, b) for b in found) for a in found
-    )
-    if host is None:
-        accelerators = [place for place in dict.fromkeys(found) if place.type != "cpu"]
+        devices = _described(devices, bandwidth)
+    known = devices if isinstance(devices, Machine) else None
+    real = [] if known else _places(devices)
+    places: list[Any] = list(range(len(known))) if known else list(real)
+    n = len(places)
+    if isinstance(memory, (str, Real)):
+        size = _size("memory", memory)
+        memory = [size / places.count(place) for place in places]
+    elif memory is None:
+        memory = known.memory if known else _measured_memory(real)
+    elif not isinstance(memory, Iterable):
+        raise TypeError(f"memory={memory!r} is neither bytes (16e9, '16GB') nor a list of them")
+    memory = tuple(memory)
+    _check_count("memory", memory, n)
+    if isinstance(bandwidth, (str, Real)):
+        rate = _rate("bandwidth", bandwidth)
+        bandwidth = [[math.inf if a == b else rate for b in places] for a in places]
+    elif bandwidth is None:
+        measured = ((link_bandwidth(a, b) for b in real) for a in real)
+        bandwidth = known.bandwidth if known else measured
+    elif not isinstance(bandwidth, Iterable):
+        raise TypeError(
+            f"bandwidth={bandwidth!r} is neither bytes per second (12e9, '12GB/s') nor rows of them"
+        )
+    rows = tuple((row,) if isinstance(row, (str, Real)) else tuple(row) for row in bandwidth)
+    if speed is None:
+        speed = known.speed if known else (1.0,) * n
+    elif isinstance(speed, str) or not isinstance(speed, Iterable):
+        raise TypeError(
+            f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
+        )
+    if host_bandwidth is not None:
+        host = _rate("host_bandwidth", host_bandwidth)
+    elif known:
+        host = known.host
+    else:
+        accelerators = [place for place in dict.fromkeys(real) if place.type != "cpu"]
         host = min((link_bandwidth(a, torch.device("cpu")) for a in accelerators), default=0.0)
-    names = tuple(map(str, found))
-    return Machine(held, rows, names, _given_speed(speed, found) or (), host)
+    names = known.names if known else tuple(map(str, real))
+    return Machine(memory, rows, names, tuple(speed), host)
+
+
+def _described(text: str, bandwidth: Any) -> Machine:
+    """The machine of a description; what links the devices may be given besides."""
+    reader = _Reader("devices", text, EXAMPLE)
+    machine, rated = reader.machine()
+    reader.end("the end" if rated else "',' and a bandwidth, or '+' and more devices")
+    if not rated and bandwidth is None and len(machine) > 1:
+        raise ValueError(
+            f"devices={text!r} does not say what goes from device to device in a second: "
+            f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
+        )
+    return machine
+
+
+def _places(devices: Any) -> list[torch.device]:
+    """The devices of a list or a number."""
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if not 1 <= devices <= _MOST_DEVICES:
+            raise ValueError(f"devices={devices}: plans are made for 1 to {_MOST_DEVICES}")
+        here = default_devices(devices)
+        if len(here) < devices:
+            raise ValueError(
+                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
+                f"plan for others, describe them: devices={EXAMPLE!r}"
+            )
+        return here[:devices]
+    given = check_devices(devices)
+    if not given:
+        raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
+    return [worker.device for worker in resolve_workers(given, len(given))]
+
+
+def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
+    """For each place its share of the memory that it is in."""
+    memories = [_memory_of(place) for place in places]
+    first = dict(zip(reversed(memories), reversed(places), strict=True))
+    measured = {name: measure_memory(place) for name, place in first.items()}
+    for name, size in measured.items():
+        if size <= 0:
+            raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
+    return tuple(measured[name] / memories.count(name) for name in memories)
+
+
+def _memory_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(device)
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of what a device is, as its maker calls it, if that can be known."""
+    if device.type != "cpu":
+        with suppress(AttributeError, AssertionError, RuntimeError):
+            return f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
+    return device.type
 
 
 def measure_memory(device: torch.device) -> float:
@@ -480,6 +522,9 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     return _COPY_BYTES / max(median(times[1:]), 1e-9)  # the first one opened the way
 
 
+_bandwidths: dict[tuple[str, str], float] = {}
+
+
 def link_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
     if same_memory(source, target):
@@ -493,117 +538,3 @@ def link_bandwidth(source: torch.device, target: torch.device) -> float:
 def clear_cache() -> None:
     """Forgets all bandwidths that were measured."""
     _bandwidths.clear()
-
-
-def _places(devices: Any) -> list[torch.device]:
-    """The devices of a list or a number."""
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if devices < 1:
-            raise ValueError(f"devices={devices}: there is at least one")
-        if devices > _MOST_DEVICES:
-            raise ValueError(f"devices={devices}: plans are made for {_MOST_DEVICES} at most")
-        here = default_devices(devices)
-        if len(here) < devices:
-            raise ValueError(
-                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
-                f"plan for others, describe them: devices={EXAMPLE!r}"
-            )
-        return here[:devices]
-    given = check_devices(devices)
-    if not given:
-        raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
-    return [worker.device for worker in resolve_workers(given, len(given))]
-
-
-def _memory_of(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(device)
-
-
-def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
-    """For each place its share of the memory that it is in."""
-    memories = [_memory_of(place) for place in places]
-    first = dict(zip(reversed(memories), reversed(places), strict=True))
-    measured = {name: measure_memory(place) for name, place in first.items()}
-    for name, size in measured.items():
-        if size <= 0:
-            raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
-    return tuple(measured[name] / memories.count(name) for name in memories)
-
-
-def kind_of(device: torch.device) -> str:
-    """The name of what a device is, as its maker calls it, if that can be known."""
-    if device.type != "cpu":
-        with suppress(AttributeError, AssertionError, RuntimeError):
-            return f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
-    return device.type
-
-
-def _given_memory(memory: Any, places: Sequence[Any]) -> tuple[float, ...] | None:
-    """``memory=`` for each place."""
-    if memory is None:
-        return None
-    if isinstance(memory, (str, Real)):
-        size = _size("memory", memory)
-        return tuple(size / list(places).count(place) for place in places)
-    if not isinstance(memory, Iterable):
-        raise TypeError(f"memory={memory!r} is neither bytes (16e9, '16GB') nor a list of them")
-    sizes = tuple(_size(f"memory[{d}]", one) for d, one in enumerate(memory))
-    if len(sizes) != len(places):
-        raise ValueError(f"memory is for {len(sizes)} devices, but there are {len(places)}")
-    return sizes
-
-
-def _given_bandwidth(bandwidth: Any, places: Sequence[Any]) -> tuple[tuple[float, ...], ...] | None:
-    """``bandwidth=`` as rows; what stays on a device takes no time."""
-    if bandwidth is None:
-        return None
-    if isinstance(bandwidth, (str, Real)):
-        rate = _size("bandwidth", bandwidth, rate=True)
-        return tuple(tuple(math.inf if a == b else rate for b in places) for a in places)
-    if not isinstance(bandwidth, Iterable):
-        raise TypeError(
-            f"bandwidth={bandwidth!r} is neither bytes per second (12e9, '12GB/s') nor rows of them"
-        )
-    rows = [[row] if isinstance(row, (str, Real)) else list(row) for row in bandwidth]
-    n = len(places)
-    if len(rows) != n or any(len(row) != n for row in rows):
-        raise ValueError(
-            f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
-            f"devices: give one number for all, or {n} rows of {n}"
-        )
-
-    def entry(a: int, b: int) -> float:
-        return math.inf if a == b else _size(f"bandwidth[{a}][{b}]", rows[a][b], rate=True)
-
-    return tuple(tuple(entry(a, b) for b in range(n)) for a in range(n))
-
-
-def _given_speed(speed: Any, places: Sequence[Any]) -> tuple[float, ...] | None:
-    """``speed=`` for each place."""
-    if speed is None:
-        return None
-    if isinstance(speed, (str, Real)) or not isinstance(speed, Iterable):
-        raise TypeError(
-            f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
-        )
-    factors = tuple(speed)
-    for d, factor in enumerate(factors):
-        if (
-            isinstance(factor, bool)
-            or not isinstance(factor, Real)
-            or not 0 < float(factor) < math.inf
-        ):
-            raise ValueError(f"speed[{d}]={factor!r} must be a positive number")
-    if len(factors) != len(places):
-        raise ValueError(f"speed is for {len(factors)} devices, but there are {len(places)}")
-    return tuple(map(float, factors))
-
-
-def _size(what: str, given: Any, *, rate: bool = False) -> float:
-    """A positive number, of text or as it is."""
-    if isinstance(given, str):
-        return parse_bandwidth(given) if rate else parse_bytes(given)
-    unit = "bytes per second (12e9, '12GB/s')" if rate else "bytes (16e9, '16GB')"
-    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
-        raise ValueError(f"{what}={given!r} must be a positive number of {unit}")
-    return float(given)

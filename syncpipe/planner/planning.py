@@ -6,9 +6,8 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any, Literal, cast, overload
 
@@ -21,10 +20,11 @@ from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner import page
 from syncpipe.planner.alternatives import Alternative, alternatives_of
+from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
-from syncpipe.planner.others import ANY, AUTO, GLANCE, TITLES, check_schedule, choose, variants
 from syncpipe.planner.replicas import Replicas, replicated, runnable
+from syncpipe.planner.search import ANY, AUTO, TITLES, check_schedule, choose, variants
 from syncpipe.schedules.simulation import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
@@ -36,6 +36,12 @@ _ADAM = 4.0
 
 class NoPlan(ValueError):
     """Nothing fits into memory."""
+
+
+@overload
+def plan(
+    module: Layers | Profile, sample: Any = None, *, replicas: Literal[True], **options: Any
+) -> Replicas: ...
 
 
 @overload
@@ -62,27 +68,7 @@ def plan(
 ) -> Plan: ...
 
 
-@overload
-def plan(
-    module: Layers | Profile,
-    sample: Any = None,
-    *,
-    devices: Any,
-    batch_size: int,
-    memory: float | str | Sequence[float | str] | None = None,
-    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
-    speed: Sequence[float] | None = None,
-    param_scale: float | None = None,
-    optimizer: Callable[..., Any] | None = None,
-    on: str | DeviceSpec | None = None,
-    efficiency: float | None = None,
-    replicas: Literal[True],
-    timeout: float = 5.0,
-    progress: bool | None = None,
-) -> Replicas: ...
-
-
-def plan(
+def plan(  # type: ignore[misc]  # the options of the first one are those of the second one
     module: Layers | Profile,
     sample: Any = None,
     *,
@@ -169,19 +155,17 @@ def plan(
     """
     batch_size = _count("batch_size", batch_size)
     stages = None if stages is None else _count("stages", stages)
-    if chunks is not None:
-        many = isinstance(chunks, Iterable) and not isinstance(chunks, str)
-        given = chunks if many else [chunks]
-        counts = [_count("chunks", number) for number in cast("Iterable[Any]", given)]
-        chunks = counts if many else counts[0]
+    if isinstance(chunks, Iterable) and not isinstance(chunks, str):
+        chunks = [_count("chunks", number) for number in chunks]
+    elif chunks is not None:
+        chunks = _count("chunks", chunks)
     if not isinstance(devices, int | str | Machine):
         devices = check_devices(devices)
     check_schedule(schedule)
-    if replicas:
-        one_slot = {"chunks": chunks, "stages": stages, "schedule": schedule}
-        for name, value in (one_slot | {"host_bandwidth": host_bandwidth}).items():
-            if value is not None:
-                raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
+    choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "schedule": schedule}
+    for name, value in (choice | {"host_bandwidth": host_bandwidth}).items() if replicas else ():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
     scale = _scale(param_scale, optimizer)
     machine = machine_of(
         devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
@@ -199,22 +183,19 @@ def plan(
         found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
         return runnable(found, layers, machine, batch_size, scale)
     terms = Terms(layers, machine, batch_size, scale)
-    choice: dict[str, Any] = {"chunks": chunks, "stages": stages}
     try:
-        order, chosen = choose(terms, schedule, **choice)
+        order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
     except LookupError as error:
         raise NoPlan(*error.args) from None
     terms, there = terms.on(machine.ordered(order)), _real(devices)
-    choice["schedule"] = None if schedule == ANY else schedule
-    fixed = frozenset(name for name, value in choice.items() if value is not None)
+    fixed = {name for name, value in choice.items() if value not in (None, ANY)}
     if there is not None:
-        plain = chosen.schedule == "1f1b"
-        there = tuple(there[order[d]] for d in (range(len(order)) if plain else
-                      chosen.form.device_of))  # fmt: skip
+        used = range(len(order)) if chosen.schedule == "1f1b" else chosen.form.device_of
+        there = tuple(there[order[d]] for d in used)
+    others = alternatives_of(terms, chosen)
     return Plan(
-        terms.profile, terms.machine, batch_size, chosen, alternatives_of(terms, chosen), there,
-        fixed, scale,
-    )  # fmt: skip
+        terms.profile, terms.machine, batch_size, chosen, others, there, frozenset(fixed), scale
+    )
 
 
 def _count(name: str, number: Any) -> int:
@@ -338,7 +319,7 @@ def _with_speed(
         times[kind] = sum(layer.forward[size] + layer.backward[size] for layer in found.layers)
     first = times[kind_of(places[0])]
     speed = tuple(first / times[kind_of(place)] for place in places)
-    return Machine(machine.memory, machine.bandwidth, machine.names, speed, machine.host)
+    return replace(machine, speed=speed)
 
 
 @dataclass(frozen=True)
@@ -500,7 +481,7 @@ class Plan:
                 limit=self.machine.memory[device_of[s]],
                 gradients=sum(x.parameter_bytes - x.frozen_bytes for x in layers[i:j]),
             )
-            for s, (i, j) in enumerate(pairwise(accumulate(chosen.balance, initial=0)))
+            for s, (i, j) in enumerate(ends_of(chosen.balance))
         )
 
     def compare(self) -> tuple[Draft, ...]:
@@ -514,7 +495,7 @@ class Plan:
         """
         if not self.compared and len(self.balance) > 1:
             names = [name for name in TITLES if name not in (self.schedule, "1f1b")]
-            found = variants(self.terms, [self.chosen], names, GLANCE)
+            found = variants(self.terms, [self.chosen], names)
             found.sort(key=lambda other: (other.excess > 1, other.time))
             self.__dict__["compared"] = tuple(found)
         return self.compared

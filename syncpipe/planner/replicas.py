@@ -12,17 +12,14 @@ Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training"
 section 3.1. PipeDream trains without a flush, on weights of different age; the times here are its
 times, of that steady state, and no promise for a synchronous pipeline; what a pipe makes of these
 stages is in ``options()`` and ``step``.
-
-The program over boundaries (:mod:`.search`) has a second state here, the devices that are used.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,10 +27,13 @@ from torch import Tensor
 
 from syncpipe.balance.profile import Profile, in_bytes, interpolate
 from syncpipe.options import consecutive
-from syncpipe.planner.chain import Chain, costs_of, doubles
+from syncpipe.planner.chain import Chain, costs_of, doubles, ends_of
+from syncpipe.planner.cut import least_largest
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.sizes import sizes_of
-from syncpipe.schedules import one_f_one_b, simulate
+from syncpipe.planner.words import columns
+from syncpipe.schedules import one_f_one_b
+from syncpipe.schedules.player import play
 
 __all__ = ["Replicas", "replicated", "runnable"]
 
@@ -97,12 +97,12 @@ class Replicas:
     @property
     def machines(self) -> int:
         """How many machines are used."""
-        return sum(replicas for _, _, replicas in self.stages)
+        return sum(self.replicas)
 
     @property
     def configuration(self) -> str:
         """Replicas of each stage, as in the papers: "2-1-1"; "8" alone is data parallelism."""
-        return "-".join(str(replicas) for _, _, replicas in self.stages)
+        return "-".join(map(str, self.replicas))
 
     @property
     def time(self) -> float:
@@ -132,55 +132,39 @@ class Replicas:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as numbers and strings, for JSON."""
-        return {
-            "configuration": self.configuration,
+        same = (
+            "configuration",
+            "time",
+            "data_parallel",
+            "one_machine",
+            "speedup",
+            "samples",
+            "step",
+        )
+        return {name: getattr(self, name) for name in same} | {
             "stages": [
                 {"layers": self.names[first:last], "replicas": replicas}
                 for first, last, replicas in self.stages
             ],
-            "time": self.time,
-            "data_parallel": self.data_parallel,
-            "one_machine": self.one_machine,
-            "speedup": self.speedup,
-            "samples": self.samples,
             "options": self.options(),
-            "step": self.step,
             "memory": list(self.memory),
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *self._table(), "", *self._words()])
-
-    def _title(self) -> str:
-        n = self.machines
-        shape = f"configuration {self.configuration}"
-        if n == 1:
-            shape = "all layers on it"
-        elif len(self.stages) == 1:
-            shape = "data parallelism, all layers on each of them"
+        n, shape = self.machines, f"configuration {self.configuration}"
+        if len(self.stages) == 1:
+            shape = "data parallelism, all layers on each of them" if n > 1 else "all layers on it"
         link = "no time" if self.bandwidth == math.inf else f"{in_bytes(self.bandwidth)}/s"
         of = "as profiled" if self.samples is None else f"of {self.samples} samples"
-        return f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches {of} each: {shape}"
-
-    def _layers(self, j: int) -> str:
-        first, last, _ = self.stages[j]
+        rows: list[tuple[str, ...]] = []
+        rows.append(("stage", "layers", "replicas", "computing", "gradients", "transfers"))
         names = [name if len(name) <= 24 else f"{name[:22]}.." for name in self.names]
-        return names[first] if last - first == 1 else f"{names[first]} to {names[last - 1]}"
-
-    def _table(self) -> list[str]:
-        rows = [["stage", "layers", "replicas", "computing", "gradients", "transfers"]]
-        for j, (first, last, replicas) in enumerate(self.stages):
-            layers = self._layers(j)
-            times = (self.compute[j], self.synchronization[j], self.transfer[j])
-            rows.append([str(j), f"{layers} ({last - first})", str(replicas), *map(_ms, times)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return [
-            "  ".join(
-                cell.ljust(width) if k == 1 else cell.rjust(width)
-                for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        times = zip(self.compute, self.synchronization, self.transfer, strict=True)
+        for j, ((i, end, replicas), taken) in enumerate(zip(self.stages, times, strict=True)):
+            layers = names[i] if end - i == 1 else f"{names[i]} to {names[end - 1]}"
+            rows.append((str(j), f"{layers} ({end - i})", str(replicas), *map(_ms, taken)))
+        title = f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches {of} each: {shape}"
+        return "\n".join([title, *columns(rows, left=(1,)), "", *self._words()])
 
     def _words(self) -> list[str]:
         words = [f"{_ms(self.time)} for each mini-batch, which is {self.bottleneck}"]
@@ -206,8 +190,6 @@ class Replicas:
 
     def _reason(self) -> str:
         """How it came about."""
-        work = math.fsum(t * m for t, (_, _, m) in zip(self.compute, self.stages, strict=True))
-        weights = sum(self.parameter_bytes)
         if len(self.stages) == 1:
             exchange, compute = self.synchronization[0], self.compute[0]
             if exchange <= compute:
@@ -219,14 +201,16 @@ class Replicas:
                 "no stages, because at every cut the activations or the slower stage would take "
                 f"longer than exchanging all gradients, {_ms(exchange)}"
             )
+        weights = sum(self.parameter_bytes)
         wait = f"stages, because data parallelism would wait for {in_bytes(weights)} of gradients"
-        j = max(range(len(self.stages)), key=lambda j: self.stages[j][2])
-        if self.stages[j][2] == 1:
+        most = max(self.replicas)
+        if most == 1:
             return f"{wait}: each stage is on one machine, and none are exchanged"
-        done = self.compute[j] * self.stages[j][2]
+        j = self.replicas.index(most)
+        work = math.fsum(t * m for t, m in zip(self.compute, self.replicas, strict=True))
         return (
-            f"{wait}: stage {j}, on {self.stages[j][2]} of the {self.machines} machines, has "
-            f"{_percent(done, work)} of the work and only exchanges its "
+            f"{wait}: stage {j}, on {most} of the {self.machines} machines, has "
+            f"{_percent(self.compute[j] * most, work)} of the work and only exchanges its "
             f"{_percent(self.parameter_bytes[j], weights)} of them"
         )
 
@@ -270,108 +254,49 @@ def replicated(
         raise ValueError(f"samples={samples}: a mini-batch has at least one")
     if samples is None and not profile.whole:
         samples = profile.sizes[-1]
-    if samples is not None:
-        profile = profile.of(samples)
-    costs = _Costs(profile, bandwidth, 1 if samples is None else samples)
-    count = len(profile.layers)
-    table, _ = _program(costs, machines, torch.maximum)
+    size = 1 if samples is None else samples
+    profile = profile if samples is None else profile.of(samples)
+    layers, count = profile.layers, len(profile.layers)
+    took = [interpolate(x.forward, size) + interpolate(x.backward, size) for x in layers]
+    trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
+    work, weights = (doubles(accumulate(each, initial=0.0)) for each in (took, trained))
+    crossing = doubles([0.0, *(interpolate(x.output_bytes, size) for x in layers[:-1])])
+    for skip in profile.skips:
+        crossing[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, size)
+
+    def parts(m: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Computing, exchange and transfer of stages on ``m`` machines, ``[first, end]``."""
+        exchanged = 4 * (m - 1) * (weights - weights[:-1, None]) / (m * bandwidth) / m
+        return (work - work[:-1, None]) / m, exchanged, 2 * crossing[:, None] / (bandwidth * m)
+
+    def longest(m: int) -> Tensor:
+        compute, exchanged, sent = parts(m)
+        return torch.maximum(torch.maximum(compute, exchanged), sent)
+
+    costs = [longest(m) for m in range(1, machines + 1)]
+    table, _ = least_largest(count, machines, machines, lambda _, m: costs[m - 1])
     # What differs by rounding alone is as fast: the fewest stages, and then the fewest bytes.
     limit = float(table[machines, count]) * (1 + 1e-12)
-    _, stages = _program(_Within(costs, limit), machines, torch.add)
+    each = 1 + crossing[:, None] / (2 * float(crossing.sum()) or 1.0)
+    counted = [each.masked_fill(cost > limit, math.inf) for cost in costs]
+    _, stages_of = least_largest(count, machines, machines, lambda _, m: counted[m - 1], torch.add)
+    stages = stages_of(machines)
+
+    def told(which: int) -> tuple[float, ...]:
+        return tuple(float(parts(m)[which].expand(count, count + 1)[i, j]) for i, j, m in stages)
+
     return Replicas(
         stages=stages,
-        names=tuple(layer.name for layer in profile.layers),
-        compute=tuple(float(costs.compute(i, j, m)) for i, j, m in stages),
-        synchronization=tuple(float(costs.synchronization(i, j, m)) for i, j, m in stages),
-        transfer=tuple(float(costs.transfer(i, m)) if i else 0.0 for i, _, m in stages),
-        parameter_bytes=tuple(int(costs.weights[j] - costs.weights[i]) for i, j, _ in stages),
+        names=tuple(layer.name for layer in layers),
+        compute=told(0),
+        synchronization=told(1),
+        transfer=told(2),
+        parameter_bytes=tuple(int(weights[j] - weights[i]) for i, j, _ in stages),
         times=tuple(table[1:, count].tolist()),
-        data_parallel=float(costs.stage(0, count, machines)),
+        data_parallel=float(costs[-1][0, count]),
         bandwidth=bandwidth,
         samples=samples,
     )
-
-
-class _Costs:
-    """The times of the formula; ``i`` is a layer, or a slice of them."""
-
-    def __init__(self, profile: Profile, bandwidth: float, samples: int) -> None:
-        layers, self.bandwidth = profile.layers, bandwidth
-        times = [interpolate(x.forward, samples) + interpolate(x.backward, samples) for x in layers]
-        trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
-        self.times = doubles([*accumulate(times, initial=0.0)])
-        self.weights = doubles([*accumulate(trained, initial=0.0)])
-        #: Bytes that cross the cut before each layer; nothing before the first.
-        self.bytes = doubles([0.0, *(interpolate(x.output_bytes, samples) for x in layers[:-1])])
-        for skip in profile.skips:
-            self.bytes[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, samples)
-
-    def compute(self, i: int | slice, j: int, m: int) -> Tensor:
-        """Seconds of the layers' forward and backward, shared by ``m`` machines."""
-        return (self.times[j] - self.times[i]) / m
-
-    def synchronization(self, i: int | slice, j: int, m: int) -> Tensor:
-        """Seconds in which ``m`` machines add up the gradients of the layers."""
-        return 4 * (m - 1) * (self.weights[j] - self.weights[i]) / (m * self.bandwidth) / m
-
-    def transfer(self, i: int | slice, m: int) -> Tensor:
-        """Seconds to send activations over a cut to ``m`` machines, and gradients back."""
-        return 2 * self.bytes[i] / (self.bandwidth * m)
-
-    def stage(self, i: int | slice, j: int, m: int) -> Tensor:
-        """T(i..j, m)."""
-        return torch.maximum(self.compute(i, j, m), self.synchronization(i, j, m))
-
-
-class _Within(_Costs):
-    """One for each stage, and less than one for all bytes between stages; infinite for what takes
-    longer than a limit.
-    """
-
-    def __init__(self, costs: _Costs, limit: float) -> None:
-        self.__dict__.update(vars(costs))
-        self._limit = limit
-
-    def stage(self, i: int | slice, j: int, m: int) -> Tensor:
-        slow = super().stage(i, j, m) > self._limit
-        return torch.ones_like(slow, dtype=torch.float64).masked_fill(slow, math.inf)
-
-    def transfer(self, i: int | slice, m: int) -> Tensor:
-        slow = super().transfer(i, m) > self._limit
-        part = self.bytes[i] / (2 * float(self.bytes.sum()) or 1.0)
-        return part.masked_fill(slow, math.inf)
-
-
-def _program(
-    costs: _Costs, machines: int, both: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
-    """A(j, m), as ``[m, j]``, and the stages of the last one.
-
-    Args:
-        costs: of stages, and of the transfers between them.
-        machines: at most.
-        both: what a stage and those before it make together.
-    """
-    count = len(costs.times) - 1
-    table = torch.full((machines + 1, count + 1), math.inf, dtype=torch.float64)
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    sent = [costs.transfer(slice(1, count), m) for m in range(1, machines + 1)]
-    for j in range(1, count + 1):
-        alone = [costs.stage(slice(0, j), j, m) for m in range(1, machines + 1)]
-        for m in range(1, machines + 1):
-            best, came[j, m] = float(alone[m - 1][0]), (0, m)
-            for last in range(1, m) if j > 1 else ():
-                before = both(table[m - last, 1:j], sent[last - 1][: j - 1])
-                value, at = both(before, alone[last - 1][1:]).min(0)
-                if float(value) < best:
-                    best, came[j, m] = float(value), (int(at) + 1, last)
-            table[m, j] = best
-    found, j, m = [], count, machines
-    while j:
-        i, last = came[j, m]
-        found.append((i, j, last))
-        j, m = i, m - last
-    return table, tuple(reversed(found))
 
 
 def runnable(
@@ -394,37 +319,21 @@ def runnable(
     even = [m for m in range(1, min(batch_size, _MOST_CHUNKS) + 1) if batch_size % m == 0]
     found = []
     for chunks in [m for m in even if m >= max(plan.replicas)] or even[-1:]:
-        one = _run(plan, layers, machine, batch_size, chunks, param_scale)
-        over = [a - b for a, b in zip(one.memory, machine.memory, strict=True)]
-        found.append((max(0.0, *over), one.step, chunks, one))
-    return min(found, key=lambda entry: entry[:3])[-1]
-
-
-def _run(
-    plan: Replicas,
-    profile: Profile,
-    machine: Machine,
-    batch_size: int,
-    chunks: int,
-    param_scale: float,
-) -> Replicas:
-    """The same with so many micro-batches."""
-    chain = Chain.of(profile, sizes_of(batch_size, chunks)[0], param_scale)
-    schedule = one_f_one_b(chunks, consecutive(plan.replicas))
-    simulation = simulate(schedule, costs_of(chain, machine, plan.balance))
-    memory: list[float] = []
-    exchanged = 0.0
-    stages = pairwise(accumulate(plan.balance, initial=0))
-    for j, ((first, last), replicas) in enumerate(zip(stages, plan.replicas, strict=True)):
-        flight = schedule.in_flight[j], schedule.in_flight[0]
-        owner = chain.memory(first, last, *flight, "store")
-        layers = profile.layers[first:last]
-        trained = math.fsum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
-        more = sum(layer.memory(2.0) - layer.memory(param_scale) for layer in layers)
-        memory += [owner + trained * (replicas > 1), *[owner + more] * (replicas - 1)]
-        exchanged = max(exchanged, 2 * (replicas - 1) * trained / plan.bandwidth)
-    step = simulation.makespan + exchanged
-    return replace(plan, chunks=chunks, step=step, memory=tuple(memory))
+        chain = Chain.of(layers, sizes_of(batch_size, chunks)[0], param_scale)
+        schedule = one_f_one_b(chunks, consecutive(plan.replicas))
+        costs = costs_of(chain, machine, plan.balance)
+        step = play(schedule.actions, chunks, schedule.device_of, costs).makespan
+        flight, memory, exchanged = schedule.in_flight, [], 0.0
+        for j, ((i, end), r) in enumerate(zip(ends_of(plan.balance), plan.replicas, strict=True)):
+            owner, own = chain.memory(i, end, flight[j], flight[0], "store"), layers.layers[i:end]
+            trained = math.fsum(layer.parameter_bytes - layer.frozen_bytes for layer in own)
+            more = sum(layer.memory(2.0) - layer.memory(param_scale) for layer in own)
+            memory += [owner + trained * (r > 1), *[owner + more] * (r - 1)]
+            exchanged = max(exchanged, 2 * (r - 1) * trained / plan.bandwidth)
+        over = max(0.0, *(a - b for a, b in zip(memory, machine.memory, strict=True)))
+        found.append((over, step + exchanged, chunks, tuple(memory)))
+    _, step, chunks, memory_of = min(found)
+    return replace(plan, chunks=chunks, step=step, memory=memory_of)
 
 
 def _ms(seconds: float) -> str:

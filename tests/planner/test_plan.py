@@ -306,7 +306,7 @@ def test_text_dictionary_and_page_search_nothing(
         raise AssertionError("this searches")
 
     monkeypatch.setattr("syncpipe.planner.planning.variants", refused)
-    monkeypatch.setattr("syncpipe.planner.others.auto", refused)
+    monkeypatch.setattr("syncpipe.planner.search.auto", refused)
     monkeypatch.setattr("syncpipe.planner.draft.play", refused)
     assert "plan.compare()" in str(plan)
     assert plan.as_dict()["schedules"] == []

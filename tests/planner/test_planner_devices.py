@@ -157,7 +157,7 @@ def test_a_bandwidth_that_is_not_said() -> None:
         ("2 x 16GB @ 0, 1GB/s", "greater than 0"),
         ("2 x (8 x 16GB, 1GB/s, 2GB/s", "at character 21, .*: expected '\\)'"),
         ("2 x (8 x 16GB), 2GB/s", "at character 14, .*bandwidth inside the parentheses"),
-        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*1024 devices at most"),
+        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*devices, 1024 at most"),
         ("four", "at character 1, 'four': expected a number"),
     ],
 )
@@ -223,11 +223,10 @@ def test_neither_number_nor_list(what: str) -> None:
     ("memory", "bandwidth", "message"),
     [
         ((), (), "names no device"),
-        ((1.0, -2.0), ((math.inf, 1.0), (1.0, math.inf)), "memory of device 1 is -2"),
-        ((1.0, math.nan), ((math.inf, 1.0), (1.0, math.inf)), "memory of device 1 is nan"),
-        ((1.0,), ((math.inf, 1.0),), r"rows of \[2\] numbers, but memory is for 1"),
-        ((1.0, 1.0), ((math.inf, 0.0), (1.0, math.inf)), "bandwidth from device 0 to 1 is 0"),
-        ((1.0, 1.0), ((1.0, 1.0), (1.0, math.inf)), "device 0 to itself is 1"),
+        ((1.0, -2.0), ((math.inf, 1.0), (1.0, math.inf)), r"memory\[1\]=-2.0 must be a positive"),
+        ((1.0, math.nan), ((math.inf, 1.0), (1.0, math.inf)), r"memory\[1\]=nan"),
+        ((1.0,), ((math.inf, 1.0),), r"rows of \[2\] numbers, but there are 1"),
+        ((1.0, 1.0), ((math.inf, 0.0), (1.0, math.inf)), r"bandwidth\[0\]\[1\]=0.0"),
     ],
 )
 def test_machines_that_are_none(
@@ -239,14 +238,14 @@ def test_machines_that_are_none(
 
 def test_a_machine() -> None:
     machine = Machine.even(3, 16e9, 12e9)
-    assert (len(machine), machine.uniform, machine.time(24e9, 0, 2)) == (3, True, 2.0)
-    assert machine.time(24e9, 1, 1) == 0
+    assert (len(machine), machine.uniform, machine.transfer(24e9, 0, 2)) == (3, True, 2.0)
+    assert machine.transfer(24e9, 1, 1) == 0
     assert machine.head(2) == Machine.even(2, 16e9, 12e9)
     assert not Machine((1.0, 2.0), Machine.even(2).bandwidth).uniform
     assert not Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0, 2.0)).uniform
     with pytest.raises(ValueError, match="there are 3 devices"):
         machine.head(4)
-    with pytest.raises(ValueError, match="speed has 1 factors, but there are 2 devices"):
+    with pytest.raises(ValueError, match="speed is for 1 devices, but there are 2"):
         Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0,))
 
 

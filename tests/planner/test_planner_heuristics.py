@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncpipe.planner.alternatives import block_partitions, even_split
+from syncpipe.planner.alternatives import block_partitions
 
 costs = st.lists(st.integers(0, 6) | st.floats(0, 10), min_size=1, max_size=30)
 
@@ -18,16 +17,6 @@ costs = st.lists(st.integers(0, 6) | st.floats(0, 10), min_size=1, max_size=30)
 def instances(draw: st.DrawFn) -> tuple[list[float], int]:
     cost = draw(costs)
     return cost, draw(st.integers(1, len(cost)))
-
-
-@given(st.integers(1, 100), st.data())
-def test_even_split_differs_by_one_and_falls(layers: int, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, layers))
-    balance = even_split(layers, n)
-    assert sum(balance) == layers
-    assert len(balance) == n
-    assert list(balance) == sorted(balance, reverse=True)
-    assert max(balance) - min(balance) <= 1
 
 
 @given(instances())
@@ -92,17 +81,3 @@ def test_the_cuts_of_floats_are_those_of_torchgpipe() -> None:
         cost = [dice.expovariate(1) ** 2 for _ in range(dice.randint(4, 60))]
         n = dice.randint(1, 8 if len(cost) > 8 else 2)
         assert block_partitions(cost, n) == tuple(map(len, torchgpipe.solve(cost, n)))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_cost_that_is_no_number_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"cost\[1\] is (nan|inf)"):
-        block_partitions([1.0, bad], 1)
-
-
-@pytest.mark.parametrize("n", [0, 4])
-def test_a_number_of_stages_that_cannot_be(n: int) -> None:
-    with pytest.raises(ValueError, match=r"at least one stage|at most 3"):
-        even_split(3, n)
-    with pytest.raises(ValueError, match=r"at least one stage|at most 3"):
-        block_partitions([1, 2, 3], n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile
 from syncpipe.planner import NoPlan, Plan
 from syncpipe.planner.draft import levels
-from syncpipe.planner.others import LAYOUTS
+from syncpipe.planner.search import LAYOUTS
 from syncpipe.schedules import auto, build, gpipe, simulate
 from syncpipe.schedules.simulation import Costs
 from tests.support.models import linear_model
@@ -129,7 +130,7 @@ def test_the_page_says_what_every_schedule_takes() -> None:
     plan.compare()
     page = str(plan)
     for name in LAYOUTS:
-        line = next(line for line in page.splitlines() if line.strip().startswith(name))
+        line = next(line for line in page.splitlines() if line.startswith(f"  schedule={name!r} "))
         assert "MB at most" in line
 
 
@@ -155,7 +156,7 @@ def test_the_page_says_which_schedules_do_not_fit() -> None:
     plan = planned(devices="3 x 16MB, 10GB/s", chunks=8)
     plan.compare()
     page = str(plan)
-    assert "does not fit: device" in page
+    assert re.search(r"schedule='\w+' +does not fit +device \d would need", page)
 
 
 def test_what_devices_hold_is_told_where_they_have_several_stages() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
@@ -17,17 +18,10 @@ from benchmarks.planning.profiles import random_profile
 from syncpipe import plan
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Chain, Mode, costs_of
+from syncpipe.planner.cut import Program, least_load
 from syncpipe.planner.draft import Draft, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.search import (
-    Program,
-    even_cut,
-    families,
-    least_load,
-    search,
-    search_orders,
-    shortage,
-)
+from syncpipe.planner.search import families, search, search_orders, shortage
 from syncpipe.planner.sizes import chunk_counts, stage_counts
 from syncpipe.schedules import gpipe, one_f_one_b, simulate
 
@@ -86,10 +80,10 @@ def divisors(batch_size: int) -> list[int]:
 def bound_of(chain: Chain, speed: float, balance: Sequence[int], m: int, slots: Sequence[int]
 ) -> float:  # fmt: skip
     """The bound of the module's docstring, stage by stage, where nothing recomputes."""
-    found, total = 0.0, chain.time_to[-1]
+    found, total = 0.0, chain.sums["time"][-1]
     for s, (i, j) in enumerate(pairwise(accumulate(balance, initial=0))):
         q, f, b = slots[s], sum(chain.forward[i:j]), sum(chain.backward[i:j])
-        right, left = total - chain.time_to[j], chain.time_to[i]
+        right, left = total - chain.sums["time"][j], chain.sums["time"][i]
         own = m * (f + b) + max(0, right - (q - 1) * f) + max(0, right - (q - 1) * b)
         if m <= q:
             own = max(m * (f + b), f + right + b + (m - 1) * b, m * f + right + b)
@@ -130,7 +124,7 @@ def test_more_is_never_slower(kind: str, seed: int, more: float) -> None:
     faster = tuple(tuple(more * rate for rate in row) for row in machine.bandwidth)
     speed = tuple(more * speed for speed in machine.speed)
     others = {
-        "memory": machine.with_memory([more * size for size in machine.memory]),
+        "memory": replace(machine, memory=[more * size for size in machine.memory]),
         "bandwidth": Machine(machine.memory, faster, speed=machine.speed),
         "speed": Machine(machine.memory, machine.bandwidth, speed=speed),
     }
@@ -227,9 +221,7 @@ def test_no_order_of_the_actions_is_faster_than_the_bound(
     again = [m * (one == "recompute") for one in modes]
     time = simulate(schedule, terms.costs(form, balance), again).makespan
     assert draft.time == pytest.approx(time)
-    unclipped = terms._bound(
-        form, list(pairwise(accumulate(balance, initial=0))), terms.costs(form, balance), modes
-    )
+    unclipped = terms.bound(form, balance, terms.costs(form, balance), modes)
     assert unclipped <= time * (1 + 1e-9)
 
 
@@ -321,7 +313,7 @@ def test_a_shortage_comes_nearest_and_its_advice_is_right(
                 assert other is not None
                 assert lack.draft.excess <= other.excess * (1 + 1e-3)
     more = [lack.draft.excess * 1.001 * limit for limit in machine.memory]
-    assert best(profile, machine.with_memory(more), batch)
+    assert best(profile, replace(machine, memory=more), batch)
     if lack.devices is not None:
         for n in (lack.devices - 1, lack.devices):
             fits = best(profile, Machine.even(n, machine.memory[0]), batch) is not None
@@ -463,12 +455,9 @@ def test_no_cut_is_more_even(times: list[float], data: st.DataObject) -> None:
         stages = zip(pairwise(accumulate(balance, initial=0)), speed, strict=True)
         return max(sum(times[i:j]) / v for (i, j), v in stages)
 
-    cut = even_cut(sums, n, speed)
-    assert (len(cut), sum(cut), min(cut) > 0) == (n, len(times), True)
     least = min(map(largest, balances(len(times), n)))
     assert least_load(sums, speed) <= least * (1 + 1e-9)
     if len(set(speed)) == 1:
-        assert largest(cut) == pytest.approx(least)
         assert least_load(sums, speed) == pytest.approx(least)
 
 
@@ -498,8 +487,8 @@ def test_a_chain_has_what_lies_between_the_sizes_that_were_measured() -> None:
 
 def test_memory_of_a_stage() -> None:
     chain = Chain.of(skip_profile(), 2, param_scale=4)
-    assert chain.stored_in(0, 2) == 30 + 25 - 20  # what b shares with a counts once
-    assert chain.stored_in(1, 2) == 25  # and is its own where a is elsewhere
+    assert chain.run(0, 2).stored == 30 + 25 - 20  # what b shares with a counts once
+    assert chain.run(1, 2).stored == 25  # and is its own where a is elsewhere
     assert chain.memory(0, 2, 3, 3, "store") == 400 + 3 * 35
     assert chain.memory(0, 2, 3, 3, "recompute") == 400 + 3 * 12 + 35
     # The skip into c waits from when stage 0 sent it.
