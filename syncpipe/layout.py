@@ -39,6 +39,7 @@ from syncpipe.options import (
     counts_of,
     modes_of_stages,
 )
+from syncpipe.runtime.random_numbers import let_modules_hold
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.build import ScheduleLike
@@ -244,6 +245,8 @@ def _laid_out(asked: Layout, how: Initialization, training: bool, before: Layout
         defer_batch_norm(new.sequential())
     move_layers(partitions, workers, ties)
     for j, partition in enumerate(partitions):
+        if workers[j].device.type == "cpu":
+            let_modules_hold(partition)
         places = [place for tie in ties for place in tie.places if place.stage == j]
         partition.tied = frozenset(place.full_name for place in places)
     return new

@@ -50,15 +50,7 @@ def go_back(
         inputs: the leaves whose gradients are wanted; none for all of them.
         keep: let the graph be run once more.
     """
-    _run_backward(
-        tuple(roots),
-        tuple(grads),
-        keep,
-        False,  # record a graph
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    _run_backward(tuple(roots), tuple(grads), keep, False, tuple(inputs), True, True)
 
 
 def captured(
@@ -66,22 +58,14 @@ def captured(
 ) -> Sequence[Tensor | None]:
     """Runs a graph backward, and returns the gradients of leaves instead of adding to them.
 
-    Args:
-        roots: ends of a graph.
-        grads: for each the gradient.
-        leaves: the leaves.
-        keep: let the graph be run once more.
+    The arguments are those of :func:`go_back`.
     """
     found: Sequence[Tensor | None] = _run_backward(
-        tuple(roots),
-        tuple(grads),
-        keep,
-        False,  # record a graph
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=False,
+        tuple(roots), tuple(grads), keep, False, tuple(leaves), True, False
     )
     return found
 
 
+#: Takes roots, gradients, whether the graph stays, whether to record a graph, leaves, whether some
+#: of these may not be reached, and whether to add to ``.grad``.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward

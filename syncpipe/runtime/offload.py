@@ -8,10 +8,10 @@ tensors ahead of the node of the graph that asks for it:
     out                |w copy |
     back                             |w copy  | copy |e
 
-What goes is memory, not tensors: views of one storage share one copy, and what comes back has the
-strides and the alignment that it had, so kernels do what they would have done. What stays on the
-device: parameters and buffers, what is small, and what is no plain tensor. What others hold there
-all the same is not fetched, but used.
+What goes is storages, not tensors: views of one share one copy, and what comes back has the strides
+and the alignment that it had, so kernels do what they would have done. What stays on the device:
+parameters and buffers, what is small, and what is no plain tensor. What others hold there all the
+same is not fetched, but used.
 
 The host runs ahead of the device. So memory must not be free when a copy is done, which the host
 would learn late, but when the compute stream is past it, as all other memory: that stream takes and
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from syncpipe.data import described, extent, storage_of
+from syncpipe.data import described, storage_of
 from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane
 
@@ -43,8 +43,6 @@ __all__ = ["Offload"]
 SMALL = 1 << 18
 #: So many copies to the host may be under way, and so many back before they are asked for.
 AHEAD = 4
-#: Copies begin at a multiple of this, as memory of the allocator does.
-_ALIGNED = 512
 
 _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
@@ -68,7 +66,7 @@ class Offload:
         self._own = {storage_of(tensor) for tensor in own}
         self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # for each micro-batch, in order
         self._following: dict[int, int] = {}
-        self._known: dict[tuple[int, int, int, int], weakref.ref[_Copy]] = {}
+        self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
 
     def goes_back(self, order: Sequence[int]) -> None:
         """Says in which order micro-batches go back."""
@@ -99,20 +97,14 @@ class Offload:
             return _Stays(tensor)
         if self.streams.current() != self.compute:  # a layer has streams of its own
             return _Stays(tensor)
-        start, stop = extent(tensor)
         storage = storage_of(tensor)
-        if stop - start < SMALL or storage in self._own:
+        if tensor.untyped_storage().nbytes() < SMALL or storage in self._own:
             return _Stays(tensor)
-        size = tensor.untyped_storage().nbytes()
-        if 2 * (stop - start) >= size:
-            start, stop = 0, size
-        else:  # a part of something larger, such as the mini-batch
-            start -= start % _ALIGNED
-        key = (storage, start, stop, version_of(tensor))
+        key = (storage, version_of(tensor))
         known = self._known.get(key)
         copy = None if known is None else known()
         if copy is None:
-            copy = _Copy(self, tensor, start, stop, i, len(copies))
+            copy = _Copy(self, tensor, i, len(copies))
             copies.append(weakref.ref(copy))
             self._known[key] = weakref.ref(copy)
         return _Away(copy, tensor)
@@ -148,32 +140,23 @@ class Offload:
 
 
 class _Copy:
-    """A part of a storage, on the host.
+    """A storage, on the host.
 
     Attributes:
-        start: the byte of the storage at which it starts.
-        memory: the bytes on the device, from when they are asked for.
+        memory: its bytes on the device, from when they are asked for.
     """
 
-    __slots__ = (
-        "__weakref__", "_host", "_i", "_k", "_offload", "_source", "_there", "memory",
-        "start", "stop",
-    )  # fmt: skip
-
-    def __init__(
-        self, offload: Offload, tensor: Tensor, start: int, stop: int, i: int, k: int
-    ) -> None:
+    def __init__(self, offload: Offload, tensor: Tensor, i: int, k: int) -> None:
         self._offload = offload
         self._i, self._k = i, k
-        self.start, self.stop = start, stop
         self.memory: Tensor | None = None
         self._there: Any = None
         storage = tensor.untyped_storage()
         # Weakly; and no other storage has its address meanwhile.
         self._source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         streams, out = offload.streams, offload.out
-        memory = _view(storage, tensor.device, torch.uint8, start, (stop - start,), (1,))
-        self._host = _on_host(stop - start)
+        memory = _bytes_of(storage, offload.device)
+        self._host = _on_host(len(memory))
         streams.wait(out, streams.record(offload.compute))
         with streams.use(out):
             self._host.copy_(memory, non_blocking=True)
@@ -183,13 +166,13 @@ class _Copy:
         """Starts to bring it back, unless that was done."""
         if self.memory is not None:
             return
-        offload, size = self._offload, self.stop - self.start
+        offload = self._offload
         storage = torch.UntypedStorage._new_with_weak_ptr(self._source.cdata)
         if storage is not None:  # it was never gone
-            self.memory = _view(storage, offload.device, torch.uint8, self.start, (size,), (1,))
+            self.memory = _bytes_of(storage, offload.device)
             return
         streams, back = offload.streams, offload.back
-        memory = torch.empty(size, dtype=torch.uint8, device=offload.device)
+        memory = torch.empty_like(self._host, device=offload.device)
         # It has waited for the copy to the host, and for all who had this memory before.
         streams.wait(back, streams.record(offload.compute))
         with streams.use(back):
@@ -239,8 +222,7 @@ class _Away:
 
     def __init__(self, copy: _Copy, tensor: Tensor) -> None:
         self._copy = copy
-        offset = tensor.storage_offset() * tensor.itemsize - copy.start
-        self._layout = (tensor.dtype, offset // tensor.itemsize, tensor.shape, tensor.stride())
+        self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._version = version_of(tensor)
         # Without memory, but it counts the versions of what it is an alias of.
         self._probe = tensor.detach()
@@ -248,23 +230,20 @@ class _Away:
 
     def value(self) -> Tensor:
         """The tensor."""
-        dtype, offset, shape, stride = self._layout
-        _check_version(self._probe, None, self._version, dtype, shape)
+        _check_version(self._probe, None, self._version, self._layout[1])
         memory = self._copy.here()
-        offset += memory.storage_offset() // dtype.itemsize  # in a storage that was never gone
-        return _view(memory.untyped_storage(), memory.device, dtype, offset, shape, stride)
+        with torch.no_grad():
+            return self._probe.new_empty(0).set_(memory.untyped_storage(), *self._layout)
 
 
 def _unpack(packed: _Stays | _Away) -> Tensor:
     return packed.value()
 
 
-def _check_version(
-    probe: Tensor, tensor: Tensor | None, version: int, dtype: Any = None, shape: Any = ()
-) -> None:
+def _check_version(probe: Tensor, tensor: Tensor | None, version: int, shape: Any = ()) -> None:
     now = version_of(probe)
     if now != version:  # autograd leaves this to whoever sets hooks
-        what = f"{dtype}{list(shape)}" if tensor is None else described(tensor)
+        what = f"{probe.dtype}{list(shape)}" if tensor is None else described(tensor)
         raise RuntimeError(
             f"a tensor ({what}) that is needed for backward was modified in place since the "
             f"forward (version {version} became {now}): let the layer work on a copy, and call "
@@ -280,11 +259,9 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _view(
-    storage: Any, device: torch.device, dtype: Any, offset: int, shape: Any, stride: Any
-) -> Tensor:
+def _bytes_of(storage: Any, device: torch.device) -> Tensor:
     with torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _on_host(size: int) -> Tensor:

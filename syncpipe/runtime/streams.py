@@ -13,10 +13,9 @@ and nothing below is ever called for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ __all__ = [
     "checked_device",
     "moved",
     "same_memory",
+    "using",
 ]
 
 
@@ -88,9 +88,6 @@ class Streams(Protocol):
     def stamp(self, stream: Any) -> Any:
         """The same, of an event that can tell its time (only traces ask)."""
 
-    def done(self, event: Any) -> bool:
-        """Whether an event has happened; the host does not wait."""
-
     def wait(self, stream: Any, event: Any) -> None:
         """Lets further work on ``stream`` wait for ``event``; the host does not wait."""
 
@@ -98,34 +95,21 @@ class Streams(Protocol):
         """Keeps the memory of ``tensor`` from being reused before ``stream`` is done with it."""
 
 
-class _Using:
+@contextmanager
+def using(stream: torch.Stream) -> Iterator[None]:
     """Makes a stream and its device current on this thread, and puts back what was.
 
-    ``with stream:`` stores the previous stream in the stream object, which threads share; here this
-    object stores it.
+    ``with stream:`` stores the previous stream in the stream object, which threads share.
     """
-
-    __slots__ = ("_device", "_previous", "_stream")
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        index = self._stream.device.index
-        if index != self._device:
-            torch.accelerator.set_device_index(index)
-        self._previous = torch.accelerator.current_stream(index)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        torch.accelerator.set_stream(self._previous)
-        torch.accelerator.set_device_index(self._device)
+    index, device = stream.device.index, torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(index)
+    previous = torch.accelerator.current_stream(index)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(previous)
+        torch.accelerator.set_device_index(device)
 
 
 class AcceleratorStreams:
@@ -141,16 +125,13 @@ class AcceleratorStreams:
         return torch.Stream(device=self.device)
 
     def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        return _Using(stream)
+        return using(stream)
 
     def record(self, stream: torch.Stream) -> torch.Event:
         return stream.record_event()
 
     def stamp(self, stream: torch.Stream) -> torch.Event:
         return stream.record_event(torch.Event(self.device, enable_timing=True))
-
-    def done(self, event: torch.Event) -> bool:
-        return event.query()
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         stream.wait_event(event)
@@ -176,7 +157,7 @@ class Lane:
 
     def active(self) -> AbstractContextManager[Any]:
         """The context in which the stages of this worker run."""
-        return _NOTHING if self.streams is None else self.streams.use(self.compute)
+        return nullcontext() if self.streams is None else self.streams.use(self.compute)
 
     def wait_for(self, other: Lane) -> None:
         """Lets this lane's work wait for everything that ``other`` has been given so far.
@@ -229,18 +210,3 @@ class Lane:
                 for tensor in tensors:
                     self.streams.keep(tensor, self.outbound)
             return copies, None if to.streams is None else to.streams.record(to.inbound)
-
-
-class _Nothing:
-    """A context that does nothing, without the cost of making one."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()

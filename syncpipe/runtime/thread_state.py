@@ -42,15 +42,7 @@ _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "p
 @lru_cache(maxsize=1)
 def _autocast_types() -> tuple[str, ...]:
     """The device types whose autocast state this build of PyTorch knows."""
-    known = []
-    for name in _AUTOCAST_TYPES:
-        try:
-            torch.is_autocast_enabled(name)
-            torch.get_autocast_dtype(name)
-        except RuntimeError:
-            continue
-        known.append(name)
-    return tuple(known)
+    return tuple(filter(torch.amp.is_autocast_available, _AUTOCAST_TYPES))
 
 
 def _saved_tensor_hooks() -> tuple[Any, Any] | None:

@@ -230,9 +230,9 @@ class Caller:
 
 
 def _on(stream: torch.Stream) -> Any:
-    from syncpipe.runtime.streams import _Using
+    from syncpipe.runtime.streams import using
 
-    return _Using(stream)
+    return using(stream)
 
 
 def _forget(module: nn.Module) -> None:

@@ -276,9 +276,6 @@ class FakeStreams:
         with self.world._lock:
             return Stamp(stream.clock)
 
-    def done(self, event: Clock) -> bool:
-        return True  # what is held for longer hides nothing: memory is kept apart from that
-
     def wait(self, stream: Stream, event: Clock) -> None:
         with self.world._lock:
             if self.world.left_out != "wait":

@@ -74,13 +74,6 @@ class Objective:
         """The loss function."""
         return self._loss.function
 
-    @property
-    def name(self) -> Any:
-        """Tells apart loss functions that do different things: their code, if they have any."""
-        function: Any = self._loss.function
-        function = getattr(function, "func", getattr(function, "__func__", function))
-        return getattr(function, "__code__", type(function))
-
     def call(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function with output and target."""
         output, target = given
@@ -187,13 +180,17 @@ class Objective:
             return torch.where(total == 0, 1.0, assumed / total)
         return assumed / total if total else None
 
-    def loss(self, of: Sequence[int] | None = None) -> Tensor:
-        """The loss of the mini-batch, detached; or of some of its micro-batches."""
-        if of is None:
-            loss: Tensor = self._combined(self._losses, self._weights, self._sum())
-        else:
-            weights = [self._weights[i] for i in of]
-            loss = self._combined([self._losses[i] for i in of], weights, _sum(weights))
+    def loss(self, of: Sequence[int] | None = None, losses: list[Any] | None = None) -> Tensor:
+        """The loss of the mini-batch, detached.
+
+        Args:
+            of: some of its micro-batches; None for all.
+            losses: theirs, where others are meant than those that were noted.
+        """
+        weights = self._weights if of is None else [self._weights[i] for i in of]
+        if losses is None:
+            losses = self._losses if of is None else [self._losses[i] for i in of]
+        loss: Tensor = self._combined(losses, weights, self._sum() if of is None else _sum(weights))
         return loss
 
     def metrics(self) -> dict[str, Any] | None:

@@ -123,7 +123,6 @@ class Losses:
 
     Attributes:
         known: None: each objective knows its own weights.
-        name: tells apart loss functions.
         call: calls the loss function with output and target.
         losses: for each mini-batch that is through its loss, detached.
         metrics: for each the metrics, or None.
@@ -132,8 +131,7 @@ class Losses:
     known = None
 
     def __init__(self, source: StreamSource, loss: Loss) -> None:
-        any_one = Objective(loss, m=1, total=1)
-        self.name, self.call = any_one.name, any_one.call
+        self.call = Objective(loss, m=1, total=1).call
         self.losses: list[Tensor] = []
         self.metrics: list[dict[str, Any] | None] = []
         self._source = source

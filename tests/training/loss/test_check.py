@@ -129,6 +129,17 @@ def test_what_is_right_is_not_warned_about() -> None:
     assert warned(pipe, input=x, loss_fn=lambda y: y.pow(2).mean()) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_a_loss_of_about_zero_is_not_warned_about(dtype: torch.dtype) -> None:
+    rows = 100 * torch.randn(16, 3)
+    x = torch.cat([rows, -rows])[torch.randperm(32)].to(dtype)  # means of nothing but rounding
+    for k in range(8):
+        pipe = Pipe(nn.Sequential(nn.Linear(3, 3, bias=False)).to(dtype), [1], chunks=4)
+        assert warned(pipe, input=x[torch.randperm(32)], loss_fn=lambda y, k=k: y.mean()) == []
+        [text] = warned(pipe, input=x, loss_fn=lambda y, k=k: y.mean() + y.shape[0])
+        assert "no mean over samples" in text
+
+
 def test_a_sum_that_is_taken_for_a_mean_is_noticed() -> None:
     [text] = warned(four(chunks=4), input=torch.randn(8, 3), loss_fn=lambda y: y.pow(2).sum())
     assert "loss_reduction='sum'" in text
