@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import NoChunk, flatten
-from syncpipe.layers.conversion.leaves import HOOKS
+from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential

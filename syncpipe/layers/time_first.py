@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from syncpipe.data import tensors_in
 
-__all__ = ["is_time_first", "watch_time_first"]
+__all__ = ["is_time_first", "time_first_message", "watch_time_first"]
 
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 #: Layers that leave the batch in the dimension where it is.
@@ -73,12 +73,16 @@ class _Watch:
             return
         other = given.shape[1] not in self.sizes or self.certain  # or it may be transposed
         if given.shape[0] in self.sizes and other:
-            kind = type(module).__name__
-            warnings.warn(
-                f"{self.name} is an nn.{kind} with batch_first=False, so it takes [time, batch, "
-                f"features], and it is given {list(given.shape)}: dimension 0 is what the pipe "
-                f"cuts into micro-batches (of {', '.join(map(str, sorted(self.sizes)))}), which "
-                f"here is time. Make it nn.{kind}(..., batch_first=True) and give the pipe "
-                "[batch, time, features]; or let a layer before it transpose: x.transpose(0, 1)",
-                stacklevel=2,
-            )
+            sizes = ", ".join(map(str, sorted(self.sizes)))
+            why = f"dimension 0 is what the pipe cuts into micro-batches (of {sizes})"
+            warnings.warn(time_first_message(self.name, module, given, why), stacklevel=2)
+
+
+def time_first_message(name: str, module: nn.Module, given: Tensor, why: str) -> str:
+    """What to say of a module that takes time in dimension 0, and is given the batch there."""
+    kind = type(module).__name__
+    return (
+        f"{name} is an nn.{kind} with batch_first=False, so it takes [time, batch, features], and "
+        f"it is given {list(given.shape)}: {why}. Make it nn.{kind}(..., batch_first=True) and "
+        "give it [batch, time, features]; or transpose before it: x.transpose(0, 1)"
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.layers.conversion.segments import Segment
+from syncpipe.layers.conversion.segments import Code, Segment
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
@@ -37,9 +37,7 @@ class ConvertedLayer(Holder):
     one are skips.
 
     Args:
-        code: of a function of the layer, of what it takes and of what it pops, in this order.
-        objects: what the code uses by a name.
-        tensors: what the code uses as attributes of the layer, and the model does not have.
+        codes: what it does in training, and in evaluation.
         segment: what it takes and gives.
         namespace: of the skips.
         signature: of the model, for the first layer.
@@ -49,15 +47,13 @@ class ConvertedLayer(Holder):
 
     def __init__(
         self,
-        code: str,
-        objects: dict[str, Any],
-        tensors: dict[str, Tensor],
+        codes: list[Code],
         segment: Segment,
         namespace: Namespace,
         signature: Signature | None,
     ) -> None:
         super().__init__()
-        self._code, self._objects, self._signature = code, objects, signature
+        self._codes, self._signature = codes, signature
         self._takes = None if signature is not None else len(segment.takes)
         self._gives = None if segment.gives is None else len(segment.gives)
         stashes, pops = ([name for name, _ in those] for those in (segment.stashes, segment.pops))
@@ -65,20 +61,17 @@ class ConvertedLayer(Holder):
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
         self._retyped = False
         self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
-        for name, value in tensors.items():
-            self.register_buffer(name, value, persistent=False)
+        for name, value in {**codes[0].attributes, **codes[1].attributes}.items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+            else:
+                self.__dict__[name] = value
+            codes[0].attributes = codes[1].attributes = {}
         self._ranks: dict[str, int] = {}  # the names in the model, in order
-        self._function: Callable[..., Any] = self._compiled()
+        self._functions = [_compiled(code) for code in codes]
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _named_as_in_the_model
         )
-
-    def _compiled(self) -> Callable[..., Any]:
-        known: dict[str, Any] = {name: each.obj for name, each in _custom_builtins.items()}
-        known.update(self._objects)
-        exec(compile(self._code, "<syncpipe.sequential>", "exec"), known)
-        function: Callable[..., Any] = known["forward"]
-        return function
 
     @property
     def _device(self) -> torch.device:
@@ -93,22 +86,29 @@ class ConvertedLayer(Holder):
             input: the value that the layer before hands on, a tuple of all if there is not just
                 one; for the first layer the arguments of the model (a tensor, a tuple, a dict).
         """
+        mode = 0 if self.training else 1
         if self._retyped:
             raise TypeError(
                 "the dtype of the parameters was changed after the model was converted, and the "
                 f"code of this layer has the dtype of then in it: change it first, then convert\n"
-                f"{self._code}"
+                f"{self._codes[mode].text}"
             )
         if self._signature is not None:
-            values = self._signature.tensors(input)
+            values: list[Any] = [*self._signature.tensors(input)]
         else:
             values = [input] if self._takes == 1 else list(input)
         namespaces = self._skip_namespaces
         for name in self._syncpipe_skips.pop:
             values.append(store.take((namespaces[name], name), self))
+        if any(values[k] is ... for k in self._codes[mode].needed):
+            raise RuntimeError(
+                f"this layer is in {('training', 'evaluation')[mode]}, and one before it is not: "
+                "the model does something else in training than in evaluation here, so all of its "
+                "layers must be in one mode"
+            )
         graded = torch.is_grad_enabled()
         try:
-            results = self._function(self, *values)
+            results = self._functions[mode](self, *values)
         finally:
             torch._C._set_grad_enabled(graded)
         if self._gives is None:
@@ -117,7 +117,7 @@ class ConvertedLayer(Holder):
             store.put((namespaces[name], name), value, self)
         return results[0] if self._gives == 1 else results[: self._gives]
 
-    def _hold(self, path: str, value: nn.Module | Tensor, persistent: bool = True) -> None:
+    def hold(self, path: str, value: nn.Module | Tensor, *, persistent: bool = True) -> None:
         """Registers a module, parameter or buffer of the original at its path."""
         at: nn.Module = self
         *way, name = path.split(".")
@@ -125,8 +125,6 @@ class ConvertedLayer(Holder):
             if at._modules.get(part) is None:
                 at._modules[part] = Holder()
             at = at._modules[part]  # type: ignore[assignment]
-        inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
-        self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
         if isinstance(value, nn.Module):
             at._modules[name] = value
         elif isinstance(value, nn.Parameter):
@@ -135,6 +133,8 @@ class ConvertedLayer(Holder):
             at._buffers[name] = value
             if not persistent:
                 at._non_persistent_buffers_set.add(name)
+        inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+        self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; within another one its keys are those of the model, in its order."""
@@ -143,10 +143,8 @@ class ConvertedLayer(Holder):
         kwargs["prefix"] = outer = _outer(kwargs["prefix"])
         found = super().state_dict(*args, **kwargs)
         if self._gives is None:  # the last layer, which finds what the others have put there
-            for key in sorted(
-                (key for key in found if key.removeprefix(outer) in self._ranks),
-                key=lambda key: self._ranks[key.removeprefix(outer)],
-            ):
+            ranks = {outer + name: rank for name, rank in self._ranks.items()}
+            for key in sorted((key for key in found if key in ranks), key=ranks.__getitem__):
                 found[key] = found.pop(key)
         return found
 
@@ -154,17 +152,17 @@ class ConvertedLayer(Holder):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; within another one the names are those of the model."""
-        found = super().named_modules(memo, "", remove_duplicate)
         outer = _outer(f"{prefix}.")
         # Parameters of the model itself have no name before theirs.
         own = outer.removesuffix(".") if self._parameters or self._buffers else prefix
-        for name, module in found:
+        for name, module in super().named_modules(memo, "", remove_duplicate):
             yield (f"{outer}{name}" if name else own), module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         kinds = {tensor.dtype for tensor in (*self.parameters(), *self.buffers())}
-        named = {kind for kind in _FLOATS if str(kind) in self._code}
+        text = self._codes[0].text + self._codes[1].text
+        named = any(str(kind) in text for kind in _FLOATS)
         # Only a dtype that no parameter has can have been that of the parameters.
         self._retyped = bool(named and self._dtypes and not self._dtypes & kinds)
         return self
@@ -176,28 +174,40 @@ class ConvertedLayer(Holder):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __repr__(self) -> str:
-        code, indexed = "", self._code.rstrip()
+        texts = [code.text.rstrip() for code in self._codes]
+        if texts[0] == texts[1]:
+            del texts[1]
+        else:
+            texts = [
+                f"# in {m}\n{t}" for m, t in zip(("training", "evaluation"), texts, strict=True)
+            ]
+        code, indexed = "", "\n".join(texts)
         while code != indexed:
             code, indexed = indexed, re.sub(r'getattr\(([\w.\[\]]+), "(\d+)"\)', r"\1[\2]", indexed)
         return f"{type(self).__name__}(\n{indent(code, '  ')}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_function": None}
+        return {**self.__dict__, "_functions": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._function = self._compiled()
+        self._functions = [_compiled(code) for code in self._codes]
+
+
+def _compiled(code: Code) -> Callable[..., Any]:
+    known: dict[str, Any] = {name: each.obj for name, each in _custom_builtins.items()}
+    known.update(code.known)
+    exec(compile(code.text, "<syncpipe.sequential>", "exec"), known)
+    function: Callable[..., Any] = known["forward"]
+    return function
 
 
 def _named_as_in_the_model(layer: nn.Module, _: Any) -> None:
     """Takes the index of a layer out of what loading it has to say."""
     prefix, messages = layer.__dict__.pop("_loading")
+    own = re.compile(rf"(^| ){re.escape(prefix)}")
     for texts in messages:
-        for k, text in enumerate(texts):
-            if text.startswith(prefix):
-                texts[k] = _outer(prefix) + text.removeprefix(prefix)
-            elif f" {prefix}" in text:
-                texts[k] = text.replace(f" {prefix}", f" {_outer(prefix)}")
+        texts[:] = [own.sub(rf"\1{_outer(prefix)}", text) for text in texts]
 
 
 def _outer(prefix: str) -> str:
@@ -218,14 +228,14 @@ def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> No
         module: the module that is loaded, whose children are the layers.
     """
     found: dict[str, Any] = {}
+    taken: set[str] = set()
     for name, layer in module._modules.items():
-        if isinstance(layer, ConvertedLayer):
-            for key in layer.state_dict():
-                if prefix + key in state_dict:
-                    found[f"{prefix}{name}.{key}"] = state_dict[prefix + key]
-                    found.setdefault(prefix + key, None)
-    for key in [key for key, value in found.items() if value is None]:
-        del state_dict[key], found[key]
+        for key in layer.state_dict() if isinstance(layer, ConvertedLayer) else ():
+            if prefix + key in state_dict:
+                found[f"{prefix}{name}.{key}"] = state_dict[prefix + key]
+                taken.add(prefix + key)
+    for key in taken - found.keys():
+        del state_dict[key]
     state_dict.update(found)
 
 
@@ -254,31 +264,41 @@ def in_order(
 def distribute(model: nn.Module, layers: list[ConvertedLayer], segments: list[Segment]) -> None:
     """Gives each layer the modules, parameters and buffers that its segment uses.
 
-    What no layer uses goes to the one that has what stands before it in the model, so that nothing
-    is missing in a checkpoint.
+    What no layer uses goes to the last one, so that nothing is missing in a checkpoint; a module
+    that is in the model twice goes to the layer that has it.
     """
-    homes: dict[str, int] = {}
+    ranks = _ranks(model)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     unsaved = {
-        f"{path}.{name}" if path else name
+        f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
+    homes: dict[str, int] = {}
+    held: dict[Any, int] = {}
 
     def hold(k: int, path: str, value: nn.Module | Tensor) -> None:
-        layers[k]._hold(path, value, path not in unsaved)
-        homes.setdefault(path, k)
+        layers[k].hold(path, value, persistent=path not in unsaved)
+        homes[path] = held[value] = k
 
-    ranks = _ranks(model)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     for k, segment in enumerate(segments):
         layers[k]._ranks = ranks
-        for node in segment.nodes:
+        for node in (node for nodes in segment.nodes for node in nodes):
             for used in node.all_input_nodes:
                 if used.op == "get_attr" and used.target in tensors:
                     hold(k, str(used.target), tensors[str(used.target)])
             if node.op == "call_module":
                 hold(k, str(node.target), model.get_submodule(str(node.target)))
-    _hold_the_rest(model, hold, homes)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(f"{path}.".startswith(f"{p}.") for p in homes if p not in tensors):
+            continue  # inside of what is held
+        if path and not any(p.startswith(f"{path}.") for p in homes):
+            hold(held.get(module, len(layers) - 1), path, module)
+            continue
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            own = f"{path}.{name}".lstrip(".")
+            if tensor is not None and own not in homes:
+                hold(held.get(tensor, len(layers) - 1), own, tensor)
 
 
 def _ranks(model: nn.Module) -> dict[str, int]:
@@ -291,30 +311,3 @@ def _ranks(model: nn.Module) -> dict[str, int]:
     for key in model.state_dict():
         last = known.setdefault(key, last + 2**-20)
     return {name: k for k, name in enumerate(sorted(known, key=known.__getitem__))}
-
-
-def _hold_the_rest(model: nn.Module, hold: Any, homes: dict[str, int]) -> None:
-    where = {id(model.get_submodule(p)): k for p, k in homes.items() if _is_module(model, p)}
-    held = [path for path in homes if _is_module(model, path)]
-    last = 0
-    for path, module in model.named_modules(remove_duplicate=False):
-        if any(path == p or path.startswith(f"{p}.") for p in held):
-            last = homes.get(path, last)
-            continue
-        if path and not any(p == path or p.startswith(f"{path}.") for p in homes):
-            last = where.get(id(module), last)
-            hold(last, path, module)
-            held.append(path)
-            continue
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            own = f"{path}.{name}" if path else name
-            if tensor is not None and own not in homes:
-                hold(last, own, tensor)
-            last = homes.get(own, last)
-
-
-def _is_module(model: nn.Module, path: str) -> bool:
-    try:
-        return isinstance(model.get_submodule(path), nn.Module)
-    except AttributeError:
-        return False

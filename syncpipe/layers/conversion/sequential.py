@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncpipe.compare import Comparison, compare
 from syncpipe.data import tensors_in
+from syncpipe.layers.conversion.inline import LAYERS, Progress, Traced, Whole, traced
 from syncpipe.layers.conversion.layer import (
     ConvertedLayer,
     Holder,
@@ -20,17 +22,16 @@ from syncpipe.layers.conversion.layer import (
     in_order,
     index_keys,
 )
-from syncpipe.layers.conversion.leaves import LAYERS, Progress, Traced, Whole, live, traced
-from syncpipe.layers.conversion.segments import Segment, code_of, segments
-from syncpipe.layers.conversion.signature import Signature, equal
+from syncpipe.layers.conversion.segments import code_of, segments
+from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import COLLECTED, guard, leaves_of
 from syncpipe.layers.on_meta import on_views
 from syncpipe.skip import Namespace
-from syncpipe.skip.store import use_store
 from syncpipe.state import unchanged
 
 __all__ = ["Converted", "batch_input", "call_arguments", "call_input", "sequential"]
 
+_GRADIENT = "the gradient of "
 #: Makes the arguments of a call, each time anew.
 _Arguments = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -136,25 +137,25 @@ def _converted(
 ) -> tuple[Converted, list[str]]:
     sample = signature.take_sample()
     found = traced(model, signature, sample, progress)
-    parts, layers = _layers(model, found, signature)
+    layers = _layers(model, found, signature)
     if _without_idle_guards(model, layers, found, signature):
-        parts, layers = _layers(model, found, signature)
+        layers = _layers(model, found, signature)
     if verify:
-        _check_layers(model, layers, found, parts, partial(signature.call, sample))
+        _check_layers(model, layers, partial(signature.call, sample))
     return layers, [*found.notes, *_large_modules(model, found)]
 
 
-def _layers(
-    model: nn.Module, found: Traced, signature: Signature
-) -> tuple[list[Segment], Converted]:
-    parts, namespace, layers = segments(found.trace, model), Namespace(), []
+def _layers(model: nn.Module, found: Traced, signature: Signature) -> Converted:
+    parts, namespace = segments(found.training, found.evaluation, model), Namespace()
+    layers = []
     for k, segment in enumerate(parts):
-        code = code_of(segment, found.trace.output)
-        layers.append(ConvertedLayer(*code, segment, namespace, None if k else signature))
+        runs = (found.training, found.evaluation)
+        codes = [code_of(segment, m, run.output) for m, run in enumerate(runs)]
+        layers.append(ConvertedLayer(codes, segment, namespace, None if k else signature))
     distribute(model, layers, parts)
     made = Converted(*layers)
     made.whole = found.whole
-    return parts, made
+    return made
 
 
 def _without_idle_guards(
@@ -165,21 +166,21 @@ def _without_idle_guards(
     With one sample, say, something need not be expanded to the batch. Where the layers were seen to
     give the same as the model all the same, nobody has to be kept from it.
     """
-    on_meta = next(model.parameters()).is_meta
+    nodes = [node for run in (found.training, found.evaluation) for node in run.live]
     dropped = False
-    for tensors in [] if on_meta else found.unlike:
-        call = partial(signature.call, tensors)
-        token = COLLECTED.set([])
+    for tensors in found.unlike if not next(model.parameters()).is_meta else ():
+        lines: list[str] = []
+        token = COLLECTED.set(lines)
         try:
-            same = _difference(model, layers, call, training=False) is None
-            lines = COLLECTED.get() or []
-        except ValueError:  # a size that must be the sample's
-            same, lines = False, []
+            call = partial(signature.call, tensors)
+            same = all(_compared(model, layers, call, mode).same for mode in (True, False))
+        except Exception:  # a size that must be the sample's, or that the model refuses
+            continue
         finally:
             COLLECTED.reset(token)
-        guards = [n for n in live(found.trace) if n.target is guard and n.args[2] in lines]
+        guards = [node for node in nodes if node.target is guard and node.args[2] in lines]
         asked: list[Any] = [node.args[0] for node in guards]
-        if same and guards and all(n.target in (operator.eq, operator.ne) for n in asked):
+        if same and guards and all(node.target in (operator.eq, operator.ne) for node in asked):
             for node in guards:
                 node.meta["pure"] = dropped = True
     return dropped
@@ -188,19 +189,18 @@ def _without_idle_guards(
 def _large_modules(model: nn.Module, found: Traced) -> Iterator[str]:
     """Says which module that was not inlined has most of the model."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    calls = [node for node in found.trace.root.nodes() if node.op == "call_module"]
+    calls = [node for node in found.training.root.nodes() if node.op == "call_module"]
     seconds = sum(node.meta["seconds"] for node in calls)
     for path, line, reason in found.whole:
-        if isinstance(model.get_submodule(path), LAYERS):
+        module = model.get_submodule(path)
+        if isinstance(module, LAYERS):
             continue  # PyTorch's own, which nobody writes anew
-        inside = list(model.get_submodule(path).parameters())
-        share = sum(parameter.numel() for parameter in inside) / total
+        share = sum(parameter.numel() for parameter in module.parameters()) / total
         time = sum(node.meta["seconds"] for node in calls if node.target == path)
-        slow = seconds > 0.1 and time > seconds / 2
-        if share > 0.5 or slow:
+        if share > 0.5 or (seconds > 0.1 and time > seconds / 2):
             what = f"{share:.0%} of the parameters" if share > 0.5 else "more than half of the time"
             yield (
-                f"{path} ({type(model.get_submodule(path)).__name__}) is one layer and has {what}: "
+                f"{path} ({type(module).__name__}) is one layer and has {what}: "
                 f"{reason}" + (f":\n  {line}\n" if line else ". ") + "Where that can be in a "
                 "module of its own, the rest is cut (layers.whole lists all such modules)"
             )
@@ -209,108 +209,105 @@ def _large_modules(model: nn.Module, found: Traced) -> Iterator[str]:
 # Comparing
 
 
-def _check_layers(
-    model: nn.Module, layers: Converted, found: Traced, parts: list[Segment], call: _Arguments
-) -> None:
+def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None:
     """Compares the layers with the model.
 
     Raises:
-        RuntimeError: they differ; with the first layer that does.
+        RuntimeError: they differ; with the layer where they begin to.
     """
     for training in (True, False):
-        what = _difference(model, layers, call, training=training)
-        if what is None:
+        found = _compared(model, layers, call, training)
+        if found.same:
             continue
-        holders = [k for k, layer in enumerate(layers) if what in layer.state_dict()]
-        if what == "output":
-            what = f"the output in {'training' if training else 'evaluation'}"
-            again = unchanged(model, partial(found.again, training))
-            input = call_input(layers, *call())
-            first = unchanged(layers, partial(_first_layer, layers, parts, again, input))
+        held = [{name for name, _ in layer.named_modules()} for layer in layers]
+        outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
+        if outputs:
+            shared = {id(m): path for path, m in model.named_modules() if path}
+            located = _compared(model, layers, call, training, shared)
+            path, what = located.names[0].partition("#")[0], outputs[0]
         else:
-            what, first = f"the gradient of {what}", holders[-1] if holders else 0
+            what = found.names[-1]
+            path = what.removeprefix(_GRADIENT).rpartition(".")[0]
+        k = max((k for k, names in enumerate(held) if path in names), default=0)
+        before = f", or in what layer {k - 1} hands to it" if k else ""
+        shown = "\n".join(map(str, list(layers)[max(0, k - 1) : k + 1]))
         raise RuntimeError(
-            f"the layers do something else than {type(model).__name__}: {what} differs, first in "
-            f"layer {first}:\n{layers[first]}\nDoes the model do the same in every call? If not, "
-            "make it so, or move what is shown here into a module of its own"
+            f"the layers do something else than {type(model).__name__}: {what} in "
+            f"{'training' if training else 'evaluation'} differs ({found}), first in layer {k}"
+            f"{before}:\n{shown}\nDoes the model do the same in every call? If not, make it so, or "
+            "move what is shown here into a module of its own"
         )
 
 
-def _difference(
-    model: nn.Module, layers: nn.Module, call: _Arguments, *, training: bool
-) -> str | None:
-    """What differs between a model and its layers; None: nothing.
+def _compared(
+    model: nn.Module,
+    layers: nn.Module,
+    call: _Arguments,
+    training: bool,
+    shared: Mapping[int, str] | None = None,
+) -> Comparison:
+    """Compares outputs, buffers and, in training, gradients, with the same random numbers.
 
-    Outputs, buffers and, in training, gradients, with the same random numbers.
-
-    Returns:
-        ``"output"`` (or a buffer), or the last parameter whose gradient differs.
+    Args:
+        model: the model.
+        layers: and its layers.
+        call: makes the arguments.
+        training: the mode.
+        shared: the paths of modules whose outputs are compared before all else, in order.
     """
-    model.train(training)
-    layers.train(training)
-    expected, wanted = unchanged(model, partial(_run, model, call, training))
-    actual, gradients = unchanged(layers, partial(_run, layers, call, training))
-    if len(actual) != len(expected) or not all(map(_close, actual, expected)):
-        return "output"
-    differing = [name for name in wanted if not _close(wanted[name], gradients.get(name))]
-    return differing[-1] if differing else None
+    expected, actual = (
+        unchanged(module, partial(_values, module, call, training, shared or {}))
+        for module in (model, layers)
+    )
+    return compare(actual, expected)
 
 
-def _run(module: nn.Module, call: _Arguments, training: bool) -> tuple[list[Any], dict[str, Any]]:
-    """The outputs, with the buffers after them; and gradients by name."""
+def _values(
+    module: nn.Module, call: _Arguments, training: bool, shared: Mapping[int, str]
+) -> dict[str, Any]:
+    """What a run gives, by names for messages."""
+    found: dict[str, Any] = {}
+    handles = []
+    for part in module.modules():
+        if (path := shared.get(id(part))) is not None:
+
+            def note(_: Any, args: Any, output: Any, path: str = path) -> None:
+                for leaf in leaves_of(output):
+                    found[f"{path}#{len(found)}"] = leaf
+
+            handles.append(part.register_forward_hook(note))
+    module.train(training)
     args, kwargs = call()
-    with torch.set_grad_enabled(training):
-        outputs = leaves_of(module(*args, **kwargs))
+    try:
+        with torch.set_grad_enabled(training):
+            outputs = leaves_of(module(*args, **kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    found |= {f"output {k}": value for k, value in enumerate(outputs)}
     saved = module.state_dict().keys()
-    named = dict(pair for pair in module.named_buffers(remove_duplicate=False) if pair[0] in saved)
-    found = [*outputs, *(named[name] for name in sorted(named))]
-    values = [value.detach().clone() if isinstance(value, Tensor) else value for value in found]
+    found |= {
+        f"the buffer {name}": buffer.detach().clone()
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if name in saved
+    }
     roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
     leaves: dict[str, Any] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     for k, leaf in enumerate(leaves_of((args, kwargs))):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[f"input {k}"] = leaf
-    if not training or not roots or not leaves:
-        return values, {}
-    given = torch.autograd.grad(
-        roots, list(leaves.values()), list(map(_cotangent, roots)), allow_unused=True
-    )
-    return values, dict(zip(leaves, given, strict=True))
+    if training and roots and leaves:
+        given = torch.autograd.grad(
+            roots, list(leaves.values()), list(map(_cotangent, roots)), allow_unused=True
+        )
+        found |= {_GRADIENT + n: g for n, g in zip(leaves, given, strict=True)}
+    return found
 
 
 def _cotangent(root: Tensor) -> Tensor:
     """A gradient that differs from element to element."""
     steps = torch.arange(root.numel(), device=root.device) % 17 - 8
     return (steps / 8).reshape(root.shape).to(root.dtype)
-
-
-def _close(a: Any, b: Any) -> bool:
-    """Whether two values are the same, to rounding."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return equal(a, b)
-    try:
-        torch.testing.assert_close(a, b, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
-
-
-def _first_layer(layers: Converted, parts: list[Segment], trace: Any, input: Any) -> int:
-    """The index of the first layer that gives another value than the model did in a trace."""
-    values = {node.meta["key"]: node.meta["value"] for node in live(trace)}
-    skips: dict[Any, Any] = {}
-    for k, (layer, segment) in enumerate(zip(layers, parts, strict=True)):
-        assert isinstance(layer, ConvertedLayer)
-        with use_store(skips):
-            input = layer(input)
-        if segment.gives is None:
-            break
-        given = [input] if len(segment.gives) == 1 else list(input)
-        given += [skips[layer._skip_namespaces[name], name] for name in layer._syncpipe_skips.stash]
-        pairs = zip(given, segment.given, strict=True)
-        if not all(_close(value, values.get(node.meta["key"])) for value, node in pairs):
-            return k
-    return len(layers) - 1
 
 
 # Calling

@@ -16,6 +16,8 @@ import dataclasses
 import enum
 import linecache
 import operator
+import random
+import re
 import sys
 import threading
 import time
@@ -33,12 +35,11 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.data import storage_of
 from syncpipe.runtime.locks import forkable
 
 __all__ = [
-    "COLLECTED", "DEVICE", "TRAINING", "Call", "Fault", "Function", "Text", "Tracer", "guard",
-    "leaves_of", "map_tree", "plain",
+    "COLLECTED", "DEVICE", "Call", "Fault", "Function", "Objects", "Tracer", "equal", "guard",
+    "leaves_of", "map_tree", "nodes_of",
 ]  # fmt: skip
 
 #: The path of the module that is at fault, the line of its code, and what is wrong.
@@ -46,19 +47,10 @@ Fault = tuple[str, str, str]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
 _tracing_lock = forkable()
-#: What tells Python nothing that another batch or another length would change.
-_TELLS_NOTHING = frozenset(
-    {
-        "dim", "ndim", "ndimension", "device", "dtype", "layout", "requires_grad", "is_cuda",
-        "is_leaf", "grad_fn", "is_contiguous", "is_floating_point", "is_complex", "is_sparse",
-        "is_quantized", "is_nested", "is_meta", "is_cpu", "is_xpu", "is_mps", "itemsize",
-        "element_size", "get_device", "type", "_version", "is_tensor", "is_inference", "names",
-        "is_conj", "is_neg", "__repr__", "__format__", "__hash__", "has_names", "stride",
-        "storage_offset", "is_signed", "is_shared", "is_pinned", "_is_view", "retains_grad",
-        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "finfo", "_assert",
-        "is_same_size", "result_type", "promote_types", "can_cast", "broadcast_shapes", "data_ptr",
-        "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "is_hpu",
-    }
+#: Numbers that no other batch and no other length would change.
+_CONSTANT = frozenset(
+    {"dim", "ndim", "ndimension", "itemsize", "element_size", "get_device", "_version", "stride",
+     "storage_offset", "data_ptr", "__hash__"}
 )  # fmt: skip
 #: Python decides by a value.
 _DECIDES = frozenset(
@@ -68,41 +60,19 @@ _DECIDES = frozenset(
 #: Python takes values out of a tensor, or puts them in.
 _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage", "__set__",
                     "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
-#: Methods that fx writes as operators.
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "true_divide": operator.truediv, "floor_divide": operator.floordiv, "pow": operator.pow,
-    "matmul": operator.matmul, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
-    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "neg": operator.neg,
-    "remainder": operator.mod,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "invert": operator.invert,
-    "truediv": operator.truediv, "floordiv": operator.floordiv, "mod": operator.mod,
-    "getitem": operator.getitem, "setitem": operator.setitem,
-}  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
 _DICTS = (dict, immutable_dict)
 _NOT_THE_MODEL = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0])
 
 
-class Text:
-    """An argument that the generated code has as this text.
-
-    Args:
-        text: an expression.
-        values: objects that it uses by a name.
-    """
-
-    def __init__(self, text: str, values: Mapping[str, Any] | None = None) -> None:
-        self.text, self.values = text, dict(values or {})
-
+class _Device:
     def __repr__(self) -> str:
-        return self.text
+        return "self._device"
 
 
 #: The device where a layer is; it becomes that of a tensor, where the layer is given one.
-DEVICE = Text("self._device")
-TRAINING = Text("self.training")
+DEVICE: Any = _Device()
 
 
 class Function:
@@ -122,11 +92,21 @@ class Function:
         """As ``fn``."""
         return self.fn(*args, **kwargs)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and self.fn == other.fn
+    def __repr__(self) -> str:
+        return f"{self.__name__}#{hash(self.fn)}"
 
-    def __hash__(self) -> int:
-        return hash(self.__name__)
+
+class Objects(dict[str, Any]):
+    """What a model uses besides its own tensors and plain values, by the names in the code."""
+
+    def name(self, value: Any) -> str:
+        """The name of an object: the same in every run that uses this one, or one like it."""
+        for name, known in self.items():
+            if known is value or (not isinstance(value, Tensor) and equal(known, value)):
+                return name
+        name = f"_{type(value).__name__}_{len(self)}"
+        self[name] = value
+        return name
 
 
 #: Where lines go that decide otherwise, while it is tried whether that matters.
@@ -163,11 +143,11 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
             dict or slice. By default such trees are made anew.
     """
     kind = type(tree)
-    if isinstance(tree, (Tensor, Text, fx.Node)):
+    if isinstance(tree, (Tensor, fx.Node)):
         return fn(tree)
     if kind in (tuple, list, torch.Size, immutable_list):  # fx makes lists immutable
         new = [map_tree(fn, value, build) for value in tree]
-        if all(a is b for a, b in zip(new, tree, strict=True)):
+        if all(map(operator.is_, new, tree)):
             return tree
         return new if isinstance(tree, list) else tuple(new) if build else kind(new)
     if kind is slice:
@@ -189,8 +169,6 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
 
 def _fields(value: Any) -> dict[Any, Any] | None:
     """What is in a mapping, dataclass or named tuple; None for anything else."""
-    if isinstance(value, dict) and type(value) in _DICTS:
-        return value
     if isinstance(value, tuple):
         if not hasattr(value, "_fields") or type(value).__module__ == "torch.return_types":
             return None
@@ -212,10 +190,23 @@ def leaves_of(tree: Any) -> list[Any]:
     return found
 
 
+def nodes_of(tree: Any) -> list[fx.Node]:
+    """The nodes in a tree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, fx.Node)]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, as far as they tell."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:
+        return False
+
+
 # Numbers that know where they come from
 
 
-class _Traced:
+class _Number:
     """A number with the node that gave it; Python's code takes it for any other number."""
 
     node: fx.Node
@@ -228,15 +219,15 @@ class _Traced:
         return plain(self)
 
 
-class _Int(int, _Traced):
+class _Int(_Number, int):
     pass
 
 
-class _Float(float, _Traced):
+class _Float(_Number, float):
     pass
 
 
-class _Bool(int, _Traced):
+class _Bool(_Number, int):
     pass
 
 
@@ -249,23 +240,18 @@ def plain(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, _Float) else value
 
 
-def _computing(fn: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+def _computing(
+    fn: Callable[..., Any], *, reflected: bool = False, decides: bool = False
+) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         args = (*others, self) if reflected else (self, *others)
-        return self.tracer.computed(fn, args, fn(*map(plain, args)))
-
-    return method
-
-
-def _comparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return NotImplemented
-        result = fn(plain(self), plain(other))
-        self.tracer.decided(self.tracer.computed(fn, (self, other), result), result)
-        return result
+        result = fn(*map(plain, args))
+        number = self.tracer.computed(fn, args, result)
+        if decides:
+            self.tracer.decided(number, result)
+        return result if decides else number
 
     return method
 
@@ -282,22 +268,20 @@ def _showing(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: fn(plain(self), *args)
 
 
-for _cls in (_Int, _Float, _Bool):
-    for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
-                  "lshift", "rshift"):  # fmt: skip
-        _fn, _bare = getattr(operator, _name), _name.rstrip("_")
-        if hasattr(_cls, f"__{_bare}__"):
-            setattr(_cls, f"__{_bare}__", _computing(_fn))
-            setattr(_cls, f"__r{_bare}__", _computing(_fn, reflected=True))
-    for _name in ("neg", "abs", "pos"):
-        setattr(_cls, f"__{_name}__", _computing(getattr(operator, _name)))
-    for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(_cls, f"__{_name}__", _comparing(getattr(operator, _name)))
-    for _name, _use in (("hash", hash), ("bool", bool), ("int", int), ("float", float),
-                        ("round", round), ("divmod", divmod), ("trunc", int)):  # fmt: skip
-        setattr(_cls, f"__{_name}__", _deciding(_use))
-    for _name, _show in (("repr", repr), ("str", str), ("format", format)):
-        setattr(_cls, f"__{_name}__", _showing(_show))
+for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
+              "lshift", "rshift"):  # fmt: skip
+    _bare = _name.rstrip("_")
+    setattr(_Number, f"__{_bare}__", _computing(getattr(operator, _name)))
+    setattr(_Number, f"__r{_bare}__", _computing(getattr(operator, _name), reflected=True))
+for _name in ("neg", "abs", "pos"):
+    setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name), decides=True))
+for _name, _use in (("hash", hash), ("bool", bool), ("int", int), ("float", float),
+                    ("round", round), ("divmod", divmod), ("trunc", int)):  # fmt: skip
+    setattr(_Number, f"__{_name}__", _deciding(_use))
+for _name, _show in (("repr", repr), ("str", str), ("format", format)):
+    setattr(_Number, f"__{_name}__", _showing(_show))
 
 
 # The trace
@@ -329,14 +313,14 @@ class Tracer(TorchFunctionMode):
     A node has in its ``meta``: ``key``, its place in the run; ``owner``, the path of the module
     whose forward did it, and ``line``, where; ``value``; ``writes``, whether it writes into one of
     its arguments; ``grad``, whether gradients were on; ``pure``, whether it may be left out where
-    nobody uses what it gives; ``seconds``, for modules.
+    nobody uses what it gives; ``seconds``, for modules; ``name``, for the code.
 
     Args:
         model: the model.
         leaves: the paths of its leaf modules.
         paths: the path of every module.
         names: of the tensors that are its inputs.
-        copies: keep copies of values, as they are when they are given.
+        objects: what the model uses besides, in all traces of it.
 
     Attributes:
         root: what the model did.
@@ -352,28 +336,25 @@ class Tracer(TorchFunctionMode):
         leaves: Any,
         paths: Mapping[nn.Module, str],
         names: list[str],
-        *,
-        copies: bool = False,
+        objects: Objects,
     ) -> None:
         super().__init__()
         self._model, self._leaves, self._paths, self._names = model, leaves, paths, names
-        self._copies, self._device = copies, next(model.parameters()).device
+        self._objects, self._device = objects, next(model.parameters()).device
         self._graph = fx.Graph()
         self.root = self._call = Call("", ())
         self.faults: list[Fault] = []
         self.inputs: list[fx.Node] = []
         self.output: Any = None
         self.result: Any = None
-        self._nodes: dict[int, Any] = {}
+        self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []  # so that no id is used again
         self._entering: nn.Module | None = None
         self._off = False
         self._thread = threading.get_ident()
-        self._mode = _mode(self._device)
+        self._mode, self._drawn = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            node = self._graph.create_node("get_attr", name, name=name.replace(".", "_"))
-            node.meta.update(key=("attribute", name), value=tensor, pure=True)
-            self._know(tensor, node)
+            self._outside("get_attr", name, ("attribute", name), tensor)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Runs the model; tensors in the arguments are its inputs, in order.
@@ -386,10 +367,7 @@ class Tracer(TorchFunctionMode):
             if not isinstance(leaf, Tensor):
                 return leaf
             own, k = leaf.detach().requires_grad_(leaf.requires_grad), len(self.inputs)
-            node = self._graph.placeholder(self._names[k])
-            node.meta.update(key=("input", k), value=own, pure=True, owner="", line="", grad=True)
-            self._know(own, node)
-            self.inputs.append(node)
+            self.inputs.append(self._outside("placeholder", self._names[k], ("input", k), own))
             return own
 
         args, kwargs = map_tree(entering, (args, kwargs))
@@ -399,24 +377,40 @@ class Tracer(TorchFunctionMode):
         self._off = True
         return self
 
+    @property
+    def live(self) -> set[fx.Node]:
+        """The nodes that somebody misses if they are not done."""
+        pending = nodes_of(self.output)
+        pending += [node for node in self.root.nodes() if not node.meta["pure"]]
+        found: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                pending += node.all_input_nodes
+        return found
+
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         kinds = {cls for module in self._paths for cls in type(module).__mro__}
-        with ExitStack() as stack:
-            for cls in kinds:
-                if issubclass(cls, nn.Module) and "__call__" in cls.__dict__:
-                    called: Any = cls.__dict__["__call__"]
-                    stack.enter_context(patch.object(cls, "__call__", self._calling(called)))
-            applied = classmethod(self._applying(torch.autograd.Function.__dict__["apply"]))
-            stack.enter_context(patch.object(torch.autograd.Function, "apply", applied))
-            stack.enter_context(patch.object(builtins, "len", self._len))
-            causal = self._is_causal(transformer._detect_is_causal_mask)
-            stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", causal))
-            encoder = self._encoder(nn.TransformerEncoder.forward)
-            stack.enter_context(patch.object(nn.TransformerEncoder, "forward", encoder))
+        replaced: list[tuple[Any, str, Any]] = [
+            (cls, "__call__", self._calling(cls.__dict__["__call__"]))
+            for cls in kinds
+            if issubclass(cls, nn.Module) and "__call__" in cls.__dict__
+        ]
+        applied = self._applying(torch.autograd.Function.__dict__["apply"])
+        replaced += [
+            (torch.autograd.Function, "apply", classmethod(applied)),
+            (builtins, "len", self._len),
+            (transformer, "_detect_is_causal_mask", self._is_causal(_CAUSAL.fn)),
+            (nn.TransformerEncoder, "forward", self._encoder(nn.TransformerEncoder.forward)),
+        ]
+        if hasattr(torch.compiler, "_is_compiling_flag"):
             # Code that looks at values where it is not compiled stays away from them.
-            if hasattr(torch.compiler, "_is_compiling_flag"):
-                stack.enter_context(patch.object(torch.compiler, "_is_compiling_flag", True))
+            replaced.append((torch.compiler, "_is_compiling_flag", True))
+        with ExitStack() as stack:
+            for thing, name, value in replaced:
+                stack.enter_context(patch.object(thing, name, value))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self)
             yield
@@ -440,6 +434,7 @@ class Tracer(TorchFunctionMode):
             try:
                 return call(module, *args, **kwargs)
             finally:
+                self._check_draws()
                 self._call, self._entering = outer, entering
 
         return called
@@ -465,8 +460,7 @@ class Tracer(TorchFunctionMode):
         def traced(mask: Any, is_causal: bool | None = None, size: int | None = None) -> Any:
             if self._idle or mask is None or is_causal is not None:
                 return detect(mask, is_causal, size)
-            target = Function(detect, "is_causal_mask")
-            return self._perform("call_function", target, detect, (mask, None, size), {})
+            return self._perform("call_function", _CAUSAL, detect, (mask, None, size), {})
 
         return traced
 
@@ -480,27 +474,22 @@ class Tracer(TorchFunctionMode):
             src_key_padding_mask: Any = None,
             is_causal: bool | None = None,
         ) -> Any:
-            if self._idle:
-                return forward(encoder, src, mask, src_key_padding_mask, is_causal)
-            other, kind = F._none_or_dtype(mask), src.dtype
-            padding = F._canonical_mask(
-                src_key_padding_mask, "src_key_padding_mask", other, "mask", kind
-            )
-            mask = F._canonical_mask(mask, "mask", None, "", kind, False)
-            x = src
-            if nests := padding is not None and mask is None and _could_nest(encoder):
-                check = getattr(encoder, "mask_check", True)
-                trains = any(p.requires_grad for p in encoder.layers[0].parameters())
-                given = (src, padding, TRAINING, check, trains)
-                x, padding = self._perform("call_function", _NESTED, _nested, given, {})
-            attention: Any = encoder.layers[0].self_attn
-            length = transformer._get_seq_len(src, attention.batch_first)
-            causal = transformer._detect_is_causal_mask(mask, is_causal, length)
-            for layer in encoder.layers:
-                x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding)
-            if nests:
-                x = self._perform("call_function", _PADDED, _padded, (x, tuple(src.shape)), {})
-            return x if encoder.norm is None else encoder.norm(x)
+            padding, name = src_key_padding_mask, "src_key_padding_mask"
+            nests = getattr(encoder, "use_nested_tensor", False) and not encoder.training
+            if self._idle or not nests or mask is not None or padding is None:
+                return forward(encoder, src, mask, padding, is_causal)
+            padding = F._canonical_mask(padding, name, None, "mask", src.dtype)
+            check = getattr(encoder, "mask_check", True)
+            trains = any(p.requires_grad for p in encoder.layers[0].parameters())
+            given = (src, padding, check, trains)
+            x, padding = self._perform("call_function", _NESTED, _nested, given, {})
+            norm, encoder.norm = encoder.norm, None  # comes when it is padded again
+            try:
+                x = forward(encoder, x, None, padding, is_causal)
+            finally:
+                encoder.norm = norm
+            x = self._perform("call_function", _PADDED, _padded, (x, tuple(src.shape)), {})
+            return x if norm is None else norm(x)
 
         return traced
 
@@ -511,72 +500,68 @@ class Tracer(TorchFunctionMode):
         if self._off:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__":
+        attribute = name == "__get__"
+        if attribute:
             name = func.__self__.__name__
-            if name == "shape":
-                return self._sizes(args[0], func(args[0]))
-            if name in _TELLS_NOTHING:
-                return func(*args)
-            return self._perform(
-                "call_function", getattr, lambda x, _: func(x), (args[0], name), {}
-            )
+        if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
+            return self._sizes(args[0], func(args[0]))
         if name in _READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
-            return func(*args, **kwargs)
         if name in _DECIDES:
             self._fault("what it does next depends on the values in a tensor")
-            return func(*map(plain, args), **kwargs)
-        if name in _TELLS_NOTHING and not (name == "type" and len(args) > 1):
-            return func(*map(plain, args), **kwargs)
-        if name == "size" and len(args) == 1 and not kwargs:
-            return self._sizes(args[0], func(args[0]))
+        if name in _CONSTANT or name in _READS or name in _DECIDES:
+            return func(*map_tree(plain, args), **kwargs)
+        if attribute:
+            given = (args[0], name)
+            return self._perform("call_function", getattr, lambda x, _: func(x), given, {})
         own: Any = getattr(Tensor, name, None)
-        if own is func:
-            bare = name.strip("_") if name.startswith("__") else name
-            if bare in _OPERATORS and not kwargs:
-                return self._perform("call_function", _OPERATORS[bare], func, args, kwargs)
-            if name.startswith("__r") and bare[1:] in _OPERATORS and len(args) == 2:
-                swapped = lambda a, b: func(b, a)  # noqa: E731
-                return self._perform(
-                    "call_function", _OPERATORS[bare[1:]], swapped, args[::-1], kwargs
-                )
-            return self._perform("call_method", name, func, args, kwargs)
-        return self._perform("call_function", _named(func), func, args, kwargs)
+        if own is not func:
+            return self._perform("call_function", _named(func), func, args, kwargs)
+        written: Any = getattr(operator, name, None)  # which fx writes as an operator
+        turned: Any = getattr(operator, f"__{name[3:]}", None) if name.startswith("__r") else None
+        if written is not None and not kwargs:
+            return self._perform("call_function", written, func, args, {})
+        if turned is not None and len(args) == 2:
+            swapped = lambda a, b: own(b, a)  # noqa: E731
+            return self._perform("call_function", turned, swapped, args[::-1], {})
+        return self._perform("call_method", name, func, args, kwargs)
 
     def _sizes(self, tensor: Tensor, sizes: torch.Size) -> torch.Size:
         node = self._nodes.get(id(tensor))
         if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
             return sizes
-        parts = [
-            self._place("call_method", "size", (node, k), pure=True) for k in range(len(sizes))
-        ]
         return torch.Size(
-            [self._number(part, size) for part, size in zip(parts, sizes, strict=True)]
+            [
+                self._number(self._place("call_method", "size", (node, k), pure=True), size)
+                for k, size in enumerate(sizes)
+            ]
         )
 
     def _perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Does one thing, and writes it down."""
+        self._check_draws()
         given = self._lift(args), self._lift(kwargs)
         tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         mode, start = _mode(self._device), time.perf_counter()
         self._off = True
         try:
-            result = fn(*map_tree(_real, args), **map_tree(_real, kwargs))
+            result = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
         finally:
             self._off = False
-        if op != "call_module" and not any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
-            nodes = [leaf for leaf in leaves_of(given) if isinstance(leaf, fx.Node)]
-            attribute = target is getattr and not isinstance(result, (int, float))
-            if attribute or not nodes:
+        seconds, self._drawn = time.perf_counter() - start, random.getstate()
+        written = [
+            t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
+        ]
+        counts = any(_counts(leaf) for leaf in leaves_of(result))
+        if op != "call_module" and not written and target is not _CAUSAL:
+            lone = not nodes_of(given) or (target is getattr and not _counts(result))
+            if not counts or (lone and not any(isinstance(t, Tensor) for t in leaves_of(result))):
                 return result
         node = self._place(op, target, *given)
-        node.meta["seconds"] = time.perf_counter() - start
-        written = [t for t, v in zip(tensors, versions, strict=True) if v != t._version]
-        node.meta["writes"] = bool(written)
+        node.meta.update(seconds=seconds, writes=bool(written))
         if mode != self._mode:
             self._fault("the model runs this under another mode (autocast, inference_mode)")
         for tensor in written:  # from here on it is what this node made of it
@@ -593,34 +578,28 @@ class Tracer(TorchFunctionMode):
         if isinstance(result, Tensor):
             if id(result) in self._nodes and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the very tensor that it was given
-            meta["value"] = result.detach().clone() if self._copies else result
-            self._know(result, node)
-            return result
-        if isinstance(result, bool) and node.target == _CAUSAL:
+        elif isinstance(result, (int, float)) and (_counts(result) or node.target is _CAUSAL):
+            meta["pure"] = node.op != "call_module"
             return self._number(node, result)
-        if isinstance(result, (bool, str, type(None), torch.dtype, torch.device, torch.layout)):
-            meta["pure"] = meta["pure"] or node.op in ("call_function", "call_method")
-            return result
-        if isinstance(result, (int, float)):
-            meta["pure"] = True
-            return self._number(node, result)
-        fields = _fields(result)
-        named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
-        if fields is None and not isinstance(result, (tuple, list)):
-            meta["value"] = result
-            self._know(result, node)
+        elif isinstance(result, _PLAIN):
             return result
         meta["value"] = result
-        old: dict[Any, Any] = dict(enumerate(result)) if fields is None else fields
-        get = operator.getitem if fields is None or not named else getattr
-        new = {}
-        for at, value in old.items():
-            part = self._part(get, (node, at), (*meta["key"], at), None)
-            new[at] = self._known(part, value, written)
+        old = _fields(result)
+        named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
+        get = operator.getitem if old is None or not named else getattr
+        if old is None and isinstance(result, (tuple, list)):
+            old = dict(enumerate(result))
+        if old is None:
+            self._know(result, node)
+            return result
+        new = {
+            at: self._known(self._part(get, (node, at), (*meta["key"], at), None), value, written)
+            for at, value in old.items()
+        }
         if all(new[at] is value for at, value in old.items()):
             return result
         if type(result) in (tuple, list, torch.Size):
-            return type(result)(list(new.values()))
+            return type(result)(new.values())
         return new if type(result) is dict else result
 
     # What is written down
@@ -630,12 +609,11 @@ class Tracer(TorchFunctionMode):
     ) -> fx.Node:
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
-        node = self._graph.create_node(
-            op, target, tuple(args), dict(kwargs or {}), name=name.replace(".", "_").strip("_")
-        )
+        node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
         node.meta.update(
             key=(*call.key, call.count), owner=call.owner, line=line_in_model(), pure=pure,
             writes=False, grad=torch.is_grad_enabled(), value=None,
+            name=_identifier(name),
         )  # fmt: skip
         call.entries.append(node)
         call.count += 1
@@ -647,7 +625,16 @@ class Tracer(TorchFunctionMode):
         node.meta.update(key=key, value=value)
         return node
 
-    def _know(self, value: Any, node: fx.Node | Text) -> None:
+    def _outside(self, op: str, target: str, key: tuple[Any, ...], value: Any) -> fx.Node:
+        """The node of something that is there before the model runs."""
+        node = self._graph.create_node(op, target, name=_identifier(target))
+        node.meta.update(
+            key=key, value=value, pure=True, owner="", line="", grad=True, name=_identifier(target)
+        )
+        self._know(value, node)
+        return node
+
+    def _know(self, value: Any, node: fx.Node) -> None:
         self._nodes[id(value)] = node
         self._kept.append(value)
 
@@ -681,32 +668,25 @@ class Tracer(TorchFunctionMode):
         return self._place("call_function", _named(cls), args, kwargs, pure=True)
 
     def _lifted(self, leaf: Any) -> Any:
-        if isinstance(leaf, _Traced):
+        if isinstance(leaf, _Number):
             return leaf.node
         if isinstance(leaf, torch.device):
             same = leaf.type == self._device.type and leaf.index in (None, self._device.index)
             return DEVICE if same else leaf
-        if isinstance(leaf, Text):
-            return leaf
         if isinstance(leaf, _PLAIN) and not isinstance(leaf, enum.Enum):
             return float(leaf) if isinstance(leaf, float) else leaf  # NumPy's are floats, too
-        node = self._nodes.get(id(leaf))
-        if node is not None:
-            return node
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                self._fault("a Tensor that is no part of the model is used")
-            node = self._graph.create_node("get_attr", f"_constant_{len(self._kept)}")
-            node.meta.update(
-                key=("constant", id(leaf)), value=leaf, pure=True, line=line_in_model()
-            )
-            self._know(leaf, node)
-            return node
-        if isinstance(leaf, nn.Module):
+        if id(leaf) in self._nodes:
+            return self._nodes[id(leaf)]
+        if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
-        name = f"_{type(leaf).__name__}_{len(self._kept)}"
-        self._know(leaf, text := Text(name, {name: leaf}))
-        return text
+        name = self._objects.name(leaf)
+        return self._outside("get_attr", name, ("object", name), leaf)
+
+    def _check_draws(self) -> None:
+        state = random.getstate()
+        if state != self._drawn:
+            self._fault("what it does next depends on Python's random numbers")
+            self._drawn = state
 
     def _fault(self, what: str) -> None:
         self.faults.append((self._call.owner, line_in_model(), what))
@@ -724,9 +704,15 @@ def line_in_model() -> str:
     return ""
 
 
-def _real(leaf: Any) -> Any:
-    """What a function really gets: modes are those of the run."""
-    return plain(leaf) if leaf is not TRAINING else True
+def _identifier(name: str) -> str:
+    return re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_"))
+
+
+def _counts(leaf: Any) -> bool:
+    """Whether a result may be another one for another batch, or for other values."""
+    return not isinstance(leaf, _PLAIN) or (
+        type(leaf) is not bool and isinstance(leaf, (int, float))
+    )
 
 
 def _remade(cls: Any, fields: dict[Any, Any]) -> bool:
@@ -752,8 +738,9 @@ def _named(fn: Any) -> Any:
 
 
 def _alias(tensor: Tensor) -> Tensor:
+    """Another object for a tensor, so that it is told from what it was made of."""
     with torch._C.DisableTorchFunction():
-        return tensor.view_as(tensor) if storage_of(tensor) else tensor
+        return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor
 
 
 def _mode(device: torch.device) -> Any:
@@ -766,20 +753,15 @@ def _written(tensor: Tensor, writer: Any) -> Tensor:
     return tensor
 
 
-# What ``nn.TransformerEncoder`` does with padding, in three functions
-
-
-def _could_nest(encoder: nn.TransformerEncoder) -> bool:
-    return bool(getattr(encoder, "use_nested_tensor", False))
+# What ``nn.TransformerEncoder`` does with padding in evaluation
 
 
 def _nested(
-    src: Tensor, padding: Tensor, training: bool, check: bool, trains: bool
+    src: Tensor, padding: Tensor, check: bool, trains: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The input of the first layer, nested where PyTorch would nest it, and the padding."""
     if (
-        training
-        or src.dim() != 3
+        src.dim() != 3
         or (torch.is_grad_enabled() and (trains or src.requires_grad))
         or not torch.backends.mha.get_fastpath_enabled()
         or torch.is_autocast_enabled()

@@ -1,9 +1,11 @@
-"""Models as people write them: not one of them is a chain of layers."""
+"""Models as people write them, in one table: not one of them is a chain of layers."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,3 +128,282 @@ def tokens(batch: int = 5, length: int = 7) -> tuple[Tensor, Tensor]:
     mask = torch.ones(batch, length, dtype=torch.bool)
     mask[:, -2:] = False
     return ids, mask
+
+
+class Pair(nn.Module):
+    """Two layers, and what a subclass does between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.between(self.a(x)))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Modes(Pair):
+    """Does something else in training than in evaluation: parameters, outputs, skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.auxiliary = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        early = self.a(x)
+        late = early * 3 if self.training else early
+        if self.training:
+            late = late + self.extra(x * 2)
+        late = self.b(late)
+        if self.training:
+            return late, self.auxiliary(early)
+        return late - early
+
+
+class Carries(Pair):
+    """Hands a value that only training has to a later layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = x[:, :1] * 2 if self.training else None
+        x = self.b(self.a(x))
+        return x + small if self.training else x
+
+
+class Twice(torch.autograd.Function):
+    """Has a backward that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 7
+
+
+class OwnBackward(Pair):
+    def between(self, x: Tensor) -> Tensor:
+        return Twice.apply(x)
+
+
+class WritesIntoInput(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        x[:, 0] = 2.0
+        return self.b(self.a(x.type(torch.float32)) * x)
+
+
+class WithoutGradients(Pair):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(-1, keepdim=True) + 1
+        return x / scale
+
+
+class WritesUnderAnotherName(Pair):
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.c, self.early = nn.Linear(4, 4), early
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * 2 if self.early else self.a(x)
+        half = whole[:, :2]
+        y = self.b(self.a(x) if self.early else x)
+        half += y[:, :2]
+        return self.c(whole)
+
+
+class Expands(Pair):
+    """Decides by the batch size what makes no difference."""
+
+    def between(self, x: Tensor) -> Tensor:
+        where = torch.arange(4.0)[None]
+        if x.shape[0] != where.shape[0]:
+            where = where.expand(x.shape[0], -1)
+        return x + where
+
+
+class UsesLen(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.rand(1, 4))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.start.expand(len(x), -1)
+
+
+class Halves(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.shape[0] > 2 else self.b(x)
+
+
+class Outputs(Pair):
+    """Gives a mapping."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        result = self.kind()
+        result["out"] = self.b(self.a(x))
+        result["aux"] = result["out"] + 1
+        return result
+
+
+class Functional(nn.Module):
+    """Functions use parameters, one of them twice, one of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.rand(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.w)
+        return F.linear(F.linear(x, self.inner.weight), self.w)
+
+
+class Backwards(nn.Module):
+    """Runs its modules in another order than it has them, with weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.linear, self.unused = nn.Linear(4, 4), nn.Linear(2, 2)
+        self.register_buffer("own", torch.rand(4))
+        self.register_buffer("unsaved", torch.rand(4), persistent=False)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.tied(self.first(x)))
+        return self.last(x + self.own + self.unsaved)
+
+
+class Awkward(nn.Module):
+    """Has children of names that a layer may have for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.code, self.device, self.signature = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.takes = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.skips[1](self.skips[0](x)) * self.takes
+        return self.signature(self.device(self.code(y))) + x + torch.arange(4, device=x.device)
+
+
+# PyTorch's own transformers
+
+
+def _layer(kind: Any) -> nn.Module:
+    return kind(8, 2, 16, 0.0, batch_first=True)
+
+
+class Encoder(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.encoder = nn.TransformerEncoder(_layer(nn.TransformerEncoderLayer), 3, **options)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.encoded(ids, self.tokens(ids)))
+
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def causal(ids: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(ids.size(1))
+
+
+class Causal(Encoder):
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.encoder(x, causal(ids))
+
+
+class Hinted(Encoder):
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.encoder(x, causal(ids), is_causal=True)
+
+
+class Padded(Encoder):
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=ids == 0)
+
+
+class Decoder(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = None
+        self.decoder = nn.TransformerDecoder(_layer(nn.TransformerDecoderLayer), 3, nn.LayerNorm(8))
+
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.decoder(x, x.flip(1), causal(ids), memory_key_padding_mask=ids == 0)
+
+
+class Both(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = None
+        self.transformer = nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True)
+
+    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.transformer(x, x, tgt_mask=causal(ids), src_key_padding_mask=ids == 0)
+
+
+def padded(batch: int, length: int = 7, *, left: bool = False) -> tuple[Tensor]:
+    """Tokens, with padding at the end of all rows but the first (or at their begin)."""
+    ids = torch.randint(1, 20, (batch, length))
+    ids[1:, : 2 if left else 0] = 0
+    ids[1:, length if left else -2 :] = 0
+    return (ids,)
+
+
+class Case(NamedTuple):
+    """A model, arguments for so many samples, and how many layers there are in it."""
+
+    build: Callable[[], nn.Module]
+    sample: Callable[..., tuple[Tensor, ...]]
+    layers: int
+
+
+def rows(width: int = 4) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda batch: (torch.randn(batch, width),)
+
+
+CASES = {
+    "resnet": Case(ResNet, rows(6), 11),
+    "dense": Case(Dense, rows(6), 5),
+    "transformer": Case(Transformer, tokens, 29),
+    "other in training": Case(Modes, rows(), 2),
+    "carries in training": Case(Carries, rows(), 2),
+    "own backward": Case(OwnBackward, rows(), 2),
+    "writes into its input": Case(WritesIntoInput, rows(), 2),
+    "without gradients": Case(WithoutGradients, rows(), 2),
+    "writes under another name": Case(lambda: WritesUnderAnotherName(early=False), rows(), 2),
+    "writes into a view": Case(lambda: WritesUnderAnotherName(early=True), rows(), 2),
+    "expands": Case(Expands, rows(), 2),
+    "len": Case(UsesLen, rows(), 3),
+    "decides by a size inside": Case(
+        lambda: nn.Sequential(ResNet(4), nn.Linear(2, 4), Halves(), nn.Linear(4, 4)), rows(), 14
+    ),
+    "dict": Case(lambda: Outputs(dict), rows(), 2),
+    "OrderedDict": Case(lambda: Outputs(OrderedDict), rows(), 2),
+    "UserDict": Case(lambda: Outputs(UserDict), rows(), 2),
+    "functional": Case(Functional, rows(), 3),
+    "backwards": Case(Backwards, rows(), 4),
+    "awkward names": Case(Awkward, rows(), 6),
+    "encoder": Case(Encoder, padded, 5),
+    "causal": Case(Causal, padded, 5),
+    "causal, as said": Case(Hinted, padded, 5),
+    "padded": Case(Padded, padded, 5),
+    "padded, not nested": Case(lambda: Padded(enable_nested_tensor=False), padded, 5),
+    "padded, not checked": Case(lambda: Padded(mask_check=False), padded, 5),
+    "padded, with a norm": Case(lambda: Padded(norm=nn.LayerNorm(8)), padded, 6),
+    "decoder": Case(Decoder, padded, 6),
+    "nn.Transformer": Case(Both, padded, 8),
+}
