@@ -44,7 +44,7 @@ from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.build import ScheduleLike
 from syncpipe.skip import verify_skippables
-from syncpipe.stages.run import Partition
+from syncpipe.stages.stage import Partition
 
 __all__ = ["Layout", "first_layout"]
 

@@ -1,7 +1,7 @@
-"""One mini-batch on its way, and what the two drivers have in common.
+"""One mini-batch on its way, and what the drivers have in common.
 
-``forward`` (``pipe(x)``) and ``training`` (``pipe.train_batch(...)``) run different actions, but
-over the same stages, edges and engine, and a call of either begins and ends in the same way.
+``pipe(x)``, ``pipe.train_batch(...)`` and all others run different programs, but over the same
+stages, edges and engine, and a call of any of them begins and ends in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.data import hidden_tensor, map_tensors, objects_in, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
-from syncpipe.options import ByLayer, Selective, StageMode
+from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run, Task
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
@@ -31,15 +31,11 @@ from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, sam
 from syncpipe.runtime.thread_state import CallerState
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.steps import Edge, Steps
-from syncpipe.stages.by_layer import divided
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.stages.run import CallContext
-from syncpipe.stages.sharing.replicas import CallReplicas
-from syncpipe.stages.sharing.stand_ins import StandIns
-from syncpipe.stages.sharing.ties import CallTies
-from syncpipe.stages.transfer import sent
+from syncpipe.stages.run import StageRun
+from syncpipe.stages.sharing import CallReplicas, CallTies, stand_in
 
-__all__ = ["Call", "EntryEvent", "begun", "needs_graph"]
+__all__ = ["Call", "EntryEvent", "MiniBatch", "needs_graph", "sent"]
 
 _T = TypeVar("_T")
 
@@ -56,27 +52,87 @@ class EntryEvent(NamedTuple):
     event: Any
 
 
-class Call:
-    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
-
-    Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
-    ``pipeline.stages``, and in all lists that are kept for each of these.
+class MiniBatch:
+    """What all runs of a mini-batch begin with, by the state of their caller.
 
     Args:
         pipeline: the pipeline.
         m: number of micro-batches.
         checkpoint: for each stage its mode.
         inline: run on the calling thread.
+        seed: of the random numbers; None: drawn from the caller's generator.
+
+    Attributes:
+        state: the caller's.
+        seed: of the random numbers.
+        modes: for each stage and replica its mode.
+        rematerialized: for each how many micro-batches, from the first on, are recomputed.
+        runs: for each what runs its cells.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        m: int,
+        *,
+        checkpoint: Sequence[StageMode],
+        inline: bool,
+        seed: int | None = None,
+    ) -> None:
+        if pipeline.streaming and pipeline.engine.running() is not None:
+            raise RuntimeError(
+                "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
+                "an optimizer's hook), while other stages update their weights: what came out "
+                "would depend on who is first. Evaluate when the call has ended (give it steps=)"
+            )
+        self.pipeline, self.m = pipeline, m
+        self.state = state = CallerState()
+        alone = bool(RUNNING.get()) or len(pipeline.workers) == 1
+        self.inline = inline or state.needs_inline or alone
+        # Inside of a re-materialized cell of another pipe everything is dropped anyway.
+        recorded = state.grad and not (is_checkpointing() or is_recomputing())
+        self.modes = [checkpoint[s.j] if recorded else "never" for s in pipeline.stages]
+        counts: dict[Any, int] = {"always": m, "except_last": m - 1}
+        self.rematerialized = tuple(
+            [m if isinstance(mode, Selective) else counts.get(mode, 0) for mode in self.modes]
+        )
+        self.seed = draw_seed() if seed is None else seed
+        self.runs = [
+            StageRun(stage, m, self.seed, mode, grad=state.grad)
+            for stage, mode in zip(pipeline.stages, self.modes, strict=True)
+        ]
+        for numbers in pipeline.numbers:
+            if pipeline.stages[numbers[0]].defers:
+                statistics = MiniBatchStatistics()
+                for each in chain.from_iterable(self.runs[number].all for number in numbers):
+                    each.statistics = statistics
+
+
+class Call(MiniBatch):
+    """One mini-batch on its way through a pipeline; to be made on the caller's thread.
+
+    Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
+    ``pipeline.stages``, and in all lists that are kept for each of these.
+
+    Args:
+        pipeline: as for :class:`MiniBatch`.
+        m: likewise.
+        checkpoint: likewise.
+        inline: likewise.
         recorder: writes down what runs when, for a trace.
         graph: gradients are captured, and given back by a node of the caller's graph.
 
     Attributes:
-        context: what the stages need to know of the call.
         lanes: for each worker its device and streams.
-        rematerialized: for each stage how many micro-batches, from the first on, are recomputed.
-        instead: for each stage, by the identity of a tensor of its modules, what stands for it.
+        lane_of: for each stage that of its worker.
+        caller_of: for each that on which the caller works on its device.
+        instead: for each, by the identity of a tensor of its modules, what stands for it.
+        originals: by the identity of each of these leaves what it stands for: other threads may
+            see the leaf in the module.
         ties: the tensors that stages share; None if there are none.
         replicas: those of all stages; None if there are none.
+        moment: another object when the user's code may have changed modules since.
+        quiet: whether all of them are in the host's memory, and nobody watches.
     """
 
     def __init__(
@@ -89,50 +145,55 @@ class Call:
         recorder: Recorder | None,
         graph: bool = False,
     ) -> None:
-        how = begun(pipeline, m, checkpoint, inline=inline, recorder=recorder)
-        self.pipeline, self.context, self.inline = pipeline, how.context, how.inline
-        self.rematerialized, modes = how.rematerialized, how.modes
+        super().__init__(pipeline, m, checkpoint=checkpoint, inline=inline)
+        self.moment: object = None
         stages = pipeline.stages
         self.lanes = [worker.lane() for worker in pipeline.workers]
+        self._callers = [worker.caller_lane() for worker in pipeline.workers]
+        self.lane_of = [self.lanes[w] for w in pipeline.worker_of]
+        self.caller_of = [self._callers[w] for w in pipeline.worker_of]
         self._offloads = {
             j: self._offload(j)
-            for j, mode in enumerate(modes)
-            if mode == "offload" and self.lane_of(j).streams is not None  # else they are there
+            for j, mode in enumerate(self.modes)
+            if mode == "offload" and self.lane_of[j].streams is not None  # else they are there
         }
-        # All of them are in the host's memory, and nobody watches.
-        self._nothing_to_send = recorder is None and all(
+        self.quiet = recorder is None and all(
             lane.streams is None and same_memory(lane.device, self.lanes[0].device)
             for lane in self.lanes
         )
-        self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self._entry_events = _entry_events(self._callers)
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.placement)
         self.instead: list[dict[int, Tensor]] = [{} for _ in stages]
-        if graph and self.context.state.grad:
+        self.originals: dict[int, Tensor] = {}
+        if graph and self.state.grad:
             self._stand_in_for_hooked()
+        shallow: dict[Any, Any] = {}
         self.ties: CallTies | None = None
         if ties := pipeline.shared.find():
             check_replicas(ties, list(map(len, pipeline.numbers)))
             self._wait_for_caller()
-            lanes = [self.lane_of(stage.number) for stage in stages]
             self.ties = CallTies(
-                ties, pipeline.shared, lanes, pipeline.edges, self.context, self.instead,
-                in_order=graph,
+                ties, pipeline.shared, self.lane_of, pipeline.edges, self.state, self.instead,
+                self.originals, in_order=graph,
             )  # fmt: skip
+            last = pipeline.worker_of[pipeline.n - 1]  # where the loss function runs
+            watched = [
+                j
+                for j, others in enumerate(self.instead)
+                if others and pipeline.worker_of[j] != last and not (graph or self.inline)
+            ]
+            shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
         self.replicas: CallReplicas | None = None
         if len(stages) > pipeline.n:
             self._wait_for_caller()
             self.replicas = CallReplicas(
-                pipeline.replicas, pipeline.numbers, stages,
-                [self.lane_of(stage.number) for stage in stages], self.context,
-            )  # fmt: skip
-        for stage, others in zip(stages, self.instead, strict=True):
-            if others:
-                self.context.plain[stage.number] = False
-                for run in self.context.runs(stage):
-                    self.context.stand_ins[run] = StandIns(run.partition, others)
+                pipeline.replicas, pipeline.numbers, self.runs, self.lane_of, self.state
+            )
+        for run, others in zip(self.runs, self.instead, strict=True):
+            if others or run.stage in shallow:
+                stand_in(run, others, shallow)
         edges = pipeline.edges if self.ties is None else (*pipeline.edges, *self.ties.edges)
         # For each edge, and micro-batches until all replicas come round again.
         self._round = lcm(*map(len, pipeline.numbers))
@@ -142,7 +203,7 @@ class Call:
 
     def _along(self, j: int) -> list[Lane]:
         """For micro-batches in turn the lane on which each passes stage ``j``."""
-        lanes = [self.lane_of(number) for number in self.pipeline.numbers[j]]
+        lanes = [self.lane_of[number] for number in self.pipeline.numbers[j]]
         return lanes * (self._round // len(lanes))
 
     def _wait_for_caller(self) -> None:
@@ -158,12 +219,13 @@ class Call:
                     if tensor is None or not tensor.requires_grad or is_lazy(tensor):
                         continue
                     if tensor._backward_hooks or not tensor.is_leaf:
-                        self.instead[stage.number][id(tensor)] = _leaf(tensor)
+                        leaf = self.instead[stage.number].setdefault(id(tensor), _leaf(tensor))
+                        self.originals[id(leaf)] = tensor
 
     def run_backward(self, steps: Steps, task: Task) -> None:
         """Runs the second half of a program, on whatever thread autograd is."""
-        self.context.moment = object()
-        state = self.context.state
+        self.moment = object()
+        state = self.state
         try:
             if self.inline or _thread_is_used():
                 with state.applied():
@@ -190,14 +252,14 @@ class Call:
 
     def _run(self, steps: Steps, task: Task, input: Any, *, inline: bool) -> None:
         self._wait_for_caller()
-        self.lane_of(0).record_on_stream(tensors_in(input), self.caller_of(0))
+        self.lane_of[0].record_on_stream(tensors_in(input), self.caller_of[0])
         for j, offload in self._offloads.items():
-            offload.goes_back(steps.backwards(j) or range(self.context.m)[::-1])
+            offload.goes_back(steps.backwards(j) or range(self.m)[::-1])
         run = partial(
             self.pipeline.engine.run,
             steps,
             task,
-            self.context.state,
+            self.state,
             inline=inline,
         )
         try:
@@ -216,7 +278,7 @@ class Call:
             kind: the kind.
             j: the stage.
         """
-        lane, recorder, stage = self.lane_of(j), self.recorder, self.pipeline.stages[j].j
+        lane, recorder, stage = self.lane_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
             run = offload.around(run)
@@ -233,16 +295,12 @@ class Call:
 
     def _offload(self, j: int) -> Offload:
         """What sends the activations of a stage to the host."""
-        lane = self.lane_of(j)
+        lane = self.lane_of[j]
         assert lane.streams is not None
         worker = self.pipeline.workers[self.pipeline.worker_of[j]]
         partition = self.pipeline.stages[j].partition
         own = chain(partition.parameters(), partition.buffers())
         return Offload(lane, *worker.host_streams(lane.streams), own)
-
-    def lane_of(self, j: int) -> Lane:
-        """The lane of stage ``j``."""
-        return self.lanes[self.pipeline.worker_of[j]]
 
     def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
         """Sends a value over an edge; for the worker at its near end to call.
@@ -256,7 +314,7 @@ class Call:
         Returns:
             The value at the far end, and the event to wait for there.
         """
-        if self._nothing_to_send and (backward or type(value) is Tensor):
+        if self.quiet and (backward or type(value) is Tensor):
             return value, None
         source, target = self._ends[edge.number][i % self._round]
         if source is target:
@@ -329,7 +387,7 @@ class Call:
             j: the stage.
             after: when they are there, if they did not come with the call.
         """
-        lane, after = self.lane_of(j), self._entry_events if after is None else after
+        lane, after = self.lane_of[j], self._entry_events if after is None else after
         return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
 
     def _brought(
@@ -351,86 +409,61 @@ class Call:
         """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
         with self.as_caller():
             result = function(*args)
-        self.lane_of(j).wait_for(self.caller_of(j))
+        self.lane_of[j].wait_for(self.caller_of[j])
         return result
 
     def release_to_caller(self, j: int, tree: Any) -> None:
         """Tells that the caller goes on with what stage ``j`` computed."""
-        lane = self.lane_of(j)
+        lane = self.lane_of[j]
         if lane.streams is not None:
-            self.caller_of(j).record_on_stream(tensors_in(tree), lane)
+            self.caller_of[j].record_on_stream(tensors_in(tree), lane)
 
-    def caller_of(self, j: int) -> Lane:
-        """The lane on which the caller works on the device of stage ``j``."""
-        return self._callers[self.pipeline.worker_of[j]]
+    def collected(self, values: list[Any]) -> list[Any]:
+        """What the last stage gave for each micro-batch, for the caller and on one device.
+
+        Args:
+            values: trees, each on the device of its replica.
+        """
+        numbers, results = self.pipeline.numbers[-1], self.pipeline.results
+        if len(numbers) == 1:
+            self.release_to_caller(numbers[0], values)
+            return values
+        target, found = self.lane_of[results], []
+        for i, value in enumerate(values):
+            j = numbers[i % len(numbers)]
+            source = self.lane_of[j]
+            self.release_to_caller(j, value)
+            if not same_memory(source.device, target.device):
+                value, event = sent(source, target, value)
+                target.receive(event, tensors_in(value))
+            found.append(value)
+        self.caller_of[results].wait_for(target)
+        self.release_to_caller(results, found)
+        return found
 
 
-class Begun(NamedTuple):
-    """What all runs of a mini-batch begin with.
+def sent(source: Lane, target: Lane, value: Any) -> tuple[Any, Any]:
+    """Sends a tree to another lane.
 
-    Attributes:
-        context: what the stages need to know of the call.
-        modes: for each stage and replica its mode.
-        rematerialized: for each how many micro-batches, from the first on, are recomputed.
-        inline: run on the calling thread.
+    Args:
+        source: where it is.
+        target: where it is needed.
+        value: the tree, without a graph.
+
+    Returns:
+        The tree on the device of ``target``, and the event that says when it is there.
     """
+    if source.streams is None and same_memory(source.device, target.device):
+        return value, None
+    events: list[Any] = []
 
-    context: CallContext
-    modes: list[StageMode]
-    rematerialized: tuple[int, ...]
-    inline: bool
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        there, event = source.send(tensors, target)
+        events.append(event)
+        return there
 
-
-def begun(
-    pipeline: Pipeline,
-    m: int,
-    checkpoint: Sequence[StageMode],
-    *,
-    inline: bool,
-    recorder: Recorder | None,
-    seed: int | None = None,
-) -> Begun:
-    """What a call begins with, by the state of its caller; the arguments are those of ``Call``."""
-    if pipeline.streaming and pipeline.engine.running() is not None:
-        raise RuntimeError(
-            "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
-            "an optimizer's hook), while other stages update their weights: what came out "
-            "would depend on who is first. Evaluate when the call has ended (give it steps=)"
-        )
-    state = CallerState()
-    inline = inline or state.needs_inline or bool(RUNNING.get()) or len(pipeline.workers) == 1
-    # Inside of a re-materialized cell of another pipe everything is dropped anyway.
-    nested = is_checkpointing() or is_recomputing()
-    counts: dict[Any, int] = {"always": m, "except_last": m - 1, "never": 0}
-    recorded, stages = state.grad and not nested, pipeline.stages
-    modes = [checkpoint[s.j] if recorded else "never" for s in stages]
-    rematerialized = tuple(
-        counts.get("always" if isinstance(mode, Selective) else mode, 0) for mode in modes
-    )
-    context = CallContext(
-        m,
-        draw_seed() if seed is None else seed,
-        state,
-        threads=0 if inline or not pipeline.on_cpu else pipeline.engine.share(),
-        forwards=[0] * len(stages),
-        statistics={},
-        recorder=recorder,
-        plain=[stage.plain for stage in stages],
-        divided={
-            stage: divided(stage, mode.spans)
-            for stage, mode in zip(stages, modes, strict=True)
-            if isinstance(mode, ByLayer) and mode.spans
-        },
-        selective={
-            stage: mode
-            for stage, mode in zip(stages, modes, strict=True)
-            if isinstance(mode, Selective)
-        },
-    )
-    for numbers in pipeline.numbers:
-        if stages[numbers[0]].defers:
-            context.statistics |= dict.fromkeys(numbers, MiniBatchStatistics())
-    return Begun(context, modes, rematerialized, inline)
+    value = map_tensors(moved, value)
+    return value, events[0] if events else None
 
 
 def needs_graph() -> bool:

@@ -6,8 +6,7 @@ What a cell is given may belong to somebody else, too:
   is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
   it was handed on to: a cell that writes into it works on a copy.
 * What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
-  is written, but would not, and so it is refused. A *tied* weight that comes from another stage is
-  never copied either.
+  is written, but would not, and so it is refused.
 
 All other inputs are the cell's own, and it gets them as they are. A layer may write in one call of
 a thousand, so nothing is concluded from those before: what is lent is copied in each call, unless
@@ -27,10 +26,10 @@ from torch.nn.modules import module as global_hooks
 from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 from syncpipe.runtime.module_state import version_of
 
-__all__ = ["ALIASED", "LENT", "TIED", "Given", "entering", "handed_on", "may_write", "sent"]
+__all__ = ["Given", "aliased", "entering", "handed_on", "may_write", "sent_marks"]
 
-#: Marks of a tensor; 0 for one that belongs to the cell alone.
-ALIASED, LENT, TIED = 1, 2, 4
+#: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
+ALIASED, LENT = 1, 2
 
 
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
@@ -82,37 +81,54 @@ def entering(inputs: Any, target: Any) -> list[int]:
         inputs: a tree.
         target: what came with them.
     """
-    tensors, others = tensors_in(inputs), tensors_in(target)
+    lent = 0 if torch.is_inference_mode_enabled() else LENT
+    return [lent | mark for mark in aliased(inputs, target)]
+
+
+def aliased(inputs: Any, others: Any = None) -> list[int]:
+    """The marks of tensors of which some overlap: what is written into one has to be seen there.
+
+    Args:
+        inputs: a tree.
+        others: what they may overlap besides each other.
+    """
+    tensors, beside = tensors_in(inputs), tensors_in(others)
 
     def is_aliased(tensor: Tensor) -> bool:
         views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
-        return any(overlap(tensor, other) for other in (*views, *others))
+        return any(overlap(tensor, other) for other in (*views, *beside))
 
-    lent = 0 if torch.is_inference_mode_enabled() else LENT
-    return [lent | ALIASED if is_aliased(tensor) else lent for tensor in tensors]
+    return [ALIASED if is_aliased(tensor) else 0 for tensor in tensors]
 
 
-def handed_on(inputs: Any, marks: Sequence[int], outputs: Any) -> list[int]:
+def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool) -> list[int]:
     """The marks of a cell's outputs, for those that are what it was lent.
 
     Args:
-        inputs: the cell's.
-        marks: theirs; without any all of them are lent.
-        outputs: the cell's.
+        inputs: the cell's, with its skips.
+        marks: theirs.
+        outputs: the cell's, with its skips.
+        all_lent: whether it was lent all of them: by the caller, or to be recomputed from.
 
     Returns:
         The marks; nothing where all are 0.
     """
+    given, made = inputs[0], outputs[0]
+    alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
+    if alone and storage_of(given) != storage_of(made):  # mostly it is so
+        return []
+    if torch.is_inference_mode_enabled():
+        return []
     lent = {
         storage_of(tensor)
         for k, tensor in enumerate(tensors_in(inputs))
-        if not marks or marks[k] & (LENT | TIED)
+        if all_lent or marks[k] & LENT
     }
     found = [LENT if storage_of(tensor) in lent else 0 for tensor in tensors_in(outputs)]
     return found if LENT in found else []
 
 
-def sent(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
+def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
     """The marks of a cell's outputs on their way to other stages.
 
     Args:
@@ -155,8 +171,8 @@ class Given:
         if inputs is kept:  # containers, too, are the cell's own
             inputs = map_tensors(lambda tensors: tensors, inputs)
         self.tree, self.kept, self._kept = inputs, kept, kept
-        self._marks = marks
         tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
+        self._marks = marks = marks or [0] * len(tensors)
         # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
         # it from a copy.
         self._copied = [
@@ -166,10 +182,7 @@ class Given:
         if True in self._copied:
             self.tree = _copied(inputs, self._copied)
         if copy and kept is not None:
-            spare = [
-                not flag and mark != TIED for flag, mark in zip(self._copied, marks, strict=True)
-            ]
-            self.kept = _copied(kept, spare)
+            self.kept = _copied(kept, [not flag for flag in self._copied])
         self._tensors = tensors_in(self.tree)
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [
@@ -177,18 +190,26 @@ class Given:
             for mark, tensor in zip(marks, self._tensors, strict=True)
         ]
 
-    def written(self) -> list[bool]:
-        """For each tensor whether the cell has written into it."""
-        return [
+    def written(self, where: str) -> list[bool]:
+        """For each tensor whether the cell has written into it.
+
+        Raises:
+            RuntimeError: somebody else should have seen it.
+        """
+        written = [
             bool(((now != then) & (now == now)).any())  # what is no number equals nothing
             if isinstance(then, Tensor)
             else version_of(now) != then
             for now, then in zip(self._tensors, self._before, strict=True)
         ]
-
-    def aliased(self, written: list[bool], mark: int = ALIASED) -> bool:
-        """Whether somebody else should have seen what was written."""
-        return any(flag and own & mark for flag, own in zip(written, self._marks, strict=True))
+        if any(flag and mark & ALIASED for flag, mark in zip(written, self._marks, strict=True)):
+            raise RuntimeError(
+                f"{where} modified in place a tensor whose memory others use as well (another "
+                "input or the target that is a view of it; or it went over the partition border "
+                "more than once, stashed as a skip, say): they would not see it. Let the layer "
+                "work on a copy (for an activation: inplace=False)"
+            )
+        return written
 
     def settle(self, written: list[bool]) -> Any:
         """The inputs of the recomputation; copies only of what the cell wrote into."""

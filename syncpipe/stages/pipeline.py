@@ -12,10 +12,8 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, numbers_of
 from syncpipe.skip.layout import inspect_layout
-from syncpipe.stages.run import Partition
-from syncpipe.stages.sharing.replicas import Replica
-from syncpipe.stages.sharing.ties import SharedTensors
-from syncpipe.stages.stage import Stage
+from syncpipe.stages.sharing import Replica, SharedTensors
+from syncpipe.stages.stage import Partition, Stage
 
 __all__ = ["Pipeline"]
 
@@ -76,7 +74,7 @@ class Pipeline:
         self.streaming = False
         self.training = threading.RLock()  # what a failed call puts back must be its own
         self.process = os.getpid()
-        self.shared = SharedTensors(partitions, [those[0] for those in workers])
+        self.shared = SharedTensors(self.stages[:n], [those[0] for those in workers])
         ways: list[tuple[int, int, int | None]] = [(j, j + 1, None) for j in range(n - 1)]
         for j in range(n):
             for key in self.stages[j].pops:

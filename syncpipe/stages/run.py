@@ -1,314 +1,451 @@
-"""The layers of a stage, and what it takes to run them for one micro-batch.
+"""A stage in one call: how its cells run, and how they run once more.
 
     (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
 
 Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: they get
-their random numbers, skips come and go, deferred BatchNorm collects its statistics, and exceptions
-get a note. What becomes of a cell in backward is for ``stage`` to say.
+their random numbers, skips come and go, deferred BatchNorm collects its statistics, exceptions get
+a note. What the caller still needs stays as it is, and a cell that is re-materialized is told how
+to be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.autograd import profiler
+from torch.utils.checkpoint import checkpoint
 
-from syncpipe.layers.batchnorm import DeferredBatchNorm, MiniBatchStatistics, collect
-from syncpipe.layers.unpack import Unpacked, call_note, chained
-from syncpipe.options import Selective
+from syncpipe.data import map_tensors, tensors_in
+from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
+from syncpipe.layers.unpack import Unpacked, call_note
+from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.module_state import Changes, ModuleState
+from syncpipe.runtime.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.random_numbers import (
-    Generators,
-    Turn,
     changed,
     fingerprint,
-    let_modules_hold,
     never_draws,
     run_seeded,
     states_of,
 )
-from syncpipe.runtime.recorder import Recorder, as_range
-from syncpipe.runtime.thread_state import CallerState
+from syncpipe.runtime.recomputation import (
+    Recomputation,
+    UnchangedObjects,
+    stored_by,
+    without_storing,
+)
+from syncpipe.runtime.recorder import as_range
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey, describe
-from syncpipe.skip.skippable import is_skippable
-from syncpipe.skip.store import use_store
-from syncpipe.stages.sharing.stand_ins import StandIns
+from syncpipe.skip.store import current_store, use_store
+from syncpipe.stages.inplace import Given, aliased, entering, may_write
+from syncpipe.stages.selective import Saved
+from syncpipe.stages.stage import CELL, Stage
+from syncpipe.stages.swaps import ShallowCopy, Swap, swapped
 
-__all__ = ["CallContext", "Inputs", "Partition", "StageLayers", "StageRun"]
+__all__ = ["Inputs", "StageRun"]
 
 #: The value that travels along the layers, and skips.
 Inputs = tuple[Any, tuple[Any, ...]]
+#: Of a cell that is recomputed: for each layer the generators that it may draw from, and the
+#: fingerprint of what it gave.
+Drawn = dict[int, Any]
+
+_T = TypeVar("_T")
+_BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
 
 
-class Partition(nn.Sequential):
-    """The layers of one stage; called by hand it is an ordinary ``nn.Sequential``."""
-
-    defers = False  #: whether running statistics of context normalisations move once per mini-batch
-    unpack = False  #: whether tuples and dicts are spread over the arguments of the next layer
-    tied: frozenset[str] = frozenset()  #: the tensors that it shared with others when it was cut
-
-    def forward(self, input: Any) -> Any:
-        cell = _current_cell.get()
-        if cell is None or cell.stage.partition is not self:  # called by hand, or by a layer
-            if self.unpack:
-                return chained(self._modules.values(), input)
-            return super().forward(input)  # type: ignore[no-untyped-call]
-        return cell.layers(input)
-
-
-@dataclass(slots=True)
-class CallContext:
-    """What all cells of one call have in common. A replica counts as a stage of its own.
-
-    Attributes:
-        m: number of micro-batches.
-        seed: of the call's random numbers.
-        state: the caller's.
-        threads: intra-op threads of the CPU workers (0: the calling thread's own).
-        forwards: for each stage the number of cells that went forward so far.
-        statistics: accumulators of deferred BatchNorm, for each stage that has any; its replicas
-            have them in common.
-        recorder: writes down what runs when, for a trace.
-        plain: for each stage ``StageLayers.plain``.
-        stand_ins: for each stage that computes with other tensors than its modules hold.
-        modules: for each stage that re-materializes its modules as they are.
-        divided: for each stage that re-materializes some of its layers how it runs them.
-        selective: for each stage that saves some operations which.
-        backward_draws: for each stage that went back the generators that its backward draws from.
-        writes: for each stage that was given what others need whether it may write into that.
-        moment: another object when the user's code may have changed modules since.
-    """
-
-    m: int
-    seed: int
-    state: CallerState
-    threads: int
-    forwards: list[int]
-    statistics: dict[int, MiniBatchStatistics]
-    recorder: Recorder | None
-    plain: list[bool]
-    stand_ins: dict[StageLayers, StandIns] = field(default_factory=dict)
-    modules: dict[StageLayers, ModuleState] = field(default_factory=dict)
-    divided: dict[StageLayers, Any] = field(default_factory=dict)
-    selective: dict[StageLayers, Selective] = field(default_factory=dict)
-    backward_draws: dict[int, int] = field(default_factory=dict)
-    writes: dict[StageLayers, bool] = field(default_factory=dict)
-    moment: object = None
-
-    def runs(self, stage: StageLayers) -> list[StageLayers]:
-        """All that runs layers of a stage: itself, and if it is divided its units."""
-        return [stage, *(self.divided[stage].units if stage in self.divided else ())]
-
-
-class StageLayers:
-    """One partition on one device.
-
-    Attributes:
-        number: its place among all stages and replicas.
+class StageRun:
+    """A stage in one call, bound to what is the same for all of its cells.
 
     Args:
-        j: the stage's index.
-        partition: its layers.
-        names: for each layer its name in the wrapped module.
-        first: index of the first layer in the wrapped module.
-        device: where the layers are.
-        pops: the skips that come from other stages.
-        stashes: the skips that go to other stages.
+        stage: the stage.
+        m: the number of micro-batches.
+        seed: of the call's random numbers.
+        mode: what of it is recomputed.
+        grad: whether a graph is recorded.
+        through: of the stage of which this one is a unit.
+
+    Attributes:
+        through: how many cells went forward so far, in a list.
+        statistics: collects those of deferred BatchNorm, for all replicas of the stage.
+        others: by the identity of a tensor of its modules what it computes with instead.
+        swaps: what puts them into the modules for the time of a run.
+        shallow: copies of the modules for that, if other threads run these.
+        modules: the modules as they are in this call, if it recomputes.
+        backward_draws: the generators that its backward draws from; None until one went back.
+        units: its pieces, if they are recomputed one by one, and whether each is.
     """
 
     def __init__(
         self,
-        j: int,
-        partition: Partition,
-        names: Sequence[str],
-        first: int,
-        device: torch.device,
-        pops: Sequence[SkipKey],
-        stashes: Sequence[SkipKey],
+        stage: Stage,
+        m: int,
+        seed: int,
+        mode: StageMode,
+        *,
+        grad: bool,
+        through: list[int] | None = None,
     ) -> None:
-        self.j = self.number = j
-        self.partition = partition
-        self.names = list(names)
-        self.first = first
-        self.pops = list(pops)
-        self.stashes = list(stashes)
-        self.changes = Changes(partition)
-        self.has_skips = any(is_skippable(child) for child in partition.modules())
-        self.defers = partition.defers and any(
-            isinstance(child, DeferredBatchNorm) for child in partition.modules()
-        )
-        self.device = device
-        self.generators = Generators(device)
-        if self.generators.in_modules:
-            let_modules_hold(partition)
-        self.draws = [0] * len(self.names)  # for each layer: the generators it ever drew from
-        self._looked: set[Any] = set()  # modes in which it was observed
-        self.backward_draws = 0  # the generators that any backward ever drew from
-        self._nests = False
-        self._new = True  # never re-materialized
-        self.divided: Any = None  # its units, if it was ever divided into some
-
-    @property
-    def layers_in_words(self) -> str:
-        """Which layers of the wrapped module these are."""
-        first, last = self.first, self.first + len(self.names) - 1
-        return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-    @property
-    def hooked(self) -> bool:
-        """Whether hooks run around the partition as a whole."""
-        partition = self.partition
-        return bool(
-            partition._forward_hooks
-            or partition._forward_pre_hooks
-            or partition._backward_hooks
-            or partition._backward_pre_hooks
-        )
-
-    @property
-    def plain(self) -> bool:
-        """Whether its run is that of its layers alone; but for embeddings that keep rows short."""
-        return not (self.has_skips or self.defers or self.hooked)
-
-    def look(self, mode: Any) -> bool:
-        """Whether it runs for the first time in a mode."""
-        if mode in self._looked:
-            return False
-        self._looked.add(mode)
-        return True
-
-    def learn(self, seen: Turn, k: int | None = None) -> None:
-        """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
-        if k is not None:
-            self.draws[k] |= seen.draws
-        if seen.nests:  # cells of that pipe go back with this one, and take locks of their stages
-            self._nests = True
-        if seen.touches:
-            self.backward_draws = self.generators.all
-        if self._nests:
-            self.backward_draws = 0
-
-    def describe(self, i: int) -> str:
-        """Cell ``(i, j)`` in words."""
-        return f"stage {self.j} ({self.layers_in_words}), micro-batch {i}"
-
-
-class StageRun:
-    """One run of a stage for one micro-batch."""
-
-    tied: tuple[Any, ...] = ()  #: tensors of its own in the place of shared ones
-    recomputing = False
-    #: If it will be computed again: for each layer the generators that it may draw from, and the
-    #: fingerprint of what it gave.
-    drawn: dict[int, Any] | None = None
-
-    def __init__(self, stage: StageLayers, i: int, context: CallContext) -> None:
-        self.stage = stage
+        self.stage, self.m, self.seed, self.grad = stage, m, seed, grad
         self.partition = stage.partition
-        self.i = i
-        self.context = context
+        self.through = [0] if through is None else through
+        self.policy = mode if isinstance(mode, Selective) else None
+        self.statistics: MiniBatchStatistics | None = None
+        self.others: dict[int, Tensor] = {}
+        self.swaps: Sequence[Swap] = ()
+        self.shallow: ShallowCopy | None = None
+        self.modules: ModuleState | None = None
+        self.backward_draws: int | None = None
+        self.first = stage.j == 0 and stage.whole is None
+        self.units = [
+            (StageRun(unit, m, seed, "never", grad=grad, through=self.through), again)
+            for unit, again in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
+        ]
+        self._plain = not (stage.has_skips or stage.defers or stage.hooked)
+        self._quiet: Sequence[bool] = ()  # for each layer whether it never draws
+        self._new = True  # never re-materialized
+        self._compared = 0  # the last cell whose recomputation may be compared
 
-    def __str__(self) -> str:
-        """The cell in words."""
-        return self.stage.describe(self.i)
+    @property
+    def all(self) -> list[StageRun]:
+        """All that runs layers: itself and its units."""
+        return [self, *[unit for unit, _ in self.units]]
 
-    def recomputed(self, inputs: Inputs) -> Inputs:
-        """The recomputation of this cell."""
-        again = StageRun(self.stage, self.i, self.context)
-        again.recomputing, again.drawn = True, self.drawn
-        return again.run(inputs)
+    @cached_property
+    def writes(self) -> bool:
+        """Whether its layers may write into inputs as they are in this call."""
+        return may_write(self.stage.partition, pops=bool(self.stage.pops))
 
-    def run(self, inputs: Inputs) -> Inputs:
-        """From inputs to outputs, through the partition."""
-        stage = self.stage
-        if profiler._is_profiler_enabled:
-            kind = "recompute" if self.recomputing else "forward"
-            name = f"syncpipe {kind} stage {stage.j} micro-batch {self.i}"
-            return as_range(name, self._renorming, inputs)
-        if self.context.plain[stage.number] and not stage.changes.renorming:
-            return self.layers(inputs[0]), ()
-        return self._renorming(inputs)
+    # -- forward
 
-    def _renorming(self, inputs: Inputs) -> Inputs:
-        changes = self.stage.changes
-        if self.recomputing or not changes.renorming:
-            return self._through(inputs)
-        outputs: Inputs = changes.renorm(lambda: self._through(inputs))
+    def forward(
+        self, i: int, inputs: Inputs, marks: Sequence[int] = (), target: Any = None
+    ) -> Inputs:
+        """Computes cell ``(i, j)``.
+
+        Args:
+            i: the micro-batch.
+            inputs: the input of the first layer, and the skips that this stage pops.
+            marks: for each tensor of the inputs who else it belongs to; nothing if nobody.
+            target: what came with the inputs from the caller.
+
+        Returns:
+            The output of the last layer with the skips for other stages.
+        """
+        return self._locked(self._forward, i, inputs, marks, target)
+
+    def _forward(self, i: int, inputs: Inputs, marks: Sequence[int], target: Any) -> Inputs:
+        if self.first and self.writes:
+            marks = entering(inputs[0], target)
+        if any(marks):
+            given = Given(inputs, marks, copy=self.writes)
+            outputs = self._run(i, given.tree, None)
+            given.written(self.stage.describe(i))
+        else:
+            outputs = self._run(i, inputs, None)
+        self._count()
         return outputs
 
-    def _through(self, inputs: Inputs) -> Inputs:
+    def forward_without_storing(
+        self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any = None
+    ) -> tuple[Inputs, Recomputation]:
+        """Computes cell ``(i, j)``, whose graph is dropped.
+
+        Args:
+            i: the micro-batch.
+            inputs: as for :meth:`forward`.
+            detached: the inputs without their graph.
+            marks: as for :meth:`forward`.
+            target: as for :meth:`forward`.
+
+        Returns:
+            The outputs, and what :meth:`recompute` computes them from again.
+        """
+        if self.modules is None:
+            self.modules = ModuleState(self.stage.partition, self.stage.changes)
+        return self._locked(self._without_storing, i, inputs, detached, marks, target)
+
+    def _without_storing(
+        self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
+    ) -> tuple[Inputs, Recomputation]:
+        assert self.modules is not None
+        where = self.stage.describe(i)
+        state, drawn = CellState(self.modules, where), Drawn()
+        saved = None if self.policy is None else Saved(self.policy, self.stage.generators)
+        run = partial(self._run, i, drawn=drawn, saved=saved)
+        begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
+        if self.first and self.writes:
+            marks = entering(inputs[0], target)
+        wrote = False
+        if self.writes or any(marks):
+            given = Given(inputs, marks, copy=self.writes, kept=detached)
+            unchanged = UnchangedObjects(inputs)
+            outputs = without_storing(run, given.tree)
+            written = given.written(where)
+            unchanged.check(where)
+            wrote, detached = True in written, given.settle(written)
+        else:
+            outputs = without_storing(run, inputs)
+        state.learn()
+        self._learn(state)
+        self._count()
+        recomputation = Recomputation(
+            partial(run, again=True),
+            detached,
+            mutates_inputs=wrote,
+            state=state,
+            where=where,
+            stored=None if wrote else self._stored(i, outputs, begins),
+        )
+        return outputs, recomputation
+
+    def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
+        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it.
+
+        Args:
+            i: the micro-batch.
+            inputs: as for :meth:`forward`.
+            marks: as for :meth:`forward`.
+        """
+        recomputation: Recomputation | None = None
+        flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
+
+        def run(_: Tensor) -> Inputs:
+            nonlocal recomputation, inputs
+            if recomputation is None:
+                detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
+                outputs, recomputation = self.forward_without_storing(i, inputs, detached, marks)
+                inputs = detached
+                return outputs
+            following = iter(flags)
+            given = map_tensors(
+                lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
+                recomputation.inputs,
+            )
+            moment = torch._C._current_graph_task_id()
+            return self.recompute(recomputation, given, moment, keep=True)
+
+        like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
+        outputs: Inputs = checkpoint(
+            run, like, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
+        return outputs
+
+    def recompute(
+        self, recomputation: Recomputation, inputs: Inputs, moment: object, *, keep: bool = False
+    ) -> Inputs:
+        """The outputs of a cell whose graph was dropped once more, with a new graph.
+
+        Args:
+            recomputation: of the cell.
+            inputs: its inputs, as the begin of the graph.
+            moment: the same as long as the user's code cannot have changed any module.
+            keep: let it be done again.
+        """
+        outputs: Inputs = self._locked(recomputation, inputs, moment, keep)
+        return outputs
+
+    def run_loss(
+        self, i: int, function: Callable[[Any], Any], given: Any, draws: int | None
+    ) -> tuple[Any, int]:
+        """Calls a function (the loss) as if it were one more layer after those of this stage.
+
+        Args:
+            i: the micro-batch.
+            function: the function.
+            given: its argument.
+            draws: bit mask of the generators that it draws from; None if that is not known yet.
+
+        Returns:
+            What the function returns, and the bit mask.
+        """
+        if draws == 0:
+            return function(given), 0
+        stage, observe = self.stage, draws is None
+        which = stage.generators.all if draws is None else draws
+        cell = (self.seed, stage.first + len(stage.names), i)
+        result, seen = run_seeded(stage.generators, which, cell, function, given, observe=observe)
+        if observe or seen.nests:
+            stage.learn(seen)
+        return result, seen.draws if draws is None else draws
+
+    def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
+        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
+
+        Args:
+            i: the micro-batch.
+            run: runs it.
+            args: what that is given.
+        """
+        stage, draws = self.stage, self.backward_draws
+        first = draws is None and not (stage.nests or stage.quiet_backward)
+        if first:
+            draws = stage.generators.all
+        elif draws is None:
+            draws = self.backward_draws = stage.backward_draws
+        if not draws:
+            run(*args)
+            return
+        cell = (self.seed + _BACKWARD, stage.first, i)
+
+        def seeded() -> None:
+            _, seen = run_seeded(
+                stage.generators, draws, cell, lambda _: run(*args), None, observe=first
+            )
+            if first:
+                stage.backward_draws |= 0 if stage.nests else seen.draws
+                self.backward_draws = stage.backward_draws
+
+        self._locked(seeded)  # the order of locks is: stage before random state
+
+    def _locked(self, run: Callable[..., _T], *args: Any) -> _T:
+        """Runs something that may touch the buffers of this stage."""
+        changes = self.stage.changes
+        if not changes.any or OUTERMOST.get() is not None:
+            return run(*args)
+        with changes.lock:
+            token = OUTERMOST.set(changes.lock)
+            try:
+                return run(*args)
+            finally:
+                OUTERMOST.reset(token)
+
+    def _count(self) -> None:
+        if self.stage.whole is None:
+            self.through[0] += 1
+            if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
+                self.statistics.commit()
+
+    def _stored(self, i: int, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
+        """What the first cell of a call stored, to be compared; in the first call with shapes."""
+        if self.stage.compares_later:  # a script compiles itself in its second run, and stores
+            self.stage.compares_later, self._compared = False, 1  # other tensors then
+            return None
+        if i > self._compared:
+            return None
+        self._compared = 0
+        training = self.stage.partition.training
+        return stored_by(outputs, begins, shapes=self.stage.is_new(("stored", training)))
+
+    def _learn(self, state: CellState) -> None:
+        if state.modules.lazy or self._new:  # it may have made its parameters only now
+            self._new = False
+            after = ModuleState(self.stage.partition, self.stage.changes)
+            if state.modules.lazy or not after.like(state.modules):
+                state.modules = self.modules = after
+
+    # -- from inputs to outputs
+
+    def _run(
+        self,
+        i: int,
+        inputs: Inputs,
+        drawn: Drawn | None,
+        *,
+        again: bool = False,
+        saved: Saved | None = None,
+    ) -> Inputs:
+        """The cell, from inputs to outputs.
+
+        Args:
+            i: the micro-batch.
+            inputs: its inputs.
+            drawn: filled, and compared when it runs again.
+            again: whether it does.
+            saved: the operations that are not recomputed.
+        """
         stage = self.stage
+        if profiler._is_profiler_enabled:
+            kind = "recompute" if again else "forward"
+            name = f"syncpipe {kind} stage {stage.j} micro-batch {i}"
+            return as_range(name, self._inside, i, inputs, drawn, again, saved)
+        wrapped = self.swaps or self.shallow or saved or stage.changes.renorming
+        if self._plain and not wrapped:
+            return self._layers(self.partition, i, drawn, again, inputs[0]), ()
+        return self._inside(i, inputs, drawn, again, saved)
+
+    def _inside(
+        self, i: int, inputs: Inputs, drawn: Drawn | None, again: bool, saved: Saved | None
+    ) -> Inputs:
+        """The same with all that may be around the layers."""
+        stage = self.stage
+        run: Callable[[], Inputs] = partial(self._with_skips, i, inputs, drawn, again)
+        if stage.changes.renorming and not again:
+            run = partial(stage.changes.renorm, run)
+        if saved is not None:
+            run = partial(saved.around, run, again)
         if not stage.defers:
-            return self._with_skips(inputs)
-        statistics = None if self.recomputing else self.context.statistics[stage.number]
-        with collect(statistics, self.i):
-            return self._with_skips(inputs)
+            return run()
+        with collect(None if again else self.statistics, i):
+            return run()
 
-    def _with_skips(self, inputs: Inputs) -> Inputs:
-        stand_ins = self.context.stand_ins.get(self.stage)
-        if stand_ins is None:
-            return self._stashing(*inputs)
-        value, skips = inputs
-        count = len(self.stage.pops)
-        self.tied = skips[count:]
-        with stand_ins.holding(self.tied) as self.partition:
-            return self._stashing(value, skips[:count])
-
-    def _stashing(self, value: Any, skips: tuple[Any, ...]) -> Inputs:
-        stage = self.stage
+    def _with_skips(self, i: int, inputs: Inputs, drawn: Drawn | None, again: bool) -> Inputs:
+        stage, (value, skips) = self.stage, inputs
         if not stage.has_skips:
-            return self._partition(value), ()
+            return self._partition(i, drawn, again, value), ()
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
         with use_store(store):
-            output = self._partition(value)
-        missing = [key for key in stage.stashes if key not in store]
-        if missing:
-            raise RuntimeError(self._did_not_stash(missing[0]))
+            output = self._partition(i, drawn, again, value)
+        for key in stage.stashes:
+            if key not in store:
+                raise RuntimeError(self._did_not_stash(i, key))
         return output, tuple([store.pop(key) for key in stage.stashes])
 
-    def _did_not_stash(self, key: SkipKey) -> str:
-        partition = self.stage.partition
-        k = next(k for k, layer in enumerate(partition) if key in layer_skips(layer).stashed)
+    def _did_not_stash(self, i: int, key: SkipKey) -> str:
+        stage = self.stage
+        k = next(k for k, layer in enumerate(stage.partition) if key in layer_skips(layer).stashed)
         return (
-            f"{self._layer(k)} of {self} did not stash {describe(key)}, which a forward that "
-            "it overrides does: call that one, or decorate the class with @skippable(stash=[...]), "
-            "naming what it does stash (nothing: @skippable())"
+            f"{stage.layer(k)} of {stage.describe(i)} did not stash {describe(key)}, which a "
+            "forward that it overrides does: call that one, or decorate the class with "
+            "@skippable(stash=[...]), naming what it does stash (nothing: @skippable())"
         )
 
-    def _partition(self, value: Any) -> Any:
+    def _partition(self, i: int, drawn: Drawn | None, again: bool, value: Any) -> Any:
+        if self.shallow is None:
+            run = partial(self._layers, self.partition, i, drawn, again)
+            if self.swaps:
+                return swapped(self.swaps, partial(self._hooked, run, value))
+            return self._hooked(run, value)
+        other = self.shallow.follow(self.others)
+        try:
+            return self._hooked(partial(self._layers, other, i, drawn, again), value)
+        finally:
+            self.shallow.give_back()
+
+    def _hooked(self, layers: Callable[[Any], Any], value: Any) -> Any:
         if not self.stage.hooked:
-            return self.layers(value)
-        token = _current_cell.set(self)
+            return layers(value)
+        token = CELL.set((self.stage.partition, layers))
         try:
             return self.stage.partition(value)
         finally:
-            _current_cell.reset(token)
+            CELL.reset(token)
 
-    def layers(self, value: Any) -> Any:
-        """The layers of the partition, one after another."""
+    def _layers(self, partition: Any, i: int, drawn: Drawn | None, again: bool, value: Any) -> Any:
+        """The layers one after another."""
+        if self.units:
+            return self._in_units(i, value)
         stage = self.stage
-        if self.context.divided and (units := self.context.divided.get(stage)) is not None:
-            return units.run(self, value)
-        first = not self.recomputing and not self.context.forwards[stage.number]
-        care = first or self.drawn is not None
-        unpack = stage.partition.unpack
+        first = not again and not self.through[0]
+        care, unpack = first or drawn is not None, stage.partition.unpack
+        if care and not self._quiet:
+            self._quiet = list(map(never_draws, stage.partition._modules.values()))
         k, layer = 0, None  # Ctrl-C may come before the first
         try:
-            for k, layer in enumerate(self.partition._modules.values()):
+            for k, layer in enumerate(partition._modules.values()):
                 call: Any = Unpacked(layer) if unpack else layer
-                if stage.draws[k] or (care and not never_draws(layer)):
-                    value = self._drawing(k, call, value, first)
+                if stage.draws[k] or (care and not self._quiet[k]):
+                    value = self._drawing(i, k, call, value, first, drawn, again)
                 else:
                     value = call(value)
         except BaseException as error:
-            annotate(error, f"in {self._layer(k)} of {self}")
+            annotate(error, f"in {stage.layer(k)} of {stage.describe(i)}")
             if note := call_note(error, layer, value, unpack=unpack):
                 annotate(error, note)
             if "more than 1 value per channel" in str(error):
@@ -316,16 +453,34 @@ class StageRun:
             raise
         return value
 
-    def _drawing(self, k: int, layer: Any, value: Any, first: bool) -> Any:
+    def _in_units(self, i: int, value: Any) -> Any:
+        """The layers of a cell, one unit after another: those that are recomputed by themselves."""
+        store = current_store() if self.stage.has_skips else None
+        for run, again in self.units:
+            unit = run.stage
+            unit.partition.training = self.stage.partition.training
+            popped = tuple([store.pop(key) for key in unit.pops]) if store else ()
+            inputs = (value, popped)
+            if again:
+                value, stashed = run.checkpointed(i, inputs, aliased(inputs))
+            else:
+                value, stashed = run.forward(i, inputs)
+            if stashed and store is not None:
+                store.update(zip(unit.stashes, stashed, strict=True))
+        return value
+
+    def _drawing(
+        self, i: int, k: int, layer: Any, value: Any, first: bool, drawn: Drawn | None, again: bool
+    ) -> Any:
         """A layer that draws, or may do so."""
-        stage, drawn = self.stage, self.drawn
+        stage = self.stage
         which, wanted = stage.generators.all if first else stage.draws[k], None
-        if self.recomputing:
+        if again:
             which, wanted = (0, None) if drawn is None else drawn.get(k, (0, None))
         elif drawn is not None:
             drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
         if which:
-            cell = (self.context.seed, stage.first + k, self.i)
+            cell = (self.seed, stage.first + k, i)
             value, seen = run_seeded(
                 stage.generators, which, cell, layer, value, observe=first, mark=drawn is not None
             )
@@ -338,12 +493,12 @@ class StageRun:
             value, ends = layer(value), {}
             if wanted is not None and not changed(mine, before):
                 return value  # nobody has drawn
-        if drawn is not None and not self.recomputing:
+        if drawn is not None and not again:
             drawn[k] = stage.draws[k], (fingerprint(value), ends)
         elif wanted is not None and wanted != (fingerprint(value), {**wanted[1], **ends}):
             stage.draws[k] = stage.generators.all
             raise RuntimeError(
-                f"{self._layer(k)} gave something else when it was recomputed than in the forward, "
+                f"{stage.layer(k)} gave something else when it was recomputed than in the forward, "
                 "so that gradients would be wrong. If a thread of yours draws random numbers "
                 "meanwhile, give it a torch.Generator of its own. If the layer draws some, but did "
                 "not for the first micro-batch of any call so far, that is known from the next "
@@ -352,14 +507,9 @@ class StageRun:
             )
         return value
 
-    def _layer(self, k: int) -> str:
-        kind = type(self.stage.partition[k]).__name__
-        return f"layer {self.stage.first + k} ({self.stage.names[k]!r}: {kind})"
-
 
 #: A normalisation in training was given one sample.
 _ONE_SAMPLE = (
     "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
     "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
 )
-_current_cell: ContextVar[StageRun | None] = ContextVar("syncpipe_cell", default=None)

@@ -1,4 +1,4 @@
-"""Cells that are computed again but for some operations, whose results are saved.
+"""Cells that are recomputed but for some operations, whose results are saved.
 
 PyTorch does it by two dispatch modes, one around the forward that saves, one around the
 recomputation that gives back what was saved. What they leave to us is randomness: a random
@@ -10,52 +10,61 @@ forward, and is what it is after the same one in the recomputation.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.options import Selective
-from syncpipe.runtime.random_numbers import holds_generators, is_random, put_back_states, states_of
-from syncpipe.stages.run import CallContext, Inputs, StageLayers, StageRun
+from syncpipe.runtime.random_numbers import (
+    Generators,
+    holds_generators,
+    is_random,
+    put_back_states,
+    states_of,
+)
 
-__all__ = ["SelectiveRun"]
+__all__ = ["Saved"]
+
+_T = TypeVar("_T")
 
 
-class SelectiveRun(StageRun):
-    """A run of a stage that saves what a policy says."""
+class Saved:
+    """What a policy saves of one cell.
 
-    __slots__ = ("_policy", "_states")
+    Args:
+        policy: says of which operations.
+        generators: those of the stage's device.
+    """
 
-    def __init__(self, stage: StageLayers, i: int, context: CallContext, policy: Selective) -> None:
-        super().__init__(stage, i, context)
+    def __init__(self, policy: Selective, generators: Generators) -> None:
         self._policy = policy.contexts()  # what was saved lives in these
+        self._generators = [generator for _, generator in generators.pick(generators.all)]
         self._states: deque[list[Tensor]] = deque()
 
-    def run(self, inputs: Inputs) -> Inputs:
-        """From inputs to outputs, for the first time."""
-        with self._policy[0], _Noted(self._generators, self._states):
-            return super().run(inputs)
+    def around(self, run: Callable[[], _T], again: bool) -> _T:
+        """Runs the cell, for the first time or again."""
+        with self._policy[again], _States(self._put_back if again else self._note):
+            return run()
 
-    def recomputed(self, inputs: Inputs) -> Inputs:
-        """The recomputation of this cell."""
-        with self._policy[1], _PutBack(self._generators, self._states):
-            return super().recomputed(inputs)
+    def _note(self) -> None:
+        self._states.append(states_of(self._generators))
 
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        generators = self.stage.generators
-        return [generator for _, generator in generators.pick(generators.all)]
+    def _put_back(self) -> None:
+        # There is none if other operations are run this time, which whoever looks for their
+        # results will say. Operations that may be random and are not need no turn.
+        states = self._states.popleft() if self._states else []
+        if holds_generators():
+            put_back_states(self._generators, states)
 
 
-class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the states of generators after each random operation."""
+class _States(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls a function after each random operation."""
 
-    def __init__(self, generators: list[torch.Generator], states: deque[list[Tensor]]) -> None:
+    def __init__(self, drawn: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = generators
-        self._states = states
+        self._drawn = drawn
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,17 +74,3 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_random(func) and kwargs.get("generator") is None:
             self._drawn()
         return result
-
-    def _drawn(self) -> None:
-        self._states.append(states_of(self._generators))
-
-
-class _PutBack(_Noted):  # type: ignore[no-untyped-call]
-    """Sets the states of generators to those that were noted."""
-
-    def _drawn(self) -> None:
-        # There is none if other operations are run this time, which whoever looks for their
-        # results will say. Operations that may be random and are not need no turn.
-        states = self._states.popleft() if self._states else []
-        if holds_generators():
-            put_back_states(self._generators, states)

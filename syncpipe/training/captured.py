@@ -5,7 +5,7 @@ Nothing is added to a ``.grad`` here, that is for autograd to do when the node h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import chain, repeat
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from syncpipe.data import described
+from syncpipe.data import described, tensors_in
 from syncpipe.runtime.graph import AccumulateGrad, captured, go_back, nodes_of
 from syncpipe.runtime.interrupts import undone
 from syncpipe.stages.call import Call
-from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
+from syncpipe.training.cell import ANCHOR, CROSSING, FOREIGN, Border, Cell
 from syncpipe.training.leaves import is_shared
 
 __all__ = ["Captured"]
@@ -44,7 +44,9 @@ class Captured:
         self._sums: list[dict[int, Tensor]] = []
         self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
 
-    def look(self, j: int, nodes: Iterable[Any], border: Border) -> None:
+    looks = True
+
+    def look(self, j: int, outputs: Any, border: Border) -> None:
         """Looks for leaves that are in no module, in the graph of a cell of stage ``j``.
 
         Raises:
@@ -54,7 +56,7 @@ class Captured:
         if not known:
             inside = _tensors_of(self._call.pipeline.stages[j].partition)
             known.update(map(id, [*inside, *self._call.instead[j].values(), ANCHOR]))
-        for node in nodes_of(nodes):
+        for node in nodes_of([t.grad_fn for t in tensors_in(outputs) if t.requires_grad]):
             kind = type(node)
             if kind is AccumulateGrad and id(node.variable) not in known:
                 leaf = node.variable
@@ -84,7 +86,7 @@ class Captured:
             own: list[Tensor] = list(self._found[j].values())
             if j >= n:
                 assert call.replicas is not None
-                self._own[j] = [*own, *call.replicas.trained(j)]
+                self._own[j] = [*own, *call.replicas.trained[j]]
             else:
                 foreign = set() if ties is None else ties.foreign(j)
                 own += [t for t in _tensors_of(stage.partition) if id(t) not in foreign]
@@ -96,6 +98,7 @@ class Captured:
             for tensor in own:
                 if tensor.requires_grad:
                     leaf = instead.get(id(tensor), tensor)
+                    tensor = call.originals.get(id(tensor), tensor)
                     given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:
                         self._own[j].append(leaf)
@@ -123,7 +126,7 @@ class Captured:
         tensors = [*entered, *trained]
         for j, those in groups.items():
             if those:
-                with call.caller_of(max(j, 0)).active():
+                with call.caller_of[max(j, 0)].active():
                     made = link(*[tensors[k] for k in those])
                 for k, tensor in zip(those, made, strict=True):
                     tensors[k] = tensor
@@ -138,10 +141,10 @@ class Captured:
         return other
 
     def go_back(
-        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any
+        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], cell: Cell
     ) -> None:
         """As of ``Leaves``."""
-        own, lane = self._own[j], self._call.lane_of(j)
+        own, lane = self._own[j], self._call.lane_of[j]
         found: Sequence[Tensor | None]
         if self._nested[j]:
             found = self._accumulated(own, roots, grads)

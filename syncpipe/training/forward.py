@@ -28,11 +28,10 @@ from syncpipe.schedules.build import build
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, numbers_of, training_steps
 from syncpipe.stages.call import Call, needs_graph
-from syncpipe.stages.dealing import collected
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.plain import plain
 from syncpipe.training.captured import Captured
-from syncpipe.training.pending_backward import PendingBackward
+from syncpipe.training.cell import Cell
 from syncpipe.training.sources import Source
 from syncpipe.training.task import TrainingTask
 
@@ -66,11 +65,11 @@ def forward(
         recorder=recorder, graph=True,
     )  # fmt: skip
     source, head = _MicroBatches(micro_batches), _Outputs(call)
-    leaves = Captured(call) if call.context.state.grad else None
+    leaves = Captured(call) if call.state.grad else None
     task = TrainingTask(call, source, head, leaves=leaves)
-    steps = forward_steps(pipeline.edges, call.context.m, pipeline.placement)
+    steps = forward_steps(pipeline.edges, call.m, pipeline.placement)
     call.run(steps, task, micro_batches[0])
-    outputs, head.outputs = collected(call, head.outputs), []
+    outputs, head.outputs = call.collected(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
         outputs = _with_graph(_Backward(task, leaves, head, source, micro_batches), outputs)
     return gather(outputs)
@@ -100,7 +99,7 @@ class _Outputs:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        m = call.context.m
+        m = call.m
         self.outputs: list[Any] = [None] * m
         self.flags: list[Sequence[bool]] = [()] * m
         self.grads: list[list[Tensor | None]] = [[] for _ in range(m)]
@@ -109,17 +108,15 @@ class _Outputs:
     def first_size(self, size: int) -> None:
         """The head of ``train_batch`` asks for it."""
 
-    def take(
-        self, j: int, i: int, output: Any, target: Any, size: int, pending: PendingBackward
-    ) -> None:
+    def take(self, j: int, i: int, output: Any, target: Any, size: int, cell: Cell) -> None:
         """Takes the output of a micro-batch."""
-        self.outputs[i], self.flags[i] = pending.detached(None, output)
+        self.outputs[i], self.flags[i] = cell.detached(output)
 
     def given(self, output: Any) -> Any:
         """The tensors of an output whose gradients come from outside."""
         return output
 
-    def go_back(self, j: int, i: int, pending: PendingBackward) -> list[list[Tensor | None]]:
+    def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         """The gradients of the outputs of a micro-batch, in a list."""
         grads, self.grads[i] = self.grads[i], []
         there = [grad for grad in grads if grad is not None]
@@ -179,7 +176,7 @@ class _Backward:
         del grads
         steps = _backward_steps(
             call.pipeline.edges,
-            call.context.m,
+            call.m,
             call.pipeline.placement,
             call.rematerialized[: call.pipeline.n],
             () if call.ties is None else call.ties.edges,
@@ -202,7 +199,7 @@ class _Backward:
         with torch.enable_grad():
             outputs = plain(
                 call.pipeline, self.micro_batches, ("never",) * call.pipeline.n,
-                seed=call.context.seed, swaps=self.leaves.swaps(),
+                seed=call.seed, swaps=self.leaves.swaps(),
             )  # fmt: skip
             tensors = [
                 t

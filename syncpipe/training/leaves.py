@@ -6,9 +6,11 @@ the graph of a cell, which is looked at before it goes back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,11 +19,64 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.data import described
 from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
+from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
-from syncpipe.training.border import ANCHOR, CROSSING, FOREIGN, Border
-from syncpipe.training.gradients import Gradients
+from syncpipe.training.cell import ANCHOR, CROSSING, FOREIGN, Cell
 
-__all__ = ["Leaves", "is_shared", "leaves_of"]
+__all__ = ["Gradients", "Leaves", "go_back_of", "is_shared", "leaves_of"]
+
+
+class Gradients:
+    """The gradients that tensors had before a call added to them.
+
+    Where there were none (``zero_grad`` as it is by default) this costs nothing. Where there were,
+    it holds a copy: adding in place and taking away again would not give the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
+
+    def register(self, tensors: Iterable[Tensor]) -> None:
+        """Adds leaves, before they get any gradient from this call."""
+        with self._lock:
+            for tensor in tensors:
+                if tensor.requires_grad and tensor not in self._before:
+                    grad = tensor.grad
+                    self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
+
+    def before(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that a leaf had, as a copy."""
+        return self._before.get(tensor, (None, None))[1]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back, into the very tensors that were there."""
+        for tensor, (grad, copy) in self._before.items():
+            if grad is not None and copy is not None:
+                grad.copy_(copy)
+            tensor.grad = grad
+
+    @torch.no_grad()
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies what was added by this call.
+
+        Args:
+            factor: a number, or a tensor without dimensions on any device.
+        """
+        factors: dict[torch.device, float | Tensor] = {}
+        for tensor, (_, copy) in self._before.items():
+            grad = tensor.grad
+            if grad is None:
+                continue
+            if grad.device not in factors:
+                factors[grad.device] = (
+                    moved(factor, grad.device) if isinstance(factor, Tensor) else factor
+                )
+            if copy is None:
+                grad.mul_(factors[grad.device])
+            else:
+                grad.sub_(copy).mul_(factors[grad.device]).add_(copy)
 
 
 class Leaves:
@@ -127,11 +182,10 @@ class Leaves:
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self._fresh[j] = rest
 
-    def look(self, j: int, nodes: Sequence[Any], border: Border) -> None:
-        """Looks at the graph of a cell when it has gone forward."""
+    looks = False  #: whether the graph of a cell is looked at when it has gone forward
 
     def go_back(
-        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], pending: Any
+        self, j: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], cell: Cell
     ) -> None:
         """Backward through the graph of a cell of stage ``j``.
 
@@ -139,10 +193,12 @@ class Leaves:
             j: the stage.
             roots: where it ends.
             grads: the gradients that it begins with.
-            pending: the cell.
+            cell: the cell.
         """
-        self.claim(j, self.new(j, [root.node for root in roots], pending.border))
-        pending.go_back(roots, grads)
+        new = self.new(j, map(_NODE_OF, roots), cell.border)
+        if new or self._fresh[j] is None:
+            self.claim(j, new)
+        go_back_of(cell, roots, grads)
 
     def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of leaves that are copies of others; not there any more."""
@@ -173,9 +229,12 @@ class Leaves:
         """
         if j >= self._call.pipeline.n:
             return list(leaves)
-        here = self._worker_of[j]
-        owners = [(leaf, self._owner.get(id(leaf), (leaf, j))[1]) for leaf in leaves]
-        return [leaf for leaf, k in owners if self._worker_of[k] != here]
+        here, found = self._worker_of[j], []
+        for leaf in leaves:
+            _, k = self._owner.get(id(leaf), (leaf, j))
+            if self._worker_of[k] != here or id(leaf) in self._call.originals:
+                found.append(leaf)
+        return found
 
     def register(self, j: int, leaves: Iterable[Tensor]) -> None:
         """Registers leaves found on stage ``j`` to which other workers will add."""
@@ -206,6 +265,16 @@ class Leaves:
         loss = " or loss_fn" if stage.j == pipeline.n - 1 else ""
         device = pipeline.workers[self._worker_of[j]].device
         return f"stage {stage.j} ({stage.layers_in_words}{loss}, on {device})"
+
+
+def go_back_of(
+    cell: Cell, roots: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Tensor] = ()
+) -> None:
+    """Runs a graph of a cell backward, or the input half of that."""
+    if cell.halves is None:
+        go_back(roots, grads, inputs)
+    else:
+        cell.halves.go_back(roots, grads, inputs)
 
 
 def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
@@ -252,6 +321,7 @@ def _users(tensor: Tensor) -> int:
     return count
 
 
+_NODE_OF = attrgetter("node")
 _C: Any = torch._C
 _ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks
 _COMMUNICATE = (

@@ -28,10 +28,8 @@ from syncpipe.schedules.build import ScheduleLike, build
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call
-from syncpipe.stages.dealing import collected, on_one_device
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.gradients import Gradients
-from syncpipe.training.leaves import Leaves
+from syncpipe.training.leaves import Gradients, Leaves
 from syncpipe.training.loss.check import LossCheck, LossCounts
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.loss.known import Loss, Weight, known_loss
@@ -202,6 +200,7 @@ def _complete(
         )
     extra = chain.from_iterable(aside.items() for aside in head.extra_gradients.values())
     for leaf, grad in extra:  # their hooks have run already
+        grad = moved(grad, leaf.device)
         if leaf.grad is None:
             leaf.grad = grad
         else:
@@ -301,13 +300,14 @@ def _compare(counts: LossCounts, objective: Objective, check: LossCheck, *, draw
 
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
     """What the caller gets: the loss, the outputs, the metrics, or several of them."""
+    pipeline = call.pipeline
     with torch.no_grad():
-        if objective is not None:
-            on_one_device(call, objective.bring)
+        if objective is not None and len(pipeline.numbers[-1]) > 1:
+            objective.bring(call.lane_of[pipeline.results].device)
         loss = None if objective is None else objective.loss()
         metrics = None if objective is None else objective.metrics()
-        call.release_to_caller(call.pipeline.results, (loss, metrics))
-        outputs = None if head.outputs is None else gather(collected(call, head.outputs))
+        call.release_to_caller(pipeline.results, (loss, metrics))
+        outputs = None if head.outputs is None else gather(call.collected(head.outputs))
     if loss is None:
         return outputs
     found = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -90,15 +91,37 @@ def test_there_is_one_parameter():
     assert torch.equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
 
 
-def test_others_see_the_parameter_while_a_cell_runs():
-    seen: list[Any] = []
-    model = linears()
-    model[2].register_forward_hook(lambda *_: seen.append(pipe[2].weight))
-    pipe = tied_pipe(model)
-    pipe(torch.randn(4, WIDTH)).sum().backward()
-    pipe.train_batch(torch.randn(4, WIDTH), loss_fn=torch.mean)
-    assert len(seen) == 2 * 3  # one micro-batch of two is recomputed
-    assert all(weight is model[0].weight for weight in seen)
+def test_the_loss_sees_the_parameter_while_a_cell_runs():
+    """A penalty on all parameters counts each once, though another stage is inside of a cell."""
+    inside, looked = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(seen) == 0 and x[0, 0] == 1:
+                inside.set()
+                assert looked.wait(60)
+            return super().forward(x)
+
+    def loss(y: Tensor) -> Tensor:
+        if not seen:
+            assert inside.wait(60)
+        seen.append(list(pipe.parameters()))
+        looked.set()
+        return y.sum()
+
+    seen: list[list[Tensor]] = []
+    model = nn.Sequential(nn.Identity(), nn.Linear(3, 3), Waits(3, 3), nn.ReLU())
+    model[2].weight = model[1].weight
+    pipe = Pipe(model, [2, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2, checkpoint="never")
+    x = torch.zeros(2, 3)
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.zero_()
+    model[1].register_forward_hook(lambda _, given, y: y + given[0])
+    x[1] = 1
+    pipe.train_batch(x, loss_fn=loss, schedule="gpipe", verify=False)
+    for parameters in seen:
+        assert list(map(id, parameters)) == list(map(id, model.parameters()))
 
 
 def test_the_gradient_of_a_tied_weight_can_be_asked_for_and_differentiated():

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from syncpipe.training.border import ANCHOR as _ANCHOR
+from syncpipe.training.cell import ANCHOR as _ANCHOR
 from tests.streams.happens_before import Clock, Stream, World, address
 
 

@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 
 import syncpipe.runtime.streams
 import syncpipe.stages.call
-import syncpipe.stages.transfer
 import syncpipe.training.forward
 from syncpipe import Pipe, inline
 from syncpipe.data import tensors_in
@@ -289,7 +288,7 @@ def world(monkeypatch) -> AutogradWorld:
     monkeypatch.setattr(driver, "gather", watched_gather)
     monkeypatch.setattr(driver._Node, "apply", tagged(driver._Node.apply))
     monkeypatch.setattr(driver._Pass, "apply", tagged(driver._Pass.apply))
-    for module in (task, syncpipe.training.pending_backward):
+    for module in (task, syncpipe.training.cell):
         monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.captured, "captured", acted)
     monkeypatch.setattr(syncpipe.training.captured.Captured, "sums", watched_sums)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import syncpipe.stages.call
+import syncpipe.training.cell
 import syncpipe.training.loss.head
-import syncpipe.training.pending_backward
 import syncpipe.training.task
 import syncpipe.training.train
 from syncpipe import Pipe
@@ -94,14 +94,13 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
 
     for module in (
         syncpipe.training.task,
-        syncpipe.training.pending_backward,
+        syncpipe.training.cell,
         syncpipe.training.loss.head,
     ):
         monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
     for module in (
         syncpipe.training.leaves,
-        syncpipe.training.pending_backward,
         syncpipe.training.weight_gradients,
     ):
         monkeypatch.setattr(module, "go_back", acted_go_back)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
-from syncpipe.training.border import ANCHOR, Border
+from syncpipe.training.cell import ANCHOR, Border
 from syncpipe.training.leaves import leaves_of
 from tests.support.training import (
     FOUR,

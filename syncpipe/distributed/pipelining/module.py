@@ -13,7 +13,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.skip.layout import SkipLayout
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.store import use_store
-from syncpipe.stages.run import Partition
+from syncpipe.stages.stage import Partition
 
 __all__ = ["StageModule", "passing_skips"]
 

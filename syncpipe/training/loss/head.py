@@ -12,11 +12,10 @@ from torch import Tensor
 from syncpipe.data import compact, distinct, map_tensors
 from syncpipe.runtime.errors import annotate
 from syncpipe.stages.call import Call
-from syncpipe.training.border import FOREIGN, cut, ends_of
-from syncpipe.training.leaves import Leaves, leaves_of
+from syncpipe.training.cell import FOREIGN, Cell, cut, ends_of
+from syncpipe.training.leaves import Leaves, go_back_of, leaves_of
 from syncpipe.training.loss.check import LossCheck
 from syncpipe.training.loss.objective import Objective
-from syncpipe.training.pending_backward import PendingBackward
 
 __all__ = ["LossHead"]
 
@@ -57,8 +56,6 @@ class LossHead:
         keep_outputs: bool,
         check: LossCheck | None = None,
     ) -> None:
-        self._context = call.context
-        self._stages = call.pipeline.stages
         self._replicas = call.pipeline.numbers[-1]
         self._lock = threading.Lock()
         self._objective = objective
@@ -71,7 +68,7 @@ class LossHead:
         alone = leaves.parameters[0] if leaves and len(leaves.parameters) == 1 else []
         self._probe = next((p for p in reversed(alone) if p.requires_grad), None)
         self._draws: dict[int, int] = {}  # generators that the loss function draws from
-        self.outputs: list[Any] | None = [None] * call.context.m if keep_outputs else None
+        self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None
         self.extra_gradients: dict[int, dict[Tensor, Tensor]] = {j: {} for j in self._replicas}
         self.goes_back = False
 
@@ -80,9 +77,7 @@ class LossHead:
         if self._objective is not None:
             self._objective.first_size = size
 
-    def take(
-        self, j: int, i: int, output: Any, target: Any, size: int, pending: PendingBackward
-    ) -> None:
+    def take(self, j: int, i: int, output: Any, target: Any, size: int, pending: Cell) -> None:
         """Takes the output of a micro-batch.
 
         Args:
@@ -96,16 +91,16 @@ class LossHead:
         if self.outputs is not None:
             self.outputs[i] = map_tensors(lambda tensors: [t.detach() for t in tensors], output)
         if self._objective is not None:
-            if self._context.state.grad:
+            if self._call.state.grad:
                 output, target = self._begun(output, target, pending)
             root, share = self._loss(self._objective, j, i, (output, target), size)
             if root.requires_grad:
                 self.goes_back = True
                 pending.root = ends_of(root)[0], torch.full_like(root, share)
-        if self.outputs is not None and self._context.m > 1:  # loss_fn may have written into it
+        if self.outputs is not None and self._call.m > 1:  # loss_fn may have written into it
             self.outputs[i] = map_tensors(lambda ts: [compact(t) for t in ts], self.outputs[i])
 
-    def _begun(self, output: Any, target: Any, pending: PendingBackward) -> tuple[Any, Any]:
+    def _begun(self, output: Any, target: Any, pending: Cell) -> tuple[Any, Any]:
         """Begins the graph of the loss.
 
         It goes on into the cell's, unless that one comes again: the loss is not recomputed with
@@ -129,8 +124,8 @@ class LossHead:
             if self._check is not None and j == self._replicas[0]:
                 self._check.keep(i, *given)
             before = _mark(self._probe)
-            result, self._draws[j] = self._stages[j].run_loss(
-                i, self._context, objective.call, given, self._draws.get(j)
+            result, self._draws[j] = self._call.runs[j].run_loss(
+                i, objective.call, given, self._draws.get(j)
             )
             if _mark(self._probe) != before:
                 raise RuntimeError(_BACKWARD)
@@ -156,7 +151,7 @@ class LossHead:
         """The tensors of an output whose gradients come from the loss."""
         return distinct(output)
 
-    def go_back(self, j: int, i: int, pending: PendingBackward) -> list[list[Tensor | None]]:
+    def go_back(self, j: int, i: int, pending: Cell) -> list[list[Tensor | None]]:
         """Backward of the loss of a micro-batch, and of the cell where their graphs are one.
 
         Returns:
@@ -166,7 +161,7 @@ class LossHead:
             self._backward(j, pending)
         return [] if pending.output is None else [pending.output.grads]
 
-    def _backward(self, j: int, pending: PendingBackward) -> None:
+    def _backward(self, j: int, pending: Cell) -> None:
         leaves = self._leaves
         assert pending.root is not None
         root, grad = pending.root
@@ -191,22 +186,23 @@ class LossHead:
         if not begin.open and pending.output is not None:
             raise RuntimeError(_BACKWARD)
         try:
-            pending.go_back([root], [grad], inputs)
+            go_back_of(pending, [root], [grad], inputs)
         except RuntimeError as error:
             if _SECOND in str(error):
                 raise RuntimeError(_BACKWARD) from error
             raise
 
     def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
-        self._leaves.register(j, leaves)
+        originals = [self._call.originals.get(id(leaf), leaf) for leaf in leaves]
+        self._leaves.register(j, originals)
         aside = self.extra_gradients[j]
-        for leaf, grad in zip(leaves, grads, strict=True):
+        for leaf, grad in zip(originals, grads, strict=True):
             if grad is None:
                 continue
             if leaf in aside:
                 aside[leaf] += grad
             else:  # memory of its own: two gradients may be one tensor, or expanded
-                aside[leaf] = torch.zeros_like(leaf) + grad
+                aside[leaf] = torch.zeros_like(grad) + grad
             self._call.release_to_caller(j, aside[leaf])
 
 

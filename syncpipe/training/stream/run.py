@@ -112,9 +112,7 @@ def stream(
             call = Call(pipeline, _MANY, checkpoint=checkpoint, inline=inline, recorder=recorder)
             for stage, own in zip(pipeline.stages, weights, strict=True):
                 if own.several:
-                    call.context.plain[stage.j] = False
-                    for each in call.context.runs(stage):
-                        call.context.stand_ins[each] = own.stand_ins(each.partition)
+                    own.stand_in(call.runs[stage.j])
             leaves = StreamLeaves(call, weights)
             head = LossHead(call, losses, leaves, keep_outputs=False)
             task = StreamTask(call, source, head, leaves, weights)

@@ -16,13 +16,11 @@ from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind
 from syncpipe.stages.call import Call
-from syncpipe.stages.parcel import Parcel
-from syncpipe.training.gradients import Gradients
-from syncpipe.training.leaves import Leaves
+from syncpipe.training.leaves import Gradients, Leaves
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.stream.source import StreamSource
 from syncpipe.training.stream.weights import StageWeights
-from syncpipe.training.task import TrainingTask
+from syncpipe.training.task import Parcel, TrainingTask
 
 __all__ = ["StreamLeaves", "StreamTask"]
 
@@ -80,14 +78,14 @@ class StreamTask(TrainingTask):
 
     def bind(self, kind: Kind, j: int) -> Run:
         if kind == "update":
-            update = without_autocast(self.call.context.state, partial(self._update, j))
+            update = without_autocast(self.call.state, partial(self._update, j))
             return self.call.bound(update, kind, j)
         run, weights = super().bind(kind, j), self._weights[j]
 
         def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
             if not self._there(j, i, parcels):
                 ends = len(self._pipeline.outgoing[j]) + (j == 0 and self.targets_travel)
-                return [Parcel(_END, None)] * ends
+                return [Parcel(_END)] * ends
             weights.enter(i)
             return run(i, parcels)
 
@@ -115,11 +113,10 @@ class StreamTask(TrainingTask):
         except BaseException as error:
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")
             raise
-        context = self.call.context
-        for run in context.runs(self._pipeline.stages[j]):
-            if run in context.modules:
-                context.modules[run].note_versions()
-        if context.state.nested:  # casts of the weights as they were
+        for run in self.call.runs[j].all:
+            if run.modules is not None:
+                run.modules.note_versions()
+        if self.call.state.nested:  # casts of the weights as they were
             torch.clear_autocast_cache()
         self._leaves.renewed(j)
         return []

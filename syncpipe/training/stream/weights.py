@@ -1,8 +1,8 @@
 """The versions of the weights of one stage, while a stream is on its way.
 
 The parameters themselves are always the newest version; the optimizer knows nothing else. A cell
-computes with leaves of its version, which are put in the parameters' places by stand-ins of the
-modules. They are made of the very memory of the parameters, as long as these stay as they are::
+computes with leaves of its version, which are put in the parameters' places while it runs. They are
+made of the very memory of the parameters, as long as these stay as they are::
 
     weight (version 2) ---- memory ---- leaf of version 2         cells 4, 5 are in flight
 
@@ -29,8 +29,9 @@ from torch.optim import Optimizer
 from syncpipe.data import storage_of
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.module_state import version_of
-from syncpipe.stages.run import StageLayers
-from syncpipe.stages.sharing.stand_ins import StandIns
+from syncpipe.stages.run import StageRun
+from syncpipe.stages.stage import Stage
+from syncpipe.stages.swaps import Swap, swaps_of
 
 __all__ = ["StageWeights"]
 
@@ -55,7 +56,7 @@ class StageWeights:
 
     def __init__(
         self,
-        stage: StageLayers,
+        stage: Stage,
         optimizer: Optimizer | None,
         most: int,
         rule: Callable[[int], int] | None,
@@ -68,6 +69,7 @@ class StageWeights:
         self._rule = rule
         self.current: list[Tensor] = []
         self._marks: list[Any] = []
+        self._swaps: list[tuple[StageRun, dict[int, list[Swap]]]] = []
         self._memory = [parameter.data for parameter in self.parameters]
         self._free: list[list[Tensor]] = []  # memory of versions that are over
         several = most > 1 and bool(self.parameters)
@@ -100,10 +102,17 @@ class StageWeights:
         """Call before anything else is done for micro-batch ``i``."""
         if self.several:
             _, self.current, self._marks = self._held[self.used[i] - self._held[0][0]]
+            for run, swaps in self._swaps:
+                run.swaps = swaps[id(self.current)]
 
-    def stand_ins(self, partition: nn.Module) -> _OfVersion:
-        """What has the modules of a partition compute with the version that is in use."""
-        return _OfVersion(self, partition)
+    def stand_in(self, run: StageRun) -> None:
+        """Lets the cells of the stage compute with the version that is in use."""
+        for each in run.all:
+            swaps: dict[int, list[Swap]] = {}
+            for leaves in self.leaves:
+                others = dict(zip(map(id, self.parameters), leaves, strict=True))
+                swaps[id(leaves)] = swaps_of(each.partition, others)
+            self._swaps.append((each, swaps))
 
     def gradients(self, i: int) -> list[Tensor]:
         """Gives parameters their gradients; ``i`` would be the first of the next mini-batch.
@@ -180,17 +189,6 @@ class StageWeights:
             map(setattr, moved, repeat("data"), self._memory),
             map(setattr, self.parameters, repeat("grad"), repeat(None)),
         )
-
-
-class _OfVersion(StandIns):
-    """Stand-ins of the modules with the leaves of whichever version is in use."""
-
-    def __init__(self, weights: StageWeights, partition: nn.Module) -> None:
-        super().__init__(partition, {}, weights.parameters)
-        self._weights = weights
-
-    def holding(self, tensors: Sequence[Tensor]) -> Any:
-        return super().holding(self._weights.current)
 
 
 def trained(partition: nn.Module) -> list[nn.Parameter]:

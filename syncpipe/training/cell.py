@@ -1,18 +1,18 @@
-"""Where the training driver cuts the graph: at every border between stages.
+"""What is kept of a cell from its forward to its backward, and where its graph is cut.
 
-    stage j-1 --> y      y travels without a graph      Border --> stage j --> ...
-       ^                                                   |
-       +------------- gradients travel back <-------------+
+    forward    y of stage j-1 --> Border --> stage j --> y        y travels without a graph
+    backward   gy of stage j-1 <-- Border <-- stage j <-- gy      gradients travel back
 
 A border is the first node of a cell's graph. Its tensors are no leaves, so the cell may write into
-them as it may in the plain model, and gradients come out as they are, added to nothing.
+them as it may in the plain model, and gradients come out as they are, added to nothing. Of the
+outputs only the ends of the graph are kept, not the tensors, which are the next stage's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from syncpipe.data import distinct, map_tensors, tensors_in
+from syncpipe.runtime.recomputation import Recomputation
+from syncpipe.training.weight_gradients import WeightGradients
 
-__all__ = ["ANCHOR", "CROSSING", "FOREIGN", "Border", "cut", "ends_of"]
+__all__ = ["ANCHOR", "CROSSING", "FOREIGN", "Border", "Cell", "cut", "ends_of"]
 
 _PythonNode: type[Any] = torch._C._FunctionBase
 #: A ``GradientEdge`` from a tuple of all that is in it, without a way through Python.
@@ -37,34 +39,38 @@ FOREIGN = (
 
 
 class Border:
-    """The inputs of a cell's graph.
+    """The inputs of a graph.
 
     Args:
         flags: for each tensor of the inputs whether it needs a gradient.
+        open: whether its own cell goes back; gradients that come at another time are not from it.
 
     Attributes:
         grads: after backward, for each tensor that needs a gradient that gradient, or None.
-        open: whether its own cell goes back; gradients that come at another time are not from it.
     """
 
-    __slots__ = ("_flags", "grads", "open")
+    __slots__ = ("_count", "_flags", "grads", "open")
 
     def __init__(self, flags: Sequence[bool], *, open: bool = False) -> None:
-        self._flags = flags
-        self.grads: list[Tensor | None] = [None] * sum(flags)
-        self.open = open
+        self._flags, self.open = flags, open
+        self._count = sum(flags)
+        self.grads: list[Tensor | None] = [None] * self._count
 
     def begin(self) -> None:
         """Call before its cell goes back."""
-        self.open, self.grads = True, [None] * len(self.grads)
+        self.open, self.grads = True, [None] * self._count
 
     def cross(self, inputs: Any) -> Any:
         """The inputs, a tree of tensors without a graph, as the begin of one."""
-        return map_tensors(self._crossed, inputs) if self.grads else inputs
+        if not self._count:
+            return inputs
+        if type(inputs) is tuple and inputs[1:] == ((),) and type(inputs[0]) is Tensor:
+            return _cross(self, ANCHOR, inputs[0])[0], ()  # mostly it is so
+        return map_tensors(self._crossed, inputs)
 
     def _crossed(self, tensors: list[Tensor]) -> list[Tensor]:
         # The anchor is what makes autograd record the node.
-        if len(tensors) == len(self.grads):
+        if len(tensors) == self._count:
             crossed: list[Tensor] = _cross(self, ANCHOR, *tensors)
             return crossed
         following = iter(_cross(self, ANCHOR, *compress(tensors, self._flags)))
@@ -79,6 +85,81 @@ class Border:
         return (None,) * (2 + len(grads))
 
 
+class Cell:
+    """What is kept of a cell.
+
+    Args:
+        flags: for each incoming edge which of its tensors need a gradient, that goes back over it.
+
+    Attributes:
+        border: the inputs of its graph.
+        ends: for each outgoing edge the outputs that need a gradient, as ends of the graph; on the
+            last stage those that the loss is made of.
+        expected: how many of these there are, for each edge, if the cell is recomputed.
+        recomputation: recomputes the cell; then there are no ends yet.
+        root: the loss, on the last stage, until it has gone back; and its gradient.
+        output: where the graph of the loss begins, if it does not go on into the cell's.
+        target: the border of the targets, if any needs a gradient.
+        targets: those that do.
+        halves: keeps the weight gradients for later, if the backward is split.
+    """
+
+    # Of the class: most cells have none of these.
+    expected: tuple[int, ...] = ()
+    recomputation: Recomputation | None = None
+    root: tuple[GradientEdge, Tensor] | None = None
+    output: Border | None = None
+    target: Border | None = None
+    targets: Sequence[Tensor] = ()
+    halves: WeightGradients | None = None
+
+    def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
+        self.flags = flags
+        self.border = Border(flags[0] if len(flags) == 1 else list(chain.from_iterable(flags)))
+        self.ends: list[list[GradientEdge]] = []
+
+    def copy(self) -> Cell:
+        """The same cell, for one of several backwards through it."""
+        other = Cell.__new__(Cell)
+        other.__dict__.update(self.__dict__, ends=list(self.ends))
+        return other
+
+    def detached(self, value: Any) -> tuple[Any, Sequence[bool]]:
+        """An output to send without its graph, and for each tensor whether it needs a gradient."""
+        flags: Sequence[bool]
+        if type(value) is Tensor:
+            flags, there = (value.requires_grad,), value.detach()
+        else:
+            flags = [tensor.requires_grad for tensor in tensors_in(value)]
+            there = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
+        if self.recomputation is None:
+            self.ends.append(ends_of(value))
+        else:
+            self.expected += (sum(flags),)
+        return there, flags
+
+    def roots(
+        self, grads: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[Sequence[GradientEdge], Sequence[Tensor]]:
+        """Where the backward of the cell begins.
+
+        Args:
+            grads: for each outgoing edge the gradients of the outputs that need one; nothing if no
+                output is needed.
+
+        Returns:
+            The ends of the graph that got a gradient, and these.
+        """
+        ends: list[GradientEdge] = []
+        there: list[Tensor] = []
+        for sent, arrived in zip(self.ends, grads, strict=bool(grads)):
+            for end, grad in zip(sent, arrived, strict=True):
+                if grad is not None:
+                    ends.append(end)
+                    there.append(grad)
+        return ends, there
+
+
 class _Cross(torch.autograd.Function):
     """``apply(border, anchor, *tensors)``."""
 
@@ -86,6 +167,8 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, border: Border, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.apply = border.arrive  # what the engine calls, without a way through `backward`
+        if len(tensors) == 1:
+            return (tensors[0].detach(),)
         return tuple([tensor.detach() for tensor in tensors])
 
     backward = None  # type: ignore[assignment]

@@ -1,1 +1,0 @@
-"""Tensors that several stages compute with: ties, and replicas."""
