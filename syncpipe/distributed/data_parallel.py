@@ -44,8 +44,7 @@ from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.kinds import Kind
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.schedules.steps import numbers_of
-from syncpipe.training.gradients import Gradients
-from syncpipe.training.leaves import Leaves, is_shared
+from syncpipe.training.leaves import Gradients, Leaves, is_shared
 from syncpipe.training.loss.objective import Objective
 from syncpipe.training.task import Watch
 

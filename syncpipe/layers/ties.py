@@ -2,7 +2,7 @@
 
 ``head.weight = embedding.weight``, one module at two places, ``tie_weights()``: outside of running
 cells there is one tensor, which all of these modules hold. Its owner is the first stage that has
-it. What the others compute with is for ``stages.sharing.ties`` to say; here is who shares what.
+it. What the others compute with is for ``stages.sharing`` to say; here is who shares what.
 """
 
 from __future__ import annotations
