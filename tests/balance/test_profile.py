@@ -243,6 +243,7 @@ def test_a_straight_line_stays_one(a: float, b: float, sizes: set[int], samples:
     assert interpolate(numbers, samples) == pytest.approx(a + b * samples)
     assert interpolate({8: 4.0}, 2) == 1.0  # one size: in proportion
     assert interpolate({1: 3.0, 2: 2.0, 4: 1.0}, 100) == 1.0  # never less than the largest
+    assert interpolate({4: 2.0, 8: 20.0}, 2) == 1.0  # however much larger ones were disturbed
 
 
 @pytest.mark.parametrize(
