@@ -1,130 +1,124 @@
 """All benchmarks by one door.
 
-    python -m benchmarks [NAME ...] [--quick] [--folder DIR] [--json FILE] [--list]
+    python -m benchmarks [NAME ...] [--quick] [--repeats N] [--folder DIR] [--list]
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
-``data_parallel``) or one part of it (``schedules.ideal``); without one all are run.
-The report, Markdown with tables and pictures, is written to a folder. ``--quick`` takes small sizes
-and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
-Each group can be run by itself with more options, ``python -m benchmarks.schedules --help``.
-What a machine with GPUs is for is ``python -m benchmarks gpu``, which has options of its own.
+``data_parallel``) or one part of it (``schedules.ideal``); without one all are run. Each group has
+a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes and few rounds,
+some minutes on two cores: to see that everything runs; the numbers say nothing. ``picture`` draws
+the README's schedules. What a machine with GPUs is for is ``python -m benchmarks gpu``, which has
+options of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks import common, gpu
-from benchmarks.common import Part
-from benchmarks.data_parallel.parts import GROUP as DATA_PARALLEL
-from benchmarks.group import Group, Options, missing_extra
+from benchmarks import gpu
+from benchmarks.common import QUICK, Group, Part, report
+from benchmarks.data_parallel import GROUP as DATA_PARALLEL
 from benchmarks.memory.parts import GROUP as MEMORY
 from benchmarks.overhead import GROUP as OVERHEAD
-from benchmarks.peers.measure import PeerOptions
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
-from benchmarks.planning.profiles import PlanningOptions
-from benchmarks.report import QUICK, Job, Report
 from benchmarks.schedules.parts import GROUP as SCHEDULES
+from syncpipe.commands.arguments import whole_number
+from syncpipe.commands.demo import threads
+from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
+from syncpipe.timeline import Timeline, save_comparison
 
-GROUPS: tuple[tuple[Group, type[Options]], ...] = (
-    (OVERHEAD, Options),
-    (MEMORY, Options),
-    (SCHEDULES, Options),
-    (PLANNING, PlanningOptions),
-    (PEERS, PeerOptions),
-    (DATA_PARALLEL, Options),
-)
-
-
-def every(quick: bool) -> dict[str, Job]:
-    """What there is to measure, by name."""
-    return {
-        name if name == group.name else f"{group.name}.{name}": job
-        for group, options in GROUPS
-        for name, job in group.jobs(options(quick)).items()
-    }
+GROUPS = {
+    group.name: group for group in (OVERHEAD, MEMORY, SCHEDULES, PLANNING, PEERS, DATA_PARALLEL)
+}
+RESULTS = Path(__file__).parent / "results"
 
 
-def selected(names: Sequence[str], jobs: Mapping[str, Job]) -> dict[str, Job]:
-    """The jobs of these names, groups included, in the order of all.
+def selected(names: Sequence[str]) -> dict[str, list[str]]:
+    """For each group that was asked for, its parts.
 
     Raises:
         ValueError: a name that is none.
     """
-    groups = {name.split(".")[0] for name in jobs}
-    unknown = [name for name in names if name not in jobs and name not in groups]
-    if unknown:
-        raise ValueError(f"there is no benchmark {unknown[0]!r}; --list shows what there is")
-    if not names:
-        return dict(jobs)
-    return {k: job for k, job in jobs.items() if k in names or k.split(".")[0] in names}
+    chosen: dict[str, list[str]] = {}
+    for name in names or GROUPS:
+        group, _, part = name.partition(".")
+        if group not in GROUPS or (part and part not in GROUPS[group].parts):
+            raise ValueError(f"there is no benchmark {name!r}; --list shows what there is")
+        parts = [part] if part else list(GROUPS[group].parts)
+        chosen[group] = [*dict.fromkeys([*chosen.get(group, []), *parts])]
+    return chosen
+
+
+def timelines() -> dict[str, Timeline]:
+    """What each of four devices does, and holds, under GPipe and under 1F1B.
+
+    It is simulated: a forward takes one unit of time, a backward two, and transfers none.
+    """
+    first = "GPipe: all forwards first, so all eight micro-batches are in memory"
+    second = "1F1B: the same time, and at most four in memory"
+    schedules = {first: gpipe(8, 4), second: one_f_one_b(8, 4, slots="textbook")}
+    return {k: Timeline.of(simulate(each, Costs.even(4))) for k, each in schedules.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what was asked for, and writes the report."""
+    """Measures what was asked for, and writes the pages."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["gpu"]:
         return gpu.main(argv[1:])
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
+        prog="python -m benchmarks", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure (all)")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("benchmark-report"),
-        metavar="DIR",
-        help="for the report and its pictures (%(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
-    parser.add_argument("--list", action="store_true", help="print the names, and measure nothing")
+    )  # fmt: skip
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="what to measure (all)")
+    add("--quick", action="store_true", help="small sizes and few rounds")
+    add("--repeats", type=whole_number(2), metavar="N", help="number of rounds")
+    words = "for the pages (%(default)s)"
+    add("--folder", type=Path, default=Path("benchmark-report"), metavar="DIR", help=words)
+    add("--list", action="store_true", help="print the names, and measure nothing")
+    for group in GROUPS.values():
+        group.arguments(parser)
     args = parser.parse_args(argv)
-    jobs = every(args.quick)
-    if args.list:
-        print("\n".join(jobs))
+    if args.names == ["picture"]:
+        save_comparison(RESULTS / "schedules.svg", timelines())
         return 0
     try:
-        chosen = selected(args.names, jobs)
-    except ValueError as error:
+        chosen = selected(args.names)
+        options = {name: GROUPS[name].options(args) for name in chosen}
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    if missing_extra("matplotlib"):
+    if args.list:
+        print("\n".join(f"{name}.{part}" for name, parts in chosen.items() for part in parts))
+        return 0
+    try:
+        import tqdm  # noqa: F401
+    except ImportError as error:
+        print(
+            f'benchmarks: {error}; they need tqdm: pip install "syncpipe[bench]"', file=sys.stderr
+        )
         return 1
-    from tqdm import tqdm
-
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"argument --json: there is no folder {args.json.parent}")
     args.folder.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python -m benchmarks", *args.names, *["--quick"] * args.quick])
-    report = Report(
-        "Benchmarks",
-        command,
-        [QUICK] * args.quick,
-        json_file=args.json,
-        markdown=args.folder / "report.md",
-        pictures=args.folder,
-        versions={name: common.version(name) for name in ("torchgpipe", "fairscale")},
-    )
-    with tqdm(total=len(chosen), desc="benchmarks", disable=None, position=1) as bar:
-        report.run({name: _counted(job, bar.update) for name, job in chosen.items()})
-    print(f"The report is in {args.folder / 'report.md'}")
+    command = ["python -m benchmarks", *args.names, *["--quick"] * args.quick]
+    command += [f"--repeats {args.repeats}"] if args.repeats else []
+    for name, parts in chosen.items():
+        group = GROUPS[name]
+        jobs = {part: partial(_measured, group, part, options[name]) for part in parts}
+        remarks = [QUICK] * args.quick
+        page = args.folder / f"{name}.md"
+        report(group.title, " ".join(command), remarks, jobs, page, group.versions)
     return 0
 
 
-def _counted(job: Job, update: Callable[[], object]) -> Job:
-    def counted() -> Part | Sequence[Part]:
-        made = job()
-        update()
-        return made
-
-    return counted
+def _measured(group: Group, part: str, options: Any) -> Part | Sequence[Part]:
+    with threads(1) if group.one_thread else nullcontext():
+        return group.parts[part](options)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # processes of their own import this, too
     sys.exit(main())

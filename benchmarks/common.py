@@ -1,10 +1,12 @@
-"""What the measurements share: rounds, spreads, agreement, the machine, tables in Markdown."""
+"""What the measurements share: options, rounds, spreads, agreement, the machine, the report."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
@@ -19,11 +21,56 @@ from torch import Tensor, nn
 
 import syncpipe
 
-MISSING = 'benchmarks: {}; this measurement needs tqdm: pip install "syncpipe[bench]"'
-
+#: A remark for what was measured with too little of everything.
+QUICK = "Quick: small sizes and few rounds. These numbers say nothing."
 
 #: What a training step leaves: the loss, and the gradients of all parameters in order.
 Outcome = tuple[Tensor, list[Tensor]]
+
+
+# -- what there is to measure ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line.
+
+    Attributes:
+        quick: small sizes, to see that it runs.
+        repeats: number of rounds, where it was given.
+    """
+
+    quick: bool = False
+    repeats: int | None = None
+
+    def rounds(self, full: int) -> int:
+        """How many rounds to measure."""
+        return self.repeats or (2 if self.quick else full)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parts that are measured one after another, and have a page in common.
+
+    Attributes:
+        name: on the command line, and of the page.
+        title: stands above the page.
+        doc: what the group says about itself.
+        parts: what there is to measure, by name.
+        options: from the parsed arguments to the options of the parts.
+        arguments: adds the group's own ones.
+        versions: libraries whose versions the page names.
+        one_thread: whether everything runs on one intra-op thread.
+    """
+
+    name: str
+    title: str
+    doc: str | None
+    parts: Mapping[str, Callable[[Any], Part | Sequence[Part]]]
+    options: Callable[[argparse.Namespace], Any] = lambda args: Options(args.quick, args.repeats)
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    versions: Sequence[str] = ()
+    one_thread: bool = True
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -214,10 +261,6 @@ class Part:
         """Adds a target."""
         self.targets.append({"aim": aim, "met": met, "measured": measured})
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, samples included."""
-        return asdict(self)
-
     def as_markdown(self) -> str:
         """A section of the report."""
         lines = [f"## {self.title}", "", self.setting, ""]
@@ -248,3 +291,45 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     return number(value) if isinstance(value, float) else str(value)
+
+
+def report(
+    title: str,
+    command: str,
+    remarks: Sequence[str],
+    jobs: Mapping[str, Callable[[], Part | Sequence[Part]]],
+    page: Path,
+    versions: Sequence[str] = (),
+) -> list[Part]:
+    """Measures one part after another, prints what they found, and writes it beside that.
+
+    Args:
+        title: stands above the page.
+        command: what wrote it.
+        remarks: stand below the title.
+        jobs: what measures, by name.
+        page: the file; one with the same name that ends in ``.json`` gets all samples. Both are
+            written after each part, so that nothing is lost.
+        versions: of other libraries that the page names.
+    """
+    found = {name: version(name) for name in versions}
+    about = {**machine(), "command": command, **found}
+    told = "".join(f", {name} {each or 'not installed'}" for name, each in found.items())
+    sections = [f"# {title}\n\nWritten by `{command}`.\n\n```text\n{head(about)}{told}\n```\n"]
+    sections += [f"{remark}\n" for remark in remarks]
+    print("\n".join(sections), flush=True)
+    every: list[Part] = []
+    numbers: dict[str, Any] = {}
+    for name, job in jobs.items():
+        start = time.monotonic()
+        made = job()
+        tables = [made] if isinstance(made, Part) else list(made)
+        seconds = round(time.monotonic() - start, 1)
+        numbers[name] = {"tables": [asdict(table) for table in tables], "seconds": seconds}
+        texts = [table.as_markdown() for table in tables]
+        print("\n".join([*texts, f"({name} took {seconds:.0f} s)\n"]), flush=True)
+        sections, every = sections + texts, every + tables
+        page.write_text("\n".join(sections), encoding="utf-8")
+        text = json.dumps({"about": about, "parts": numbers}, indent=1)
+        page.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    return every

@@ -26,11 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import Part, Spread, check, gradients, rounds, timed
+from benchmarks.common import QUICK, Options, Part, Spread, check, gradients, report, rounds, timed
 from benchmarks.papers.fake_memory import actual_peaks
 from benchmarks.peers import gpu as peers
-from benchmarks.peers.measure import PeerOptions
-from benchmarks.report import QUICK, Report
 from benchmarks.schedules.model import Problem, linears, loop_step, mlp
 from syncpipe import Pipe, Worker, plan
 
@@ -247,7 +245,7 @@ PARTS: dict[str, Callable[[bool], Part]] = {
     "memory": memory,
     "plan": planned,
     **{
-        f"peers-{name.removeprefix('gpu-')}": lambda quick, run=run: run(PeerOptions(quick))
+        f"peers-{name.removeprefix('gpu-')}": lambda quick, run=run: run(Options(quick))
         for name, run in peers.PARTS.items()
     },
 }
@@ -276,46 +274,28 @@ def main(argv: Sequence[str]) -> int:
     if args.list:
         print("\n".join(names))
         return 0
-    if args.here:
-        return _here(names[0], args)
-    failed = 0
     options = [f"--{o}" for o in ("quick", "simulated") if getattr(args, o)]
+    if args.here:
+        (name,) = names
+        if args.simulated and not name.startswith("tests"):  # these load it in their own processes
+            from tests import simulated
+
+            simulated.load()
+        words = ["python -m benchmarks gpu", name, *options]
+        (part,) = report(
+            "On a machine with accelerators", " ".join(words), [QUICK] * args.quick,
+            {name: partial(PARTS[name], args.quick)}, args.folder / f"gpu-{name}.md",
+        )  # fmt: skip
+        return int(not all(aim["met"] for aim in part.targets))
+    failed = 0
+    environment = {**os.environ, **({"SYNCPIPE_SIMULATED": "1"} if args.simulated else {})}
     for name in names:
         command = [sys.executable, "-m", "benchmarks", "gpu", name, "--here", *options]
-        environment = dict(os.environ)
-        if args.simulated:
-            environment["SYNCPIPE_SIMULATED"] = "1"  # for tests, too
+        command.append(f"--folder={args.folder.resolve()}")
         try:
-            done = subprocess.run(
-                [*command, f"--folder={args.folder.resolve()}"], cwd=ROOT, env=environment,
-                timeout=SECONDS, check=False,
-            )  # fmt: skip
+            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS, check=False)
             failed += done.returncode != 0
         except subprocess.TimeoutExpired:
             print(f"{name}: ended after {SECONDS:.0f} s", flush=True)
             failed += 1
     return failed
-
-
-def _here(name: str, args: argparse.Namespace) -> int:
-    """One part, in this process."""
-    if args.simulated:
-        from tests import simulated
-
-        if not name.startswith("tests"):  # these load it in processes of their own
-            simulated.load()
-    options = [f"--{o}" for o in ("quick", "simulated") if getattr(args, o)]
-    made: list[Part] = []
-
-    def job() -> Part:
-        made.append(PARTS[name](args.quick))
-        return made[0]
-
-    report = Report(
-        "On a machine with accelerators",
-        " ".join(["python -m benchmarks gpu", name, *options]),
-        [QUICK] * args.quick,
-        markdown=args.folder / f"gpu-{name}.md",
-    )
-    report.run({name: job})
-    return int(not all(aim["met"] for aim in made[0].targets))

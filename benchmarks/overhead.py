@@ -1,7 +1,5 @@
 """What a pipe costs beside its layers: microseconds per cell (micro-batch, stage) of tiny layers.
 
-    python -m benchmarks.overhead [--quick] [--repeats N] [--json FILE] [--markdown FILE]
-
 The layers compute next to nothing, so nearly all of the time is bookkeeping. Each stage is one
 ``Linear``. A training step is forward, loss and backward of a mini-batch, of the same micro-batches
 and into gradients of None:
@@ -29,24 +27,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import syncpipe
-from benchmarks.common import Part, Spread, calibrated, number, rounds
-from benchmarks.group import Group, Options
-from benchmarks.peers.libraries import (
-    CALL,
-    LIBRARIES,
-    LOOP,
-    OURS,
-    Peer,
-    Task,
-    called,
-    missing,
-    ours,
-    plain,
-    theirs,
-)
+from benchmarks.common import Group, Options, Part, Spread, number
+from benchmarks.peers.check import gathered
+from benchmarks.peers.cpu import CPU
+from benchmarks.peers.libraries import CALL, LIBRARIES, LOOP, OURS, Peer, Task, called, ours
+from benchmarks.peers.measure import Meter, measured
 
 MODES = ("never", "always")
 WORKERS = (1, 2, 4, 8)
@@ -66,17 +54,13 @@ def tiny(stages: int) -> Task:
 
 
 def peers(task: Task, workers: int) -> Iterator[Peer]:
-    """All who train it on so many workers; the two plain loops first."""
+    """Our own on so many workers; a plain loop with one backward first."""
     stages = len(task.balance)
-    yield plain(task)[0]
     joined = called(lambda x: torch.cat([task.model(c) for c in x.chunk(task.chunks)]), task.loss)
     yield Peer(LOOP, CALL, "", "", joined)
     devices = [f"cpu:{j * workers // stages}" for j in range(stages)]
     place = "1 worker" if workers == 1 else f"{workers} workers"
     yield from ours(task, {place: devices if workers > 1 else ["cpu"] * stages}, MODES, MODES)
-    for library in LIBRARIES if workers == 1 else ():
-        if missing(library) is None:
-            yield from theirs(task, library, torch.device("cpu"), MODES)
 
 
 def calls_per_cell(step: Callable[[], object], cells: int) -> float:
@@ -130,42 +114,20 @@ def run(options: Options) -> Part:
 
 def _measure(part: Part, workers: int, stages: int, repeats: int, least: float) -> None:
     task = tiny(stages)
-    found = list(peers(task, workers))
-    _check(task, found)
-    steps = {peer.label: partial(task.step, peer) for peer in found}
-    jobs = {label: calibrated(step, least) for label, step in steps.items()}
-    samples = rounds(jobs, repeats, f"overhead, {workers} workers")
-    cells = task.chunks * stages
-    loops = [samples[peer.label] for peer in found[:2]]
-    for peer in found:
-        times, loop = samples[peer.label], loops[peer.how == CALL]
-        counted = workers == 1 and peer.library == OURS
-        part.rows.append(
-            {
-                "stages": stages,
-                **peer.columns,
-                "us/cell": Spread.of([1e6 * took / cells for took in times]),
-                "over the loop": Spread.ratio(times, loop),
-                "calls/cell": calls_per_cell(steps[peer.label], cells) if counted else None,
-            }
-        )
-
-
-def _check(task: Task, found: list[Peer]) -> None:
-    """Refuses to measure something that computes something else.
-
-    Raises:
-        SystemExit: a loss or a gradient differs from the plain loop's beyond rounding.
-    """
-
-    def outcome(peer: Peer) -> list[Tensor]:
-        loss = task.step(peer)
-        return [loss, *(p.grad.clone() for p in task.model.parameters() if p.grad is not None)]
-
-    expected = outcome(found[0])
-    for peer in found[1:]:
-        if not all(map(torch.allclose, outcome(peer), expected)):
-            raise SystemExit(f"{peer.label}: the step is not the loop's; nothing was measured")
+    cells, before = task.chunks * stages, len(part.rows)
+    found = gathered(task, part, peers(task, workers), CPU, MODES if workers == 1 else ())
+    for peer in found.peers:
+        if workers == 1 and peer.library == OURS:
+            for _ in range(2):
+                task.step(peer)
+            counted = calls_per_cell(partial(task.step, peer), cells)
+            found.extra[peer.label] = {"calls/cell": counted}
+    measured(found, Meter(), repeats, "overhead", {"stages": stages}, least)
+    rows = part.rows[before:]
+    loops = {row["how"]: row["ms"].samples for row in rows if row["library"] == LOOP}
+    for row in rows:
+        row["us/cell"] = Spread.of([1e3 * took / cells for took in row["ms"].samples])
+        row["over the loop"] = Spread.ratio(row["ms"].samples, loops[CALL * (row["how"] == CALL)])
 
 
 def _targets(part: Part) -> None:
@@ -181,7 +143,7 @@ def _targets(part: Part) -> None:
         for other in part.rows:
             both = (row["stages"], row["checkpoint"]) == (other["stages"], other["checkpoint"])
             if other["library"] in LIBRARIES and both:
-                times = [found["us/cell"].median for found in (row, other)]
+                times = [each["us/cell"].median for each in (row, other)]
                 told = " us and ".join(map(number, times)) + " us"
                 part.aim(f"{who}: below {other['library']}", times[0] < times[1], told)
 
@@ -191,10 +153,5 @@ GROUP = Group(
     "What a pipe costs for each micro-batch and stage",
     __doc__,
     {"overhead": run},
-    rounds="21",
     versions=tuple(LIBRARIES),
-    one_thread=True,
 )
-
-if __name__ == "__main__":
-    sys.exit(GROUP.main())

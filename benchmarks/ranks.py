@@ -24,8 +24,6 @@ from benchmarks.common import Outcome, gradients
 
 #: By name: the class of the schedule in ``torch.distributed.pipelining``.
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-#: Put before the name of a schedule: made by ``syncpipe.distributed.stage``.
-BRIDGE = "stage "
 RANKS = 2
 _SECONDS = 120.0
 
@@ -195,8 +193,6 @@ def _made(
     rank: int, work: Work, module: nn.Module, schedule: str, m: int
 ) -> Callable[[], list[Tensor]]:
     """A training step of this rank; returns the losses, where they are."""
-    if schedule.startswith(BRIDGE):
-        return _bridged(rank, work, schedule.removeprefix(BRIDGE), m)
     from torch.distributed import pipelining
 
     stage = pipelining.PipelineStage(module, rank, RANKS, work.x.device)
@@ -215,21 +211,5 @@ def _made(
         else:
             runner.step(target=work.target, losses=losses, **quiet)
         return [loss.detach() for loss in losses]
-
-    return step
-
-
-def _bridged(rank: int, work: Work, schedule: str, m: int) -> Callable[[], list[Tensor]]:
-    """The same by ``syncpipe.distributed.stage``, which takes the layers as they are."""
-    from syncpipe.distributed import stage
-
-    balance = [work.first, len(work.model) - work.first]
-    mine = stage(work.model, balance, sample=work.x[: len(work.x) // m])
-    runner = mine.schedule(schedule, chunks=m, loss_fn=work.loss)
-
-    def step() -> list[Tensor]:
-        losses: list[Tensor] = []
-        runner.step(work.x, target=work.target, losses=losses, return_outputs=False)
-        return losses
 
     return step

@@ -1,7 +1,5 @@
 """Memory: what making a pipe takes on the host and on the devices, and what a step takes.
 
-    python -m benchmarks.memory [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
-
 GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host, on ``meta``,
 or layer by layer as specs), ``gpt2`` and ``resnet50`` (a step of it with nothing re-materialized,
 whole cells, layers, all but some operations; with activations on the host). The devices are
@@ -18,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Part
-from benchmarks.group import Group, Options
+from benchmarks.common import Group, Options, Part
 from benchmarks.memory.models import ENTRIES
 
 __all__ = ["GROUP"]
@@ -48,7 +45,7 @@ def build(options: Options) -> Part:
     """Peaks of making a pipe."""
     part = Part(
         "Building",
-        "Two devices; bytes of tensors that are alive at most, in MB.",
+        "Two devices; bytes of tensors that are alive at most, in MB; one run.",
         {
             "host": "on the host, while the model and the pipe are made.",
             "device 0": "on the first device, likewise; its parameters and buffers at least.",
@@ -113,7 +110,4 @@ GROUP = Group(
     "Memory of building a pipe, and of a step",
     __doc__,
     {"build": build, **{name: partial(step, name) for name in ENTRIES}},
-    options=lambda args: Options(args.quick),
-    remarks=["Bytes are counted, not timed: one run each."],
-    one_thread=True,
 )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common import Part
+from benchmarks.common import Options, Part
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.small_resnext import resnext
 from benchmarks.peers.check import Field, distance, gathered, outcome, tell, threads_seen, too_far
 from benchmarks.peers.libraries import DISTRIBUTED, Task, ours, plain
-from benchmarks.peers.measure import Meter, PeerOptions, measured, steps_in
+from benchmarks.peers.measure import Meter, measured, steps_in
 from benchmarks.ranks import SCHEDULES as THEIRS
 from benchmarks.ranks import Ranks, Work
 from benchmarks.ranks import missing as ranks_missing
@@ -105,7 +105,7 @@ def next_token(logits: Tensor, target: Tensor) -> Tensor:
 def run(
     make: Callable[..., tuple[Task, str]],
     title: str,
-    options: PeerOptions,
+    options: Options,
     *,
     least: float = 0.0,
     distributed: bool = True,
@@ -119,7 +119,7 @@ def run(
         least: seconds for each peer in each round, see ``measured``.
         distributed: whether the model can do without skips.
     """
-    total = options.threads or (1 if options.quick else PARTITIONS)
+    total = 1 if options.quick else PARTITIONS
     with threads(total):
         task, name = make(options.quick)
         repeats = options.rounds(11)
@@ -141,9 +141,7 @@ def run(
         for peer in found.peers:
             seen = threads_seen(task, peer)
             found.extra[peer.label] = {"threads": seen}
-        why = None if options.distributed else "not asked for"
-        why = why or (None if distributed else "it has no skips")
-        why = why or ranks_missing()
+        why = ranks_missing() if distributed else "it has no skips"
         if why is not None:
             part.notes.append(f"Skipped: torch.distributed.pipelining: {why}.")
             measured(found, Meter(), repeats, title, {}, least)
@@ -184,7 +182,7 @@ def _enter(found: Field, ranks: Ranks, least: float) -> None:
         found.extra[label] = {"threads": " + ".join([str(ranks.threads)] * PARTITIONS)}
 
 
-PARTS: dict[str, Callable[[PeerOptions], Part]] = {
+PARTS: dict[str, Callable[[Options], Part]] = {
     "tiny": lambda options: run(
         tiny_task, "tiny layers", options, least=0.002 if options.quick else 0.05
     ),

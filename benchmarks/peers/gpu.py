@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.common import Part
+from benchmarks.common import Options, Part
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet, resnext101_32x8d
 from benchmarks.models.unet import unet
 from benchmarks.peers.check import gathered
 from benchmarks.peers.cpu import next_token
 from benchmarks.peers.libraries import Loss, Task, ours
-from benchmarks.peers.measure import Meter, PeerOptions, measured
+from benchmarks.peers.measure import Meter, measured
 from syncpipe import Worker
 from syncpipe.balance import balance_by_time
 
@@ -109,7 +109,7 @@ def cuda_meter(device: torch.device) -> Meter:
 def run(
     case: Callable[[bool], Case],
     title: str,
-    options: PeerOptions,
+    options: Options,
     device: torch.device | None = None,
     meter: Meter | None = None,
 ) -> Part:
@@ -182,7 +182,7 @@ def _definitions(count: int) -> dict[str, str]:
     }
 
 
-PARTS: dict[str, Callable[[PeerOptions], Part]] = {
+PARTS: dict[str, Callable[[Options], Part]] = {
     "gpu-resnext101": partial(run, _resnext, "ResNeXt-101"),
     "gpu-unet": partial(run, _unet, "U-Net (5, 64)"),
     "gpu-gpt2": partial(run, _gpt2, "GPT-2 small"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, number, rounds
-from benchmarks.group import Options
 from benchmarks.peers.check import Field, tell
 from benchmarks.peers.libraries import CALL, DISTRIBUTED, LIBRARIES, LOOP, OURS, Peer, Task
 
@@ -19,19 +18,6 @@ OVER = {name: f"over {name}" for name in (*LIBRARIES, DISTRIBUTED)}
 #: A peak is higher than another one if it is so many times as high.
 HIGHER = 1.005
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class PeerOptions(Options):
-    """What was asked for on the command line.
-
-    Attributes:
-        distributed: whether torch.distributed.pipelining is measured as well; it is slow to start.
-        threads: intra-op threads in total on the CPU; None: one, if it is quick, or two.
-    """
-
-    distributed: bool = True
-    threads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import syncpipe
-from benchmarks.common import Part
-from benchmarks.group import Options
+from benchmarks.common import Options, Part
 from benchmarks.papers.fake_memory import actual_peaks
 from benchmarks.planning.models import MODELS
 from syncpipe.balance import balance_cost, estimated, profile

@@ -1,8 +1,5 @@
 """Planning: how long it takes, how good cuts and plans are, and whether predictions come true.
 
-    python -m benchmarks.planning [--quick] [--only NAME ...] [--repeats N]
-        [--profiles FILE ... [--profile-samples N ...]] [--json FILE] [--markdown FILE]
-
 Seven parts: ``time`` (of planning, and of cutting), ``quality`` (cuts beside the best ones, plans
 beside what else one could do; all predicted), ``sweeps`` (whether more memory, bandwidth, devices
 or smaller parameters are ever slower), ``brute`` (plans beside the best of all, in small cases),
@@ -16,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.group import Group
+from benchmarks.common import Group
 from benchmarks.planning import brute, held, predicted, quality, sweeps, time
 from benchmarks.planning.profiles import PlanningOptions
 
@@ -40,17 +37,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    samples, files = args.profile_samples or [None], len(args.profiles)
-    if len(samples) not in (1, files):
-        parser.error(
-            f"argument --profile-samples: {len(samples)} numbers for {files} profiles; give one "
-            "for all of them or one for each"
-        )
-
-
 def _options(args: argparse.Namespace) -> PlanningOptions:
     samples = tuple(args.profile_samples or [None])
+    if len(samples) not in (1, len(args.profiles)):
+        raise ValueError(
+            f"argument --profile-samples: {len(samples)} numbers for {len(args.profiles)} "
+            "profiles; give one for all of them or one for each"
+        )
     if len(samples) == 1:
         samples *= len(args.profiles)
     options = PlanningOptions(args.quick, args.repeats, tuple(args.profiles), samples)
@@ -72,8 +65,6 @@ GROUP = Group(
         "large": held.large,
     },
     _options,
-    rounds="5 or 9",
     arguments=_arguments,
-    check=_check,
     versions=("torchgpipe",),
 )

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Part
-from benchmarks.group import Options
+from benchmarks.common import Options, Part
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Mode
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form

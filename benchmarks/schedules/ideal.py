@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.common import Part, Spread, number, rounds, timed
-from benchmarks.group import Options
+from benchmarks.common import Options, Part, Spread, number, rounds, timed
 from benchmarks.schedules.model import Halves, big, reported
 
 #: At most this many times the ideal.

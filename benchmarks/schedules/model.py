@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import Outcome, Part, Spread, check, gradients, timed
-from benchmarks.group import Options
+from benchmarks.common import Options, Outcome, Part, Spread, check, gradients, timed
 from syncpipe import Pipe
 
 #: Devices, a schedule, and its slots.

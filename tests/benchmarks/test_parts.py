@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import distributed
 
+from benchmarks import __main__ as door
 from benchmarks.common import check
-from benchmarks.data_parallel.parts import GROUP as DATA_PARALLEL
-from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.libraries import LIBRARIES, OURS, missing
-from benchmarks.peers.parts import GROUP as PEERS
-from benchmarks.planning.parts import GROUP as PLANNING
 from benchmarks.schedules.model import mlp
-from benchmarks.schedules.parts import GROUP as SCHEDULES
 from benchmarks.schedules.sleeping.emulated import SUBJECTS, Run
 from benchmarks.schedules.sleeping.emulated import napping as napping_problem
 from benchmarks.schedules.sleeping.naps import Naps, splitting_naps
@@ -34,38 +30,37 @@ RATIOS = {
     "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
 QUICK = [
-    *((SCHEDULES, name) for name in SCHEDULES.parts),
-    *((PLANNING, name) for name in PLANNING.parts),
-    (PEERS, "tiny"),
-    (OVERHEAD, "overhead"),
-    pytest.param(DATA_PARALLEL, "small_layers", marks=needs_gloo),
+    "schedules",
+    "planning",
+    "peers.tiny",
+    "overhead",
+    pytest.param("data_parallel.small_layers", marks=needs_gloo),
 ]
 
 
-@pytest.mark.parametrize(("group", "name"), QUICK)
-def test_quick_form_of_each_part(group, name, tmp_path, capsys):
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_form_of_each_part(name, tmp_path, capsys):
     threads, bound = torch.get_num_threads(), dict(PRODUCTS)
-    files = {"--json": tmp_path / "report.json", "--markdown": tmp_path / "report.md"}
-    options = [str(part) for item in files.items() for part in item]
-    assert group.main(["--quick", "--only", name, *options]) == 0
+    assert door.main([name, "--quick", "--folder", str(tmp_path)]) == 0
     assert torch.get_num_threads() == threads
     assert bound == PRODUCTS
     assert "These numbers say nothing" in capsys.readouterr().out
 
-    content = json.loads(files["--json"].read_text(encoding="utf-8"))
+    group = name.split(".")[0]
+    content = json.loads((tmp_path / f"{group}.json").read_text(encoding="utf-8"))
+    text = (tmp_path / f"{group}.md").read_text(encoding="utf-8")
     assert content["about"]["torch"] == torch.__version__
-    part = content["parts"][name]
-    tables = part.get("tables", [part])
-    rows = [row for table in tables for row in table["rows"]]
-    for ratio in RATIOS.get(name, []):
-        found = [row[ratio] for row in rows if row.get(ratio) is not None]
-        assert found
-        assert all(0 < row["low"] <= row["median"] <= row["high"] for row in found)
-        assert all(len(row["samples"]) == 2 for row in found)
-    text = files["--markdown"].read_text(encoding="utf-8")
-    assert rows
-    assert all(f"## {table['title']}\n" in text for table in tables)
-    if group is PEERS:
+    assert f"`python -m benchmarks {name} --quick`" in text
+    for part, found in content["parts"].items():
+        rows = [row for table in found["tables"] for row in table["rows"]]
+        assert rows
+        assert all(f"## {table['title']}\n" in text for table in found["tables"])
+        for ratio in RATIOS.get(part, []):
+            spreads = [row[ratio] for row in rows if row.get(ratio) is not None]
+            assert spreads
+            assert all(0 < row["low"] <= row["median"] <= row["high"] for row in spreads)
+            assert all(len(row["samples"]) == 2 for row in spreads)
+    if group == "peers":
         libraries = {row["library"] for row in rows}
         assert {"plain loop", "plain, whole mini-batch", OURS} <= libraries
         assert ("torch.distributed" in libraries) == GLOO

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncpipe.skip
-from benchmarks.common import Part
+from benchmarks.common import Options, Part
 from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet
 from benchmarks.models.unet import unet
@@ -22,7 +22,6 @@ from benchmarks.peers.check import Field, distance, gathered, outcome, too_far
 from benchmarks.peers.cpu import CPU, PLACES
 from benchmarks.peers.libraries import LIBRARIES, OURS, Peer, Task, missing, ours, plain
 from benchmarks.peers.measure import Meter, fitting
-from benchmarks.peers.parts import GROUP
 from benchmarks.peers.skips import translated
 
 IMAGES = partial(torch.rand, 4, 3, 64, 64)
@@ -145,9 +144,9 @@ def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_a_line_that_says_so(capsys):
-    assert GROUP.main(["--quick", "--only", *gpu.PARTS]) == 0
-    assert capsys.readouterr().out.count("Skipped: PyTorch finds no CUDA GPU here.") == 3
+def test_without_a_gpu_there_is_a_line_that_says_so():
+    notes = [note for run in gpu.PARTS.values() for note in run(Options(quick=True)).notes]
+    assert notes == ["Skipped: PyTorch finds no CUDA GPU here."] * 3
 
 
 def test_out_of_memory_is_told_of():

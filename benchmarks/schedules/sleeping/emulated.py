@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Outcome, Part, Spread, number, rounds, timed
-from benchmarks.group import Options
+from benchmarks.common import Options, Outcome, Part, Spread, number, rounds, timed
 from benchmarks.schedules.model import PipeStep, Problem
 from benchmarks.schedules.sleeping.naps import (
     FORWARD,

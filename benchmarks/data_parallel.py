@@ -1,7 +1,5 @@
 """Two processes that train one model: ``data_parallel`` beside ``DistributedDataParallel``.
 
-    python -m benchmarks.data_parallel [--quick] [--only NAME ...] [--json FILE] [--markdown FILE]
-
 Each process (gloo, loopback) has a pipe of its own over one or two CPU workers, and half of the
 mini-batch. Two parts: ``large_layers``, whose gradients are 32 megabytes, and ``small_layers``,
 where everything is overhead. All ways are measured in every round, in an order that changes from
@@ -21,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import Part, Spread, check, rounds
-from benchmarks.group import Group, Options
+from benchmarks.common import Group, Options, Part, Spread, check, rounds
 from benchmarks.ranks import RANKS, Ranks, missing
 from benchmarks.schedules.model import Problem, mlp
 from syncpipe import Pipe
@@ -269,5 +266,4 @@ GROUP = Group(
         "large_layers": partial(measured, LARGE),
         "small_layers": partial(measured, SMALL),
     },
-    rounds="15",
 )

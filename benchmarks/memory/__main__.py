@@ -1,8 +1,0 @@
-"""``python -m benchmarks.memory``."""
-
-import sys
-
-from benchmarks.memory.parts import GROUP
-
-if __name__ == "__main__":
-    sys.exit(GROUP.main())
