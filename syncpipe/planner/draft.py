@@ -245,6 +245,8 @@ class Terms:
         self._chains: dict[int, Chain] = {}
         self._places: dict[tuple[int, ...], Machine] = {}
         self._footprints: dict[tuple[object, ...], Footprint] = {}
+        #: Under 1F1B: what became of micro-batches, slots and balance, or the bound alone.
+        self._known: dict[tuple[object, ...], Draft | float] = {}
         others: tuple[Mode, ...] = ("recompute", "offload")
         #: What a stage can do in place of storing its activations.
         self.others = others if machine.host else others[:1]
@@ -383,13 +385,27 @@ class Terms:
         Returns:
             The draft, whether it fits or not (``excess``); None if its bound exceeds ``at_most``.
         """
-        balance = tuple(balance)
+        key = (form.m, form.slots, tuple(balance))
+        known = self._known.get(key, 0.0) if form.slots and modes is None else 0.0
+        if (known if isinstance(known, float) else known.bound) > at_most:
+            return None
+        if isinstance(known, float):
+            found = self._played(form, tuple(balance), modes, at_most)
+            if form.slots and modes is None:
+                self._known[key] = found
+            return found if isinstance(found, Draft) else None
+        return known
+
+    def _played(
+        self, form: Form, balance: tuple[int, ...], modes: Sequence[Mode] | None, at_most: float
+    ) -> Draft | float:
+        """The draft, or its bound if that exceeds ``at_most``."""
         costs = self.costs(form, balance)
         modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
         python = self.interpreter(form, balance, modes)
         bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
-            return None
+            return bound
         stages = self.footprints(form, balance, modes)
         on_device = tuple(self.device_memory(form, d, stages) for d in range(form.devices))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))

@@ -1,8 +1,13 @@
 """The schedules that one can ask for by name.
 
+Each is a function of ``m``, the number of micro-batches, and ``device_of``: the number of stages,
+or for each stage the index of its device. Where stages are elsewhere than the schedule wants them,
+it raises a ValueError that says where they should be.
+
 Some are an order for each stage, wherever the stages are. Where a device has several of them, these
-are merged into one. Two devices, three micro-batches (1F1B with the textbook's slots); ``F`` is a
-forward, ``B`` a backward, ``I`` and ``W`` its input and weight halves, each as long as a forward:
+are merged into one, and neighbours on one device count as one stage. Two devices, three
+micro-batches (1F1B with the textbook's slots); ``F`` is a forward, ``B`` a backward, ``I`` and
+``W`` its input and weight halves, each as long as a forward:
 
     naive   F0      B0--F1      B1--F2      B2--    1f1b    F0F1    B0--F2B1--  B2--
               F0B0--      F1B1--      F2B2--                  F0B0--F1B1--F2B2--
@@ -51,19 +56,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 from typing import Any, Literal
 
 from syncpipe.schedules.kinds import LETTERS, Kind
-from syncpipe.schedules.placement import (
-    Placement,
-    depths_of,
-    in_a_v,
-    in_rounds,
-    merged,
-    placed,
-    replicas_of,
-)
+from syncpipe.schedules.placement import Placement, laid_out, merged, placed, replicas_of
 from syncpipe.schedules.schedule import Action, Devices, Schedule
 
 __all__ = [
@@ -104,12 +101,7 @@ def _cells(kind: Kind, m: int, j: int) -> list[Action]:
 
 
 def naive(m: int, device_of: Placement) -> Schedule:
-    """One micro-batch at a time through all stages and back: model parallelism as done by hand.
-
-    Args:
-        m: number of micro-batches.
-        device_of: number of stages, or for each stage the index of its device.
-    """
+    """One micro-batch at a time through all stages and back: model parallelism as done by hand."""
     devices = placed(m, device_of)
     return _by_counts("naive", m, devices, [1] * len(devices))
 
@@ -122,10 +114,6 @@ def gpipe(m: int, device_of: Placement) -> Schedule:
 
     Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism, section 2.3. As in ``loss.backward()``, micro-batch ``i`` goes back before ``i-1``.
-
-    Args:
-        m: number of micro-batches.
-        device_of: number of stages, or for each stage the index of its device.
     """
     devices = placed(m, device_of)
     stages = range(len(devices))
@@ -151,8 +139,7 @@ def one_f_one_b(
 
     Args:
         m: number of micro-batches.
-        device_of: number of stages, or for each stage the index of its device. Neighbours on one
-            device count as one stage below.
+        device_of: where the stages are.
         slots: the largest number of micro-batches in flight for each stage. ``"textbook"`` is
             ``n - j``, the fewest that keep even stages busy when transfers take no time.
             ``"overlap"`` is ``2 (n-j) - 1``: while a stage computes, activations and gradients of
@@ -185,11 +172,6 @@ def zb_h1(m: int, device_of: Placement) -> Schedule:
     ``n`` micro-batches are in flight on any stage, as on 1F1B's first.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
-
-    Args:
-        m: number of micro-batches.
-        device_of: number of stages, or for each stage the index of its device. Neighbours on one
-            device count as one stage above.
     """
     devices = placed(m, device_of)
     return _by_counts("zb_h1", m, devices, _counts(devices, 1), "backward_input")
@@ -207,11 +189,6 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
     in :func:`zb_h1`; what remains is more work at hand while transfers are under way.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
-
-    Args:
-        m: number of micro-batches.
-        device_of: number of stages, or for each stage the index of its device. Neighbours on one
-            device count as one stage above.
     """
     devices = placed(m, device_of)
     return _by_counts("zb_h2", m, devices, _counts(devices, 2), "backward_input")
@@ -220,13 +197,15 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
 def _counts(device_of: Devices, passes: int) -> list[int]:
     """For each stage how many micro-batches are in flight on all of its devices together.
 
-    As many as there are devices behind it, once, or on the way there and back.
+    As many as there are devices from it on, once, or on the way there and back; all replicas count.
     """
     counts: list[int] = []
-    depths, replicas = depths_of(device_of), replicas_of(device_of)
-    for depth, r in zip(reversed(depths), reversed(replicas), strict=True):
+    depth = 0
+    for devices, run in groupby(reversed(device_of)):
+        r = len(devices) if isinstance(devices, tuple) else 1
+        depth += r
         wanted = max([passes * depth - (passes - 1) * r, *counts[-1:]])
-        counts.append(-(-wanted // r) * r)  # each replica has as many
+        counts += [-(-wanted // r) * r for _ in run]  # each replica has as many
     return counts[::-1]
 
 
@@ -278,15 +257,8 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
 
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism. On each stage the last
     micro-batch goes back first, as in :func:`gpipe`.
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_rounds("looped_bfs", m, device_of)
+    devices = laid_out("looped_bfs", "rounds", m, device_of)
     n, p = len(devices), max(devices) + 1
     rows = []
     for d in range(p):
@@ -305,15 +277,8 @@ def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM, section 2.2.2.
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_rounds("interleaved_1f1b", m, device_of)
+    devices = laid_out("interleaved_1f1b", "rounds", m, device_of)
     p = max(devices) + 1
     rows = [_round(m, devices, d, "backward", lead=2 * (p - d - 1)) for d in range(p)]
     return Schedule(m, devices, tuple(rows), "interleaved_1f1b")
@@ -329,15 +294,8 @@ def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1), for the order of
     Narayanan et al. 2021 (:func:`interleaved_1f1b`).
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device, 0, 1, ... and again from 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_rounds("interleaved_zero_bubble", m, device_of)
+    devices = laid_out("interleaved_zero_bubble", "rounds", m, device_of)
     p = max(devices) + 1
     rows = [_round(m, devices, d, "backward_input", lead=p - d - 1, delay=d) for d in range(p)]
     return Schedule(m, devices, tuple(rows), "interleaved_zero_bubble")
@@ -379,16 +337,9 @@ def zbv(m: int, device_of: Placement) -> Schedule:
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V). For fewer than
     ``2 p - 1`` micro-batches it is the one for so many, with those left out that are not there.
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_a_v("zbv", m, device_of)
-    p = max(devices) + 1
+    devices = laid_out("zbv", "v", m, device_of)
+    p = len(devices) // 2
     rounds = max(m, 2 * p - 1) - p
     rows = []
     for d in range(p):
@@ -411,15 +362,8 @@ def dualpipev(m: int, device_of: Placement) -> Schedule:
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
     Sea AI Lab (github.com/deepseek-ai/DualPipe). That is for ``2 p`` micro-batches or more; with
     fewer some of its phases are shorter or left out, and the bubble may be larger.
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_a_v("dualpipev", m, device_of)
+    devices = laid_out("dualpipev", "v", m, device_of)
     p = max(devices) + 1
     rows = []
     for d in range(p):
@@ -446,16 +390,9 @@ def v_half(m: int, device_of: Placement) -> Schedule:
                1    F.........f...i..........I      and every step on the way up takes 2
                2     F......f......i.......I
                3      F...f.........i....I
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_a_v("v_half", m, device_of)
-    p = max(devices) + 1
+    devices = laid_out("v_half", "v", m, device_of)
+    p = len(devices) // 2
     turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions meet
     return _repeated("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
 
@@ -473,16 +410,9 @@ def v_min(m: int, device_of: Placement) -> Schedule:
                1    F....f..i....I
                2     F..f....i..I
                3      Ff......iI
-
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device: 0, 1, ..., 1, 0.
-
-    Raises:
-        ValueError: if the stages are not laid out like that.
     """
-    devices = in_a_v("v_min", m, device_of)
-    p = max(devices) + 1
+    devices = laid_out("v_min", "v", m, device_of)
+    p = len(devices) // 2
     turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions meet
     return _repeated("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
 

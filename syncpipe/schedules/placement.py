@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
+from typing import Literal
 
 from syncpipe.schedules.kinds import KINDS
 from syncpipe.schedules.lister import Node, Work, edges_of, listed
@@ -13,9 +14,13 @@ from syncpipe.schedules.player import Costs
 from syncpipe.schedules.schedule import Action, Devices, Schedule, device_count, devices_of
 
 __all__ = [
-    "Placement", "dealt", "depths_of", "in_a_v", "in_rounds", "merged", "on_one_each", "placed",
+    "Placement",
+    "dealt",
+    "laid_out",
+    "merged",
+    "placed",
     "replicas_of",
-]  # fmt: skip
+]
 
 #: A number of stages, each on a device of its own; or for each stage the index of its device, or
 #: those of its replicas in a tuple.
@@ -45,66 +50,35 @@ def replicas_of(device_of: Devices) -> list[int]:
     return [len(devices_of(device_of, j)) for j in range(len(device_of))]
 
 
-def depths_of(device_of: Devices) -> list[int]:
-    """For each stage how many devices there are from it to the right; neighbours on one share it.
-
-    All replicas count: so many micro-batches can be computed at a time there.
-    """
-    depths: list[int] = []
-    depth = 0
-    for devices, run in groupby(reversed(device_of)):
-        depth += len(devices) if isinstance(devices, tuple) else 1
-        depths += [depth for _ in run]
-    return depths[::-1]
-
-
-def on_one_each(name: str, m: int, device_of: Placement) -> tuple[int, ...]:
-    """As :func:`placed`, for stages that are on one device each.
+def laid_out(
+    name: str, shape: Literal["rounds", "v"], m: int, device_of: Placement
+) -> tuple[int, ...]:
+    """As :func:`placed`, for stages on one device each that go round, 0, 1, ..., and again from 0;
+    or in a V, two on each device, 0, 1, ..., and back to 0.
 
     Raises:
-        ValueError: if one has replicas.
+        ValueError: if one has replicas, or they are elsewhere, with a layout that does.
     """
     devices = placed(m, device_of)
+    single = tuple([device for device in devices if isinstance(device, int)])
     for j, device in enumerate(devices):
         if isinstance(device, tuple):
             raise ValueError(
                 f"{name} is made for stages on one device each, but stage {j} is on {device}: make "
                 "it for one of them, and deal that by syncpipe.schedules.dealt(schedule, device_of)"
             )
-    return tuple([device for device in devices if isinstance(device, int)])
-
-
-def in_rounds(name: str, m: int, device_of: Placement) -> tuple[int, ...]:
-    """As :func:`placed`, for stages that go round: 0, 1, ..., and again from 0.
-
-    Raises:
-        ValueError: if they do not, with a layout that does.
-    """
-    devices = on_one_each(name, m, device_of)
-    p = max(devices) + 1
-    if len(devices) % p or any(device != j % p for j, device in enumerate(devices)):
-        raise ValueError(
-            f"{name} needs stages that go round the devices evenly, such as "
-            f"devices={[*range(p), *range(p)]}, but device_of={list(devices)}"
+    line = tuple(range(max(single) + 1))
+    wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
+    if single != wanted:
+        where = (
+            f"two stages on each device, which go there and back; on {len(line)} devices that is"
         )
-    return devices
-
-
-def in_a_v(name: str, m: int, device_of: Placement) -> tuple[int, ...]:
-    """As :func:`placed`, for two stages on each device: 0, 1, ..., and back to 0.
-
-    Raises:
-        ValueError: if they are elsewhere, with the layout for so many devices.
-    """
-    devices = on_one_each(name, m, device_of)
-    p = max(devices) + 1
-    wanted = (*range(p), *reversed(range(p)))
-    if devices != wanted:
+        if shape == "rounds":
+            wanted, where = line * 2, "stages that go round the devices evenly, such as"
         raise ValueError(
-            f"{name} needs two stages on each device, which go there and back; on {p} devices that "
-            f"is devices={list(wanted)}, but device_of={list(devices)}"
+            f"{name} needs {where} devices={list(wanted)}, but device_of={list(single)}"
         )
-    return devices
+    return single
 
 
 @lru_cache(maxsize=128)

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
@@ -179,6 +179,8 @@ def play(
     final = m - 1 if costs.last is not None else m
     done, free, runs = [0] * len(rows), [0.0] * len(rows), []
     links = [[0.0] * len(rows) for _ in rows]
+    left = [iter(row) for row in rows]
+    heads: list[list[tuple[Kind, int, int]]] = [[] for _ in rows]  # read, and not yet performed
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
     moved = True
     while moved:
@@ -186,7 +188,7 @@ def play(
         for d in sweep:
             start, now, sent = done[d], free[d], links[d]
             p = start
-            for kind, i, j in rows[d][start:]:
+            for kind, i, j in chain(heads[d], left[d]):
                 ends, needs, sends, time, count, again = (usual if i < final else last)[kind][j]
                 ready = now + again if i < count else now
                 for arrivals in needs:
@@ -206,7 +208,10 @@ def play(
                             arrivals[i] = sent[to] = (now if now > busy else busy) + way
                     p += 1
                     continue
+                heads[d] = [(kind, i, j)]
                 break
+            else:
+                heads[d] = []
             if p > start:
                 runs.append((d, start, p))
                 done[d], free[d], moved = p, now, True

@@ -2,22 +2,11 @@
 
 Pure Python: nothing here knows of tensors, threads or devices. The schedules that one can ask for
 by name are in :mod:`syncpipe.schedules`.
-
-The clock cycles of GPipe (Huang et al. 2019, section 2.3), for three micro-batches on three
-stages; a column is a stage, an entry is ``(i, j)``:
-
-    k   (i,j) (i,j) (i,j)
-    0   (0,0)
-    1   (1,0) (0,1)
-    2   (2,0) (1,1) (0,2)
-    3         (2,1) (1,2)
-    4               (2,2)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -29,10 +18,8 @@ __all__ = [
     "Devices",
     "Program",
     "Schedule",
-    "clock_cycles",
     "device_count",
     "devices_of",
-    "forward_program",
     "from_csv",
     "to_csv",
     "training_program",
@@ -74,40 +61,6 @@ def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
 def device_count(device_of: Devices) -> int:
     """How many devices there are, if each of them has a stage."""
     return 1 + max(max(devices_of(device_of, j)) for j in range(len(device_of)))
-
-
-def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields, for each clock cycle, the cells ``(i, j)`` that run in it.
-
-    Args:
-        m: number of micro-batches.
-        n: number of stages.
-    """
-    for k in range(m + n - 1):
-        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
-
-
-def forward_program(m: int, worker_of: Devices) -> Program:
-    """The forward half of GPipe's schedule, as a list of actions for each worker.
-
-    A lone worker has nobody to wait for it, so it takes the micro-batches one after another
-    through all of its stages: exactly what the plain model does with them, and with the fewest
-    activations alive between stages.
-
-    Args:
-        m: number of micro-batches.
-        worker_of: for each stage the index of the worker that serves it, or those of its replicas.
-    """
-    n = len(worker_of)
-    program: Program = [[] for _ in range(device_count(worker_of))]
-    workers = [devices_of(worker_of, j) for j in range(n)]
-    if len(program) == 1:
-        program[0] = [Action("forward", i, j) for i in range(m) for j in range(n)]
-        return program
-    for cells in clock_cycles(m, n):
-        for i, j in cells:
-            program[workers[j][i % len(workers[j])]].append(Action("forward", i, j))
-    return program
 
 
 @dataclass(frozen=True)

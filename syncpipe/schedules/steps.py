@@ -10,19 +10,19 @@ have numbers, so that nobody has to work out on the way what anything is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from syncpipe.schedules.kinds import KINDS, Kind
+from syncpipe.schedules.named import gpipe
 from syncpipe.schedules.schedule import (
     Action,
     Devices,
     Program,
     Schedule,
     devices_of,
-    forward_program,
     training_program,
 )
 
@@ -33,6 +33,7 @@ __all__ = [
     "compiled",
     "forward_steps",
     "in_turn",
+    "maker",
     "numbers_of",
     "training_steps",
 ]
@@ -147,7 +148,10 @@ def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
 def forward_steps(
     edges: tuple[Edge, ...], m: int, worker_of: Devices, *, targets: bool = False
 ) -> Steps:
-    """The steps of :func:`forward_program`.
+    """The steps of the forward half of :func:`.gpipe`.
+
+    A lone worker has nobody to wait for it, so it takes the micro-batches one after another through
+    all of its stages: exactly what the plain model does with them.
 
     Args:
         edges: those of the pipeline.
@@ -155,7 +159,9 @@ def forward_steps(
         worker_of: for each stage the index of the worker that serves it, or those of its replicas.
         targets: the first stage sends targets to the last one.
     """
-    return compiled(edges, forward_program(m, worker_of), numbers_of(worker_of), targets=targets)
+    rows = gpipe(m, worker_of).actions
+    program = [[action for action in row if action.kind == "forward"] for row in rows]
+    return compiled(edges, program, numbers_of(worker_of), targets=targets)
 
 
 @lru_cache(maxsize=128)
@@ -199,7 +205,7 @@ def _reducing(program: Program, schedule: Schedule) -> Program:
 
 
 def compiled(
-    edges: Iterable[Edge],
+    edges: Sequence[Edge],
     program: Program,
     numbers: Sequence[tuple[int, ...]],
     *,
@@ -217,46 +223,62 @@ def compiled(
         targets: the first stage sends targets, last, to the last stage, which takes them last.
         returns: more edges, numbered after the others, over which only gradients go.
     """
-    edges = list(edges)
-    count = len(edges) + len(returns)
     worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
-    last = max(j for _, j in worker_of)
+    m = 1 + max(i for i, _ in worker_of)
+    step = maker(edges, lambda i, j: worker_of[i, j], numbers, m, targets=targets, returns=returns)
+    return Steps(tuple(tuple(map(step, row)) for row in program))
 
-    def there(edge: Edge, i: int) -> int:
-        return 2 * (i * count + edge.number)
 
-    def summed(i: int, j: int) -> int:
-        return 2 * (1 + max(i for i, _ in worker_of)) * count + numbers[j][i]
+def maker(
+    edges: Sequence[Edge],
+    worker_of: Callable[[int, int], int],
+    numbers: Sequence[tuple[int, ...]],
+    m: int = 0,
+    *,
+    targets: bool = False,
+    returns: Sequence[Edge] = (),
+) -> Callable[[Action], Step]:
+    """What makes a step of an action.
 
-    stages = range(last + 1)
-    incomings = [[edge for edge in edges if edge.target == j] for j in stages]
-    outgoings = [[edge for edge in edges if edge.source == j] for j in stages]
-    back_to = [[*incomings[j], *[edge for edge in returns if edge.target == j]] for j in stages]
-    back_from = [[*outgoings[j], *[edge for edge in returns if edge.source == j]] for j in stages]
+    Args:
+        edges: as for :func:`compiled`, and so are the others that are not here.
+        worker_of: the worker of a cell.
+        numbers: of the replicas.
+        m: number of micro-batches, where there are replicas.
+        targets: go from the first stage to the last.
+        returns: more edges.
+    """
+    last, count = len(numbers) - 1, len(edges) + len(returns)
+    stages, both = range(last + 1), [*edges, *returns]
+    to = [[edge for edge in edges if edge.target == j] for j in stages]
+    of = [[edge for edge in edges if edge.source == j] for j in stages]
+    back_to = [[edge for edge in both if edge.target == j] for j in stages]
+    back_of = [[edge for edge in both if edge.source == j] for j in stages]
 
     def step(action: Action) -> Step:
         kind, i, j = action
-        incoming, outgoing = incomings[j], outgoings[j]
         needs: list[int] = []
         sends: list[int] = []
-        to: list[int] = []
+        receivers: list[int] = []
         if kind == "forward":
-            needs = [there(edge, i) for edge in incoming]
-            sends, to = [there(edge, i) for edge in outgoing], [edge.target for edge in outgoing]
+            needs = [2 * (i * count + edge.number) for edge in to[j]]
+            sends = [2 * (i * count + edge.number) for edge in of[j]]
+            receivers = [edge.target for edge in of[j]]
             if targets and j == last:
                 needs.append(~i)
             if targets and j == 0:
                 sends.append(~i)
-                to.append(last)
+                receivers.append(last)
         elif KINDS[kind].sends == "gradient":
-            needs = [there(edge, i) + 1 for edge in back_from[j]]
-            sends = [there(edge, i) + 1 for edge in back_to[j]]
-            to = [edge.source for edge in back_to[j]]
-        what, workers = (kind, numbers[j][i % len(numbers[j])]), [worker_of[i, k] for k in to]
-        if kind == "reduce" and i:
-            sends, workers = [summed(i, j)], [worker_of[0, j]]
-        elif kind == "reduce":
-            needs = [summed(k, j) for k in range(1, len(numbers[j])) if (k, j) in worker_of]
+            needs = [2 * (i * count + edge.number) + 1 for edge in back_of[j]]
+            sends = [2 * (i * count + edge.number) + 1 for edge in back_to[j]]
+            receivers = [edge.source for edge in back_to[j]]
+        workers = [worker_of(i, k) for k in receivers]
+        if kind == "reduce":  # the sums of a stage's replicas have the numbers after all others
+            sums = [2 * m * count + number for number in numbers[j][:m]]
+            needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
+            workers = [worker_of(0, j)] * len(sends)
+        what = kind, numbers[j][i % len(numbers[j])]
         return Step(what, i, tuple(needs), tuple(sends), tuple(workers))
 
-    return Steps(tuple(tuple(map(step, row)) for row in program))
+    return step

@@ -24,7 +24,8 @@ from itertools import count
 from typing import Literal, get_args
 
 from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.steps import Edge, Step, in_turn
+from syncpipe.schedules.schedule import Action
+from syncpipe.schedules.steps import Edge, Step, in_turn, maker
 
 __all__ = ["VERSIONS", "Extent", "StreamSteps", "Versions", "version_used", "versions_kept"]
 
@@ -95,9 +96,10 @@ class StreamSteps:
         extent: Extent,
         chunks: int = 1,
     ) -> None:
-        self._edges, self._worker_of = list(edges), list(worker_of)
         self._rematerialized, self._extent, self._chunks = rematerialized, extent, chunks
         self._n = n = len(worker_of)
+        numbers = [(j,) for j in range(n)]
+        self._step = maker(edges, lambda _, j: worker_of[j], numbers, targets=n > 1)
         workers = 1 + max(worker_of)
         self.of: tuple[Iterable[Step], ...]
         if workers == 1:
@@ -117,38 +119,14 @@ class StreamSteps:
         extent, ahead = self._extent, self._n - j
         for i in range(ahead - 1):
             if i < extent.forwards:
-                yield self._step("forward", i, j)
+                yield self._step(Action("forward", i, j))
         for i in count():
             if i + ahead - 1 < extent.forwards:
-                yield self._step("forward", i + ahead - 1, j)
+                yield self._step(Action("forward", i + ahead - 1, j))
             if i >= extent.backwards:
                 return
             if i < self._rematerialized[j]:
-                yield self._step("recompute", i, j)
-            yield self._step("backward", i, j)
+                yield self._step(Action("recompute", i, j))
+            yield self._step(Action("backward", i, j))
             if (i + 1) % self._chunks == 0 or i + 1 == extent.backwards:
-                yield self._step("update", i, j)
-
-    def _step(self, kind: Kind, i: int, j: int) -> Step:
-        """As ``steps.compiled`` makes it; an update is for nobody else to know."""
-        first, last = 2 * i * len(self._edges), self._n - 1
-        needs: list[int] = []
-        sends: list[int] = []
-        to: list[int] = []
-        back = int(kind == "backward")
-        for edge in self._edges if kind in ("forward", "backward") else ():
-            source, target = (edge.target, edge.source) if back else (edge.source, edge.target)
-            number = first + 2 * edge.number + back
-            if target == j:
-                needs.append(number)
-            elif source == j:
-                sends.append(number)
-                to.append(target)
-        if kind == "forward" and last > 0:  # targets travel from the first stage to the last
-            if j == last:
-                needs.append(~i)
-            elif j == 0:
-                sends.append(~i)
-                to.append(last)
-        workers = [self._worker_of[k] for k in to]
-        return Step((kind, j), i, tuple(needs), tuple(sends), tuple(workers))
+                yield self._step(Action("update", i, j))

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncpipe.schedules import build, gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules import build, gpipe, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.schedules.simulation import Costs, Simulation, TimedAction, Transfer, simulate
-from tests.schedules.layouts import rounds
 from tests.schedules.test_schedule import schedules
 
 SIZES = [(1, 1), (4, 1), (1, 4), (2, 2), (3, 4), (8, 4), (16, 4), (8, 8), (32, 8)]
@@ -50,36 +48,6 @@ def test_bubble_of_gpipe_and_1f1b(m: int, n: int, backward: float) -> None:
         assert simulate(schedule, costs).bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
-def test_bubble_of_naive(m: int, n: int) -> None:
-    assert simulate(naive(m, n), Costs.even(n)).bubble == pytest.approx(1 - 1 / n)
-
-
-@pytest.mark.parametrize(("m", "p"), [(4, 4), (8, 4), (16, 4), (2, 2), (6, 3), (32, 8)])
-@pytest.mark.parametrize("each", [1, 2, 3, 4])
-def test_interleaving_divides_the_bubble(m: int, p: int, each: int) -> None:
-    """Bubble over busy time: (p-1)/m in 1F1B, divided by the number of stages per device."""
-
-    def ratio(simulation: Simulation) -> float:
-        busy = sum(simulation.busy) / p
-        return (simulation.makespan - busy) / busy
-
-    plain = simulate(one_f_one_b(m, p), Costs.even(p, each, each, each))
-    interleaved = simulate(interleaved_1f1b(m, rounds(p, each)), Costs.even(p * each))
-    assert plain.busy == interleaved.busy
-    assert ratio(plain) == pytest.approx((p - 1) / m)
-    assert ratio(interleaved) == pytest.approx((p - 1) / m / each)
-
-
-@pytest.mark.parametrize(("m", "n"), [(4, 4), (8, 4), (16, 4), (2, 2), (3, 3), (16, 8), (32, 8)])
-def test_zero_bubble_has_a_third_of_the_bubble(m: int, n: int) -> None:
-    textbook = simulate(one_f_one_b(m, n, slots="textbook"), Costs.even(n))
-    zero = simulate(zb_h1(m, n), Costs.even(n))
-    assert textbook.makespan - 3 * m == 3 * (n - 1)
-    assert zero.makespan - 3 * m == n - 1
-    assert max(zero.in_flight) == max(textbook.in_flight)
-
-
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (1, 2, 1), (4, 5, 4), (2, 3, 2)])
 @pytest.mark.parametrize(("m", "n"), [(4, 4), (8, 4), (16, 8)])
 def test_zero_bubble_idles_for_f_plus_i_minus_w(
@@ -88,20 +56,6 @@ def test_zero_bubble_idles_for_f_plus_i_minus_w(
     """Qi et al. 2023, table 2: (p-1)(F+B-W), B being their input half."""
     makespan = simulate(zb_h1(m, n), Costs.even(n, f, i, w)).makespan
     assert makespan - m * (f + i + w) == pytest.approx((n - 1) * (f + i - w))
-
-
-def test_the_published_table() -> None:
-    """TORCH_FACTS.md: F = I = W, four devices, eight micro-batches."""
-    table: list[tuple[Schedule, float]] = [
-        (gpipe(8, 4), 27.3),
-        (one_f_one_b(8, 4), 27.3),
-        (one_f_one_b(8, 4, slots="textbook"), 27.3),
-        (interleaved_1f1b(8, rounds(4, 2)), 15.8),
-        (zb_h1(8, 4), 11.1),
-    ]
-    for schedule, percent in table:
-        bubble = simulate(schedule, Costs.even(schedule.n)).bubble
-        assert round(100 * bubble, 1) == percent, schedule.name
 
 
 @pytest.mark.parametrize(("m", "n"), [(8, 2), (16, 4), (32, 8)])
@@ -244,21 +198,6 @@ def test_what_is_slower_never_ends_earlier(simulation: Simulation, data: st.Data
     assert simulate(schedule, slow).makespan >= simulate(schedule, costs).makespan
 
 
-def test_peak_in_flight_in_time() -> None:
-    """The counts, which come from the order alone, are those seen while time goes by."""
-    for schedule in (gpipe(6, 3), one_f_one_b(6, 3), zb_h1(6, 3), naive(6, 3)):
-        simulation = simulate(schedule, Costs.even(3, 2, 3, 1, 0.5))
-        last: Kind = "backward_weight" if schedule.splits else "backward"
-        spans = {span.action: span for span in simulation.spans}
-        for j in range(3):
-            lives = [
-                (spans[Action("forward", i, j)].start, spans[Action(last, i, j)].end)
-                for i in range(6)
-            ]
-            peak = max(sum(a <= start < b for a, b in lives) for start, _ in lives)
-            assert simulation.in_flight[j] == peak
-
-
 # --- skips, small cases and errors --------------------------------------------------------------
 
 
@@ -290,13 +229,6 @@ def test_a_link_is_a_queue() -> None:
     assert ways == [(1, 4), (4, 7), (7, 10)]
 
 
-def test_no_time_at_all() -> None:
-    simulation = simulate(zb_h1(3, 3), replace(Costs.even(3, 0, 0, 0), skips={(0, 1): 0.0}))
-    assert (simulation.makespan, simulation.bubble) == (0, 0)
-    assert len(simulation.spans) == 27
-    assert len(simulation.transfers) == 3 * (4 + 2)
-
-
 def test_a_schedule_that_cannot_run() -> None:
     broken = Schedule(1, (0,), ((Action("backward", 0, 0), Action("forward", 0, 0)),))
     with pytest.raises(ValueError, match="0B0, action 0 of device 0, comes before 0F0"):
@@ -318,8 +250,93 @@ def test_a_schedule_that_cannot_run() -> None:
         (((1, 1), (1, 1), (1, 1), (), {(1, 0): 2}), "skip from stage 1 to 0"),
         (((1, 1), (1, 1), (1, 1), (), {(0, 2): 2}), "skip from stage 0 to 2 is none, with 2"),
         (((), (), ()), "at least one stage"),
+        (((1, 1), (1, 1), (1, 1), (), {}, (1,)), r"recompute has 1 times.*2 stages"),
     ],
 )
 def test_costs_that_are_none(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs(*arguments)
+
+
+# --- recomputation ------------------------------------------------------------------------------
+
+
+@st.composite
+def recomputing(draw: st.DrawFn) -> Simulation:
+    schedule = draw(schedules())
+    counts = [draw(st.integers(0, schedule.m)) for _ in range(schedule.n)]
+    return simulate(schedule, draw(costs_for(schedule.n)), counts)
+
+
+@given(recomputing())
+def test_each_recomputation_is_right_before_its_backward(simulation: Simulation) -> None:
+    kinds = ("recompute", "backward", "backward_input")
+    for row in range(len(simulation.schedule.actions)):
+        spans = sorted((s for s in simulation.spans if s.device == row), key=lambda s: s.start)
+        order = [span.action for span in spans]
+        for k, action in enumerate(order):
+            if action.kind in kinds[1:]:
+                again = action.i < simulation.rematerialized[action.j]
+                before = order[k - 1]
+                assert (before.kind == "recompute") == again
+                assert not again or before[1:] == action[1:]
+    recomputed = [s.action for s in simulation.spans if s.action.kind == "recompute"]
+    assert len(recomputed) == sum(simulation.rematerialized)
+
+
+@given(st.data())
+def test_what_is_played_is_when_spans_end(data: st.DataObject) -> None:
+    """The player and the spans work out times each by itself; also for a smaller last one."""
+    schedule = data.draw(schedules())
+    usual, last = (data.draw(costs_for(schedule.n)) for _ in range(2))
+    costs = replace(usual, last=replace(last, skips=usual.skips))
+    counts = [data.draw(st.integers(0, schedule.m)) for _ in range(schedule.n)]
+    every = data.draw(st.sampled_from([None, 1, 2]))
+    simulation = simulate(schedule, costs, counts, update_every=every)
+    assert simulation.makespan == max(span.end for span in simulation.spans)
+
+
+@pytest.mark.parametrize("device_of", [((0, 1), 2), (0, (1, 2)), ((0, 1), (2, 3))])
+def test_each_replica_has_links_of_its_own(device_of: tuple[int | tuple[int, ...], ...]) -> None:
+    simulation = simulate(build("1f1b", 6, device_of), Costs.even(2, transfer=4.0))
+    assert simulation.makespan == max(span.end for span in simulation.spans)
+    receivers = {simulation.schedule.device(t.action.i, t.target) for t in simulation.transfers}
+    assert receivers == set(range(len(simulation.schedule.actions)))
+
+
+@given(recomputing())
+def test_recomputing_less_never_takes_longer(simulation: Simulation) -> None:
+    plain = simulate(simulation.schedule, simulation.costs)
+    assert plain.makespan <= simulation.makespan
+    assert sum(simulation.busy) == pytest.approx(
+        sum(plain.busy)
+        + sum(
+            count * time
+            for count, time in zip(
+                simulation.rematerialized, simulation.costs.recompute, strict=True
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("m", [2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_in_even_stages_gpipe_pays_for_all_but_what_waits_anyway(m: int, n: int) -> None:
+    """The last micro-batch of every stage but the last is recomputed while others go back."""
+    costs = Costs.even(n, 1.0, 1.0, 1.0)
+    stored = simulate(gpipe(m, n), costs).makespan
+    assert simulate(gpipe(m, n), costs, [m - 1] * n).makespan == stored + m - 1
+    assert simulate(gpipe(m, n), costs, [m] * n).makespan == stored + m
+
+
+def test_a_recomputation_does_not_wait_for_the_gradient() -> None:
+    simulation = simulate(naive(1, 2), Costs.even(2, 1.0, 1.0, 1.0), [1, 0])
+    again = next(span for span in simulation.spans if span.action.kind == "recompute")
+    assert (again.start, again.end) == (1.0, 2.0)
+    assert simulation.makespan == 6.0
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [-1, 0], [0, 5]])
+def test_numbers_that_do_not_fit_are_refused(counts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"rematerialized=.*0 to m=4.*2 stages"):
+        simulate(gpipe(4, 2), Costs.even(2), counts)

@@ -1,0 +1,389 @@
+"""Devices described in words, and devices measured; there need not be any for either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncpipe import Worker, plan
+from syncpipe.balance import LayerProfile, Profile
+from syncpipe.planner import machine as devices
+from syncpipe.planner.machine import (
+    RESERVE,
+    Machine,
+    clear_cache,
+    link_bandwidth,
+    machine_of,
+    measure_bandwidth,
+    measure_memory,
+    parse_bandwidth,
+    parse_bytes,
+)
+from tests.support import accelerator as acc
+
+# --- numbers with units -------------------------------------------------------------------------
+
+
+def test_numbers_with_units() -> None:
+    sizes = {"16GB": 16e9, "16 gb": 16e9, " 1.5 TB ": 1.5e12, "24gib": 24 * 2**30}
+    sizes |= {".5MiB": 2**19, "80e3 MB": 80e9, "3kB": 3e3, "7B": 7}
+    rates = {"12 GB / s": 12e9, "12GBps": 12e9, "1GiB/s": 2**30, "100 gbit/S": 12.5e9}
+    rates |= {"100Gb/s": 12.5e9, "100Gbps": 12.5e9, "8 bits/s": 1}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    assert {text: parse_bandwidth(text) for text in rates} == rates
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["kB", "MB", "GB", "KiB", "TiB"]))
+def test_a_bit_is_an_eighth_of_a_byte(number: int, unit: str) -> None:
+    of_bits = unit.replace("B", "bit")
+    assert parse_bandwidth(f"{number}{unit}/s") == parse_bytes(f"{number}{unit}")
+    assert parse_bandwidth(f"{number} {of_bits}/s") * 8 == parse_bytes(f"{number} {unit}")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "at the end: expected a number"),
+        ("16", "at the end: expected B, kB"),
+        ("-16GB", "at character 1, '-16GB': expected a number"),
+        ("16QB", "at character 3, 'QB'"),
+        ("16iB", "at character 3, 'iB'"),
+        ("16GB/s", "at character 3, 'GB/s'"),
+        ("16GB x", "at character 6, 'x': expected the end; write it like '16GB'"),
+        ("0GB", "greater than 0"),
+        ("1e400GB", "finite"),
+    ],
+)
+def test_what_is_no_size_says_where(text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parse_bytes(text)
+    with pytest.raises(ValueError, match="expected GB/s for bytes or Gbit/s for bits"):
+        parse_bandwidth("12gb/s")
+
+
+# --- descriptions -------------------------------------------------------------------------------
+
+
+def test_devices_in_words() -> None:
+    four = Machine.even(4, 24 * 2**30, 12e9)
+    for text in ("4x24GiB,12GB/s", "4 X 24gib , 12 GB/s", " 4 * 24 GiB, 96Gbit/s"):
+        assert machine_of(text) == four
+    assert machine_of("16GB") == Machine.even(1, 16e9)  # one device needs no bandwidth
+    assert machine_of("8 x 16GB", bandwidth="12GB/s") == Machine.even(8, 16e9, 12e9)
+    with pytest.raises(ValueError, match=r"8 x 16GB, 12GB/s.*or give bandwidth="):
+        machine_of("8 x 16GB")
+    machine = machine_of("2 x 80GB @ 2.0 + 24GB + 2 x 24GB, 12GB/s")
+    assert machine.memory == (80e9,) * 2 + (24e9,) * 3
+    assert machine.bandwidth == Machine.even(5, 1.0, 12e9).bandwidth
+    assert machine.speed == (2, 2, 1, 1, 1)
+    assert not machine.uniform
+    assert machine_of("2 x 16GB, 1GB/s", speed=[1, 3]).speed == (1, 3)
+    assert machine_of(machine, speed=[1] * 5).uniform is False  # of memory
+
+
+def test_links_inside_and_between_machines() -> None:
+    machine = machine_of("2 x (2 x 80GB, 300GB/s) + 24GB, 25GB/s")
+    inside, between = 300e9, 25e9
+    assert machine.memory == (80e9,) * 4 + (24e9,)
+    assert machine.bandwidth == (
+        (math.inf, inside, between, between, between),
+        (inside, math.inf, between, between, between),
+        (between, between, math.inf, inside, between),
+        (between, between, inside, math.inf, between),
+        (between,) * 4 + (math.inf,),
+    )
+    assert len(machine_of("16 x (8 x 80GB, 300GB/s), 25GB/s")) == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "devices='' cannot be read at the end"),
+        ("8", "at the end: expected B, kB"),
+        ("8 x", "at the end: expected the memory of one device"),
+        ("8 x 16QB, 12GB/s", "at character 7, 'QB, 12GB/s'.*like '8 x 16GB, 12GB/s'"),
+        ("8 x 16GB 12GB/s", "at character 10, '12GB/s': expected ',' and a bandwidth"),
+        ("8 x 16GB, 12GB", "at character 13, 'GB': expected a unit per second"),
+        ("8 x 16GB, 12GB/s, 4", "at character 17, ', 4': expected the end"),
+        ("8 x 16GB +", "at the end: expected a number"),
+        ("0 x 16GB, 1GB/s", "at character 1, .*: expected a whole number of devices"),
+        ("2.5 x 16GB, 1GB/s", "expected a whole number of devices"),
+        ("1e9 x 16GB, 1GB/s", "whole number of devices, 1024 at most"),
+        ("1e999 x 16GB, 1GB/s", "expected a whole number of devices"),
+        ("2 x 16GB, 0GB/s", "greater than 0"),
+        ("2 x 16GB @ fast, 1GB/s", "at character 12, .*: expected how many times as fast"),
+        ("2 x 16GB @ 0, 1GB/s", "greater than 0"),
+        ("2 x (8 x 16GB, 1GB/s, 2GB/s", "at character 21, .*: expected '\\)'"),
+        ("2 x (8 x 16GB), 2GB/s", "at character 14, .*bandwidth inside the parentheses"),
+        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*devices, 1024 at most"),
+        ("four", "at character 1, 'four': expected a number"),
+    ],
+)
+def test_a_description_that_cannot_be_read_says_where(text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        machine_of(text)
+
+
+def test_what_is_given_beside_it() -> None:
+    with pytest.raises(TypeError, match=r"write \['cuda:0'\]"):
+        machine_of("cuda:0")
+    assert machine_of("3 x 16GB, 1GB/s", memory="8GB").memory == (8e9, 8e9, 8e9)
+    assert machine_of("3 x 16GB, 1GB/s", memory=[1, "2B", math.inf]).memory == (1, 2, math.inf)
+    machine = machine_of("2 x 16GB, 1GB/s", bandwidth=[[0, "2GB/s"], [3.0, 0]])
+    assert machine.bandwidth == ((math.inf, 2e9), (3.0, math.inf))
+    machine = Machine.even(2, 5.0, 7.0)
+    assert machine_of(machine) == machine
+    assert machine_of(machine, memory=3, bandwidth=4) == Machine.even(2, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"memory": 0}, r"memory=0 must be a positive number of bytes"),
+        ({"memory": math.nan}, "memory=nan"),
+        ({"memory": True}, "memory=True"),
+        ({"memory": [1, None]}, r"memory\[1\]=None"),
+        ({"memory": [1, 2, 3]}, "memory is for 3 devices, but there are 2"),
+        ({"bandwidth": -1}, "bandwidth=-1 must be a positive number of bytes per second"),
+        ({"speed": [1, 0]}, r"speed\[1\]=0 must be a positive number"),
+        ({"speed": [1]}, "speed is for 1 devices, but there are 2"),
+        ({"bandwidth": [1, 2]}, r"rows of \[1, 1\] numbers"),
+        ({"bandwidth": [[1, 1], [0, 1]]}, r"bandwidth\[1\]\[0\]=0"),
+        ({"speed": [1, math.inf]}, r"speed\[1\]"),
+        ({"host_bandwidth": 0}, "host_bandwidth=0 must be a positive number"),
+    ],
+)
+def test_numbers_that_are_none(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        machine_of("2 x 16GB, 1GB/s", **given)
+
+
+@pytest.mark.parametrize("what", ["memory", "bandwidth", "speed"])
+def test_neither_number_nor_list(what: str) -> None:
+    with pytest.raises(TypeError, match=f"{what}=<object"):
+        machine_of("2 x 16GB, 1GB/s", **{what: object()})
+
+
+# --- machines -----------------------------------------------------------------------------------
+
+
+def test_a_machine() -> None:
+    machine = Machine.even(3, 16e9, 12e9)
+    assert (len(machine), machine.uniform, machine.transfer(24e9, 0, 2)) == (3, True, 2.0)
+    assert machine.transfer(24e9, 1, 1) == 0
+    assert machine.head(2) == Machine.even(2, 16e9, 12e9)
+    assert not Machine((1.0, 2.0), Machine.even(2).bandwidth).uniform
+    assert not Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0, 2.0)).uniform
+    with pytest.raises(ValueError, match="there are 3 devices"):
+        machine.head(4)
+    with pytest.raises(ValueError, match="names no device"):
+        Machine((), ())
+    with pytest.raises(ValueError, match="names is for 1 devices, but there are 2"):
+        Machine((1.0, 1.0), Machine.even(2).bandwidth, names=("a",))
+    with pytest.raises(ValueError, match="speed is for 1 devices, but there are 2"):
+        Machine((1.0, 1.0), Machine.even(2).bandwidth, speed=(1.0,))
+
+
+def test_devices_in_another_order() -> None:
+    rows = ((math.inf, 1.0, 2.0), (3.0, math.inf, 4.0), (5.0, 6.0, math.inf))
+    machine = Machine((1.0, 2.0, 1.0), rows, speed=(1.0, 3.0, 1.0))
+    other = machine.ordered((1, 2))
+    assert (other.memory, other.speed) == ((2.0, 1.0), (3.0, 1.0))
+    assert other.bandwidth == ((math.inf, 4.0), (6.0, math.inf))
+    assert other.names == ("device 1", "device 2")  # each keeps what it was called
+    assert machine.orders() == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert Machine.even(3).orders() == [(0, 1, 2)]
+
+
+# --- real devices -------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached() -> Iterator[None]:
+    clear_cache()
+    yield
+    clear_cache()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What was measured: 600 bytes on the CPU, 100 on others; so many bytes a second."""
+    calls: list[tuple[str, ...]] = []
+
+    def memory(device: torch.device) -> float:
+        calls.append((str(device),))
+        return 600.0 if device.type == "cpu" else 100.0
+
+    def bandwidth(a: torch.device, b: torch.device) -> float:
+        calls.append((str(a), str(b)))
+        return float(10 * (a.index or 0) + (b.index or 0) + 1)
+
+    monkeypatch.setattr(devices, "measure_memory", memory)
+    monkeypatch.setattr(devices, "measure_bandwidth", bandwidth)
+    return calls
+
+
+def gpu(k: int) -> Worker:
+    return Worker(f"cuda:{k}")  # not asked whether it exists
+
+
+def test_cpu_workers_share_memory_and_copy_nothing(measured: list[tuple[str, ...]]) -> None:
+    machine = machine_of(["cpu:0", "cpu:1", "cpu:1"])
+    assert machine == Machine((200.0,) * 3, ((math.inf,) * 3,) * 3, ("cpu:0", "cpu:1", "cpu:1"))
+    assert len(measured) == 1
+
+
+def test_accelerators_have_their_own(measured: list[tuple[str, ...]]) -> None:
+    machine = machine_of([gpu(0), gpu(1)])
+    assert machine.memory == (100, 100)
+    assert machine.bandwidth == ((math.inf, 2), (11, math.inf))  # each direction by itself
+    assert machine.names == ("cuda:0", "cuda:1")
+
+
+def test_layers_are_measured_on_each_kind_of_device(
+    measured: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"cpu": 6.0, "cuda:1": 2.0}
+    asked: list[str] = []
+
+    def profiled(module: Any, sample: Any, *, device: Any, **more: Any) -> Profile:
+        asked.append(str(device))
+        half = {4: times[str(device)] / 2}
+        return Profile(tuple(LayerProfile(k, half, half, half, half) for k in "ab"))
+
+    monkeypatch.setattr("syncpipe.planner.planning.measured", profiled)
+    monkeypatch.setattr("syncpipe.planner.planning.kind_of", lambda device: device.type)
+    found = plan([torch.nn.ReLU()] * 2, torch.ones(4), devices=["cpu", gpu(1)], batch_size=4,
+                 chunks=1, stages=2)  # fmt: skip
+    assert sorted(zip(found.machine.names, found.machine.speed, strict=True)) == [
+        ("cpu", 1), ("cuda:1", 3)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"devices are of 2 kinds .*give speed="):
+        plan(profiled(None, None, device="cpu"), devices=["cpu", gpu(1)], batch_size=4)
+
+
+def test_the_link_to_the_host_is_that_of_the_slowest_accelerator(
+    measured: list[tuple[str, ...]],
+) -> None:
+    assert machine_of([gpu(1), gpu(2)]).host == 11
+    assert machine_of(["cpu:0", "cpu:1"]).host == 0
+    assert machine_of([gpu(1)], host_bandwidth="3B/s").host == 3
+
+
+def test_a_device_named_twice_shares_its_memory(measured: list[tuple[str, ...]]) -> None:
+    machine = machine_of([gpu(0), gpu(1), gpu(0)])
+    assert machine.memory == (50, 100, 50)
+    assert machine.bandwidth[0][2] == machine.bandwidth[2][0] == math.inf
+    assert machine_of([gpu(0), gpu(1), gpu(0)], memory=8).memory == (4, 8, 4)
+    assert machine_of([gpu(0), gpu(1), gpu(0)], memory=[8, 8, 8]).memory == (8, 8, 8)
+
+
+def test_bandwidth_is_measured_once(measured: list[tuple[str, ...]]) -> None:
+    machine_of([gpu(0), gpu(1), "cpu"])
+    links = [call for call in measured if len(call) == 2]
+    assert len(links) == len(set(links)) == 6  # that to the host is one of them
+    measured.clear()
+    machine_of([gpu(1), gpu(0), "cpu:3"])  # the CPU is one memory
+    assert not [call for call in measured if len(call) == 2]
+    clear_cache()
+    link_bandwidth(torch.device("cuda:0"), torch.device("cuda:1"))
+    assert measured[-1] == ("cuda:0", "cuda:1")
+
+
+def test_what_is_given_is_not_measured(measured: list[tuple[str, ...]]) -> None:
+    given = {"memory": [1, 2, 3], "bandwidth": 4, "host_bandwidth": 2}
+    machine = machine_of([gpu(0), gpu(1), gpu(1)], **given)
+    assert machine.memory == (1, 2, 3)
+    assert machine.bandwidth[0] == (math.inf, 4, 4)
+    assert machine.bandwidth[1] == (4, math.inf, math.inf)  # one device: no link
+    assert measured == []
+
+
+def test_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "measure_memory", lambda device: 0.0)
+    with pytest.raises(ValueError, match="no memory is free on cpu"):
+        machine_of(["cpu"])
+
+
+def test_a_number_of_devices(
+    measured: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = [torch.device("cuda", k) for k in range(2)]
+    monkeypatch.setattr(devices, "default_devices", lambda n: here)
+    assert machine_of(1).names == ("cuda:0",)
+    with pytest.raises(ValueError, match=r"devices=3, but 2 are here.*describe them"):
+        machine_of(3)
+
+
+def test_cpu_workers_where_there_is_nothing_else(measured: list[tuple[str, ...]]) -> None:
+    assert machine_of(3).names == ("cpu:0", "cpu:1", "cpu:2")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ([], ValueError, "devices is empty"),
+        (0, ValueError, "devices=0"),
+        (True, TypeError, "list of devices"),
+        (torch.device("cpu"), TypeError, "list of devices"),
+        (["nowhere"], ValueError, "'nowhere' is not a device"),
+        (["meta"], ValueError, "free on meta cannot be found out .* give memory="),
+    ],
+)
+def test_devices_that_are_none(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        machine_of(given)
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def test_memory_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (700, 1000),
+        memory_reserved=lambda device: 300,
+        memory_allocated=lambda device: 200,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert measure_memory(torch.device("cuda:0")) == pytest.approx(800 * (1 - RESERVE))
+
+
+def test_bandwidth_is_the_median_and_the_first_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([9e3, 1.0, 2.0, 64.0, 8e3, 7e3])  # milliseconds, as events give them
+
+    event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda end: next(times))
+    streams = SimpleNamespace(
+        current=lambda: "stream",
+        use=lambda stream: nullcontext(),
+        stamp=lambda stream: event,
+    )
+    source, target = (SimpleNamespace(type=kind) for kind in ("cpu", "made up"))
+    asked = []
+    monkeypatch.setattr(devices, "AcceleratorStreams", lambda of: asked.append(of) or streams)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda size, dtype, device: ones(4, dtype=dtype))
+    assert measure_bandwidth(source, target) == pytest.approx(64e6 / 64e-3)  # type: ignore[arg-type]
+    assert asked == [target]  # the accelerator's clock, not the CPU's
+
+
+def test_a_link_that_cannot_be_measured() -> None:
+    with pytest.raises(ValueError, match="from meta to cpu cannot be measured: give bandwidth="):
+        link_bandwidth(torch.device("meta"), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_real_accelerator() -> None:
+    machine = machine_of([acc.device(), "cpu"])
+    assert 0 < machine.memory[0] <= torch.get_device_module().mem_get_info(acc.device())[1]
+    assert 1e8 < machine.bandwidth[0][1] < 1e12
+    assert 1e8 < machine.bandwidth[1][0] < 1e12
