@@ -106,7 +106,7 @@ class Pipe(nn.Module):
             accelerators; where there is none, one CPU worker for each partition.
         replicas: for each partition how many devices serve it, or one number for all. Micro-batches
             are dealt to them in turn. ``devices`` then has all of them, stage by stage; the first
-            one of a stage holds its layers, and the others copies; see docs/replicas.md.
+            one of a stage holds its layers, and the others copies; see docs/guide.md.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
         checkpoint: what stores nothing for backward and is computed again there: of the
             micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;

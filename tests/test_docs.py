@@ -6,6 +6,7 @@ by its language. One that needs a package that is not here, and that nobody need
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import runpy
@@ -118,6 +119,22 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
     for package in ("", "skip", "balance", "planner", "schedules", "timeline", "distributed"):
         module = importlib.import_module(f"syncpipe.{package}".rstrip("."))
         assert all(re.search(rf"^- `{name}\b", text, flags=re.M) for name in module.__all__)
+
+
+def test_what_to_read_is_there_and_short() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (`.*?) \|", page, flags=re.M)
+    lines = 0
+    for path, names in rows:
+        tree = ast.parse((ROOT / "syncpipe" / path).read_text(encoding="utf-8"))
+        for name in re.findall(r"`([\w.]+)`", names):
+            node: Any = tree
+            for part in name.split("."):
+                inside = [each for each in node.body if getattr(each, "name", None) == part]
+                assert inside, f"docs/how-it-works.md: {path} has no {name}"
+                node = inside[-1]  # after overloads
+            lines += node.end_lineno - node.lineno + 1
+    assert 500 < lines <= 1500
 
 
 def test_the_readme_is_for_someone_with_two_minutes() -> None:

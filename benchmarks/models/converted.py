@@ -138,7 +138,7 @@ def _tokens(batch: int) -> Arguments:
     return (ids,), {}
 
 
-#: Those that docs/your-model.md names; the tests train them.
+#: Those that docs/guide.md names; the tests train them.
 DOCUMENTED: dict[str, Model] = {
     "torchvision ResNet-50": _vision("resnet50"),
     "torchvision DenseNet-121": _vision("densenet121"),

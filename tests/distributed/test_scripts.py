@@ -1,4 +1,4 @@
-"""The scripts of docs/distributed.md and docs/distributed-stages.md, under torchrun."""
+"""The scripts of docs/distributed.md, under torchrun."""
 
 from __future__ import annotations
 
