@@ -1,53 +1,41 @@
-"""The layout: which skips leave which partition, and where to."""
+"""Which skips leave which partition, and what ``verify_skippables`` says where they do not fit."""
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from syncpipe.skip import Namespace, verify_skippables
+from syncpipe.skip import Namespace, stash, verify_skippables
 from syncpipe.skip.layout import inspect_layout
+from syncpipe.skip.skippable import pops, stashes
 from syncpipe.skip.store import use_store
-from tests.support.skips import (
-    Around,
-    NestedPipe,
-    Receive,
-    Send,
-    X,
-    make,
-)
+from tests.support.skips import Around, NestedPipe, Receive, Send, Twice, X, make
+
+NS = Namespace()
 
 
-def test_layout_of_skips_that_cross():
+def test_layout_of_skips_that_cross_and_of_those_that_stay():
     a, b, c = (make([n]) for n in "abc")
+    inside = [Send(), Receive(), Around(send=Send(), receive=Receive())]
+    apart = [Send().isolate(NS), NestedPipe(send=Send())]
     layout = inspect_layout(
-        [nn.Sequential(a, b), [c, make(popped=["b"])], [make(popped=["c", "a"])]]
+        [
+            nn.Sequential(a, b, *inside, *apart),
+            [c, make(popped=["b"]), NestedPipe(receive=Receive())],
+            [make(popped=["c", "a"]), Receive().isolate(NS)],
+        ]
     )
-    assert layout.outgoing == ({(None, "b"): 1, (None, "a"): 2}, {(None, "c"): 2}, {})
-    assert layout.incoming == ({}, {(None, "b"): 0}, {(None, "c"): 1, (None, "a"): 0})
-
-
-def test_layout_leaves_out_what_stays_in_one_partition():
-    layout = inspect_layout([[Send(), Receive()], [Around(send=Send(), receive=Receive())]])
-    assert layout.incoming == layout.outgoing == ({}, {})
-
-
-def test_layout_leaves_nested_pipes_alone():
-    layout = inspect_layout([[NestedPipe(send=Send())], [NestedPipe(receive=Receive())]])
-    assert layout.incoming == layout.outgoing == ({}, {})
-
-
-def test_layout_tells_namespaces_apart():
-    one, two = Namespace(), Namespace()
-    layers = [Send().isolate(one), Send().isolate(two), Receive().isolate(one)]
-    layout = inspect_layout([[layer] for layer in [*layers, Receive().isolate(two)]])
-    assert layout.outgoing[0] == {(one, "skip"): 2}
-    assert layout.outgoing[1] == {(two, "skip"): 3}
+    first = {(None, "b"): 1, (None, "a"): 2, (NS, "skip"): 2}
+    assert layout.outgoing == (first, {(None, "c"): 2}, {})
+    last = {(None, "c"): 1, (None, "a"): 0, (NS, "skip"): 0}
+    assert layout.incoming == ({}, {(None, "b"): 0}, last)
 
 
 @st.composite
@@ -86,3 +74,135 @@ def test_stages_that_exchange_the_skips_of_the_layout_compute_the_same(case):
             sent[key, to] = store[key]
     assert not sent
     assert torch.equal(x, model(X))
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def faults(*layers: nn.Module) -> list[str]:
+    """The lines of what verify_skippables has to say."""
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(*layers))
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+class Undecorated(Send):
+    def forward(self, x):
+        yield stash("skip", x)
+
+
+class Generator(nn.Module):
+    def forward(self, x):
+        yield x
+
+
+AGAIN = "layer 1 (Send) stashes 'skip' again, after layer 0 (Send)"
+UNSTASHED = "but no earlier layer stashes it"
+FAULTS: list[tuple[list[nn.Module], list[str]]] = [
+    ([Send(), Send(), Receive()], [AGAIN]),
+    ([*[Send()] * 2, Receive()], [AGAIN]),  # one layer used twice
+    (
+        [Send(), Receive(), Send(), Receive()],
+        [
+            "layer 2 (Send) stashes 'skip' again, after layer 0 (Send)",
+            "layer 3 (Receive) pops 'skip' again, after layer 1 (Receive)",
+        ],
+    ),
+    ([make(["a"], ["a"])], ["layer 0 (Layer) declares 'a' both as stash and as pop"]),
+    (
+        [Receive(), Send()],
+        [
+            f"layer 0 (Receive) pops 'skip', {UNSTASHED}",
+            "layer 1 (Send) stashes 'skip', but no later layer pops it",
+        ],
+    ),
+    (
+        [Twice(), Send().isolate(NS)],
+        [f"layer 1 (Send) stashes 'skip' in {NS!r}, but no later layer pops it"],
+    ),
+    (
+        [Around(deep=Around(send=Send()))],
+        ["layer 0 (Around) stashes 'skip', but no later layer pops it"],
+    ),
+    (
+        [Around(deep=Around(odd=make(["a"], ["a"])))],
+        [
+            "layer 0 (Around), in its submodule 'deep.odd' (Layer), declares 'a' both as stash and "
+            "as pop"
+        ],
+    ),
+    (
+        [Send(), Around(send=Send(), receive=Receive()), Receive()],
+        [
+            "layer 1 (Around) stashes and pops 'skip' inside itself while another 'skip' is on its "
+            "way from layer 0 (Send) to layer 2 (Receive)"
+        ],
+    ),
+    (
+        [Undecorated(), Generator()],
+        [
+            f"layer {k} ({kind}) has a generator as forward, but no @skippable of its own"
+            for k, kind in enumerate(("Undecorated", "Generator"))
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("layers", "expected"), FAULTS)
+def test_verify_says_what_does_not_match_in_the_order_of_the_layers(layers, expected):
+    assert faults(*layers) == expected
+
+
+def test_verify_names_layers_and_takes_a_sequential():
+    with pytest.raises(TypeError, match=r"layer 1 'middle' \(Send\) stashes"):
+        verify_skippables(nn.Sequential(OrderedDict(start=Twice(), middle=Send())))
+    for thing in Send(), [Send(), Receive()], nn.ModuleList([Twice()]):
+        with pytest.raises(TypeError, match=r"nn\.Sequential"):
+            verify_skippables(thing)
+
+
+def test_verify_accepts_what_matches():
+    send, nested, block = Send(), NestedPipe(send=Send()), Around(send=Send(), receive=Receive())
+    for layers in (
+        [],
+        [Twice()],
+        [Around(one=send, two=send), Receive()],  # a submodule that is shared counts once
+        [nested, Around(inner=nested)],
+        [block, Around(send=Send(), receive=Receive())],
+    ):
+        verify_skippables(nn.Sequential(*layers))
+
+
+@st.composite
+def any_models(draw):
+    """Layers that stash and pop without much thought, some of them nested."""
+    names = st.lists(st.sampled_from("ab"), unique=True, max_size=1)
+    layers = []
+    for _ in range(draw(st.integers(1, 5))):
+        stashed, popped = draw(names), draw(names)
+        nested = draw(st.booleans()) and stashed != popped
+        layers.append(
+            Around(p=make((), popped), s=make(stashed, ())) if nested else make(stashed, popped)
+        )
+    return nn.Sequential(*layers)
+
+
+@given(any_models())
+def test_verify_accepts_exactly_the_models_with_one_stash_before_one_pop(model):
+    table = [
+        (
+            [k for m in layer.modules() for k in stashes(m)],
+            [k for m in layer.modules() for k in pops(m)],
+        )
+        for layer in model
+    ]
+    good = True
+    for key in {k for stashed, popped in table for k in stashed + popped}:
+        sources = [j for j, (stashed, _) in enumerate(table) if key in stashed]
+        sinks = [j for j, (_, popped) in enumerate(table) if key in popped]
+        good &= len(sources) == len(sinks) == 1 and sources[0] < sinks[0]
+    if good:
+        verify_skippables(model)
+        model(X)
+    else:
+        assert faults(*model)

@@ -1,74 +1,15 @@
-"""Subclasses that say which skips they hand on; TorchScript; weights that come and go."""
+"""TorchScript layers in recomputed stages; weights that an embedding shortens are let go."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from syncpipe import Pipe
-from syncpipe.skip import pop, skippable, stash
-
-
-@skippable(stash=["a"])
-class Send(nn.Module):
-    """Stashes its input."""
-
-    def forward(self, x: Any) -> Any:
-        yield stash("a", x)
-        return x
-
-
-@skippable(pop=["a"])
-class Receive(nn.Module):
-    """Adds it."""
-
-    def forward(self, x: Any) -> Any:
-        return x + (yield pop("a"))
-
-
-@skippable(stash=["a"])
-class Silent(Send):
-    """Says that it hands on to the forward that it overrides, and does not."""
-
-    def forward(self, x: Any) -> Any:
-        return 2 * x
-
-
-def test_a_skip_that_a_subclass_does_not_stash_is_a_clear_error():
-    layers = nn.Sequential(Silent(), nn.Linear(3, 3), Receive())
-    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
-    with pytest.raises(
-        RuntimeError, match=r"layer 0 \('0': Silent\).*did not stash 'a'.*@skippable"
-    ):
-        pipe(torch.ones(2, 3))
-
-
-def test_an_override_that_is_not_decorated_is_refused():
-    class Undecorated(Send):
-        def forward(self, x: Any) -> Any:
-            return super().forward(2 * x)
-
-    layers = nn.Sequential(Undecorated(), nn.Linear(3, 3), Receive())
-    with pytest.raises(TypeError, match=r"layer 0 \(Undecorated\) overrides.*@skippable\(\)"):
-        Pipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
-
-
-def test_an_override_says_what_it_hands_on():
-    @skippable(stash=["a"])
-    class Says(Send):
-        def forward(self, x: Any) -> Any:
-            return super().forward(2 * x)
-
-    layers = nn.Sequential(Says(), nn.Linear(3, 3), Receive())
-    x = torch.ones(2, 3)
-    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
-    assert torch.equal(pipe(x), layers[1](2 * x) + 2 * x)
-
 
 # Since Python 3.13 torch.jit.script keeps the frames that call it, with their variables as they are
 # later: a pipe among them would never die.
