@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, islice
 from textwrap import indent
+from types import MethodType
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.conversion.layer import in_order
-from syncpipe.layers.conversion.sequential import batch_input, call_input
+from syncpipe.layers.conversion.sequential import batch_input, call_input, model_signature
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
 from syncpipe.layers.state_dict_keys import translate_keys
@@ -76,6 +77,27 @@ class _TrainOptions(_EvalOptions, total=False):
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _building = forkable()
+
+
+class _Signed:
+    """A ``forward`` that has the signature of the model where that was converted.
+
+    Trainers look there for the arguments of a model.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        self._function = function
+
+    def __get__(self, pipe: Any, kind: type) -> Callable[..., Any]:
+        if pipe is None:
+            return self._function
+        bound: Any = MethodType(self._function, pipe)
+        signature = model_signature(pipe)
+        if signature is not None:
+            bound = partial(bound)
+            bound.__signature__ = signature
+        return bound  # type: ignore[no-any-return]
 
 
 class Pipe(nn.Module):
@@ -374,6 +396,7 @@ class Pipe(nn.Module):
 
     # --- a mini-batch ----------------------------------------------------------------------------
 
+    @_Signed
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -398,8 +421,6 @@ class Pipe(nn.Module):
         if self._averaging is not None:
             self._averaging.forward(output)
         return output
-
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     @overload
     def train_batch(

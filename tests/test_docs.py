@@ -24,6 +24,7 @@ OPTIONAL = {
     "accelerate",
     "lightning",
     "peft",
+    "safetensors",
     "timm",
     "torchmetrics",
     "torchvision",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
-from tests.auto.models import BATCH, WRITTEN, Residual, assert_trains, made
+from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
 
 QUICK = {"timeout": 0.0}
 TWO = ["cpu:0", "cpu:1"]
@@ -246,3 +248,17 @@ def test_an_error_in_the_step_leaves_the_layers_where_they_were() -> None:
         Pipe.auto(model, torch.ones(2, 24), batch_size=4, devices=TWO, loss_fn=loss_fn, **QUICK)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model(torch.ones(2, 24)).shape == (2, 10)
+
+
+def test_a_converted_pipe_has_the_signature_of_the_model() -> None:
+    """For trainers, which take from a data set what the model names."""
+
+    def names(pipe: Pipe) -> list[str]:
+        return list(inspect.signature(pipe.forward).parameters)
+
+    layers = syncpipe.sequential(Language(), torch.randint(64, (2, 5)))
+    pipe = Pipe(layers, "uniform", devices=TWO)
+    for one in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert names(one) == ["ids", "mask"]
+        assert one.forward(ids=torch.randint(64, (2, 5)))["logits"].shape == (2, 5, 64)
+    assert names(Pipe(nn.Sequential(nn.ReLU()), [1])) == ["args", "kwargs"]

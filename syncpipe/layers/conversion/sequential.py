@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,14 @@ from syncpipe.layers.on_meta import on_views
 from syncpipe.skip import Namespace
 from syncpipe.state import unchanged
 
-__all__ = ["Converted", "batch_input", "call_arguments", "call_input", "sequential"]
+__all__ = [
+    "Converted",
+    "batch_input",
+    "call_arguments",
+    "call_input",
+    "model_signature",
+    "sequential",
+]
 
 _GRADIENT = "the gradient of "
 #: Makes the arguments of a call, each time anew.
@@ -333,6 +341,12 @@ def call_arguments(layers: nn.Module, input: Any) -> tuple[tuple[Any, ...], dict
     """How layers are called themselves with what is an input for ``train_batch``."""
     signature = _signature(layers)
     return ((input,), {}) if signature is None else signature.arguments(input)
+
+
+def model_signature(layers: nn.Module) -> inspect.Signature | None:
+    """The signature of the model that layers were made of; None if they were not converted."""
+    signature = _signature(layers)
+    return None if signature is None else signature.parameters
 
 
 def _signature(layers: nn.Module) -> Signature | None:
