@@ -19,7 +19,7 @@ from textwrap import fill
 from typing import Any, Literal, get_args, get_origin
 
 PAGE = Path(__file__).with_name("reference.md")
-PACKAGES = ["", "skip", "balance", "planner", "schedules", "timeline", "distributed"]
+PACKAGES = ["", "checkpoints", "skip", "balance", "planner", "schedules", "timeline", "distributed"]
 HEAD = """\
 # Reference
 
