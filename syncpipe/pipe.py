@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input, call_input, model_signature
@@ -416,7 +417,9 @@ class Pipe(nn.Module):
             return input
         pipeline = self._ready()
         check_input(input, pipeline.workers[0].device)
-        self._watch(input, self._chunks)
+        if not self._watched:
+            cut = [tensor for tensor in tensors_in(input) if tensor.dim()]
+            self._watch([len(piece) for tensor in cut for piece in tensor.chunk(self._chunks)])
         output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
         if self._averaging is not None:
             self._averaging.forward(output)
@@ -861,13 +864,14 @@ class Pipe(nn.Module):
         self._check_own_calls("train_batch and eval_batch")
         device, pack = self._layout.workers[0].device, partial(batch_input, self)
         source = source_of(input, target, data_iter, self._chunks, device, pack)
-        self._watch(source.entering())
+        self._watch(source.sizes)
         return source
 
-    def _watch(self, input: Any, chunks: int = 1) -> None:
+    def _watch(self, sizes: list[int]) -> None:
         """In the first call, looks for modules to which dimension 0 is time."""
         if not self._watched:
-            self._watched = watch_time_first(self.named_modules(), input, chunks)
+            watch_time_first(self.named_modules(), sizes)
+            self._watched = True
 
     def _check_own_calls(self, what: str) -> None:
         """Refuses a pipe without layers, and one whose own hooks or forward would not run."""

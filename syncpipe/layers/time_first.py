@@ -7,12 +7,10 @@ not computes something else in micro-batches, without an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-
-from syncpipe.data import tensors_in
 
 __all__ = ["is_time_first", "time_first_message", "watch_time_first"]
 
@@ -22,31 +20,20 @@ _KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.R
             nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RNNBase, nn.MultiheadAttention, *_LAYERS)  # fmt: skip
 
 
-def watch_time_first(modules: Iterable[tuple[str, nn.Module]], input: Any, chunks: int) -> bool:
+def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[int]) -> None:
     """Looks at what each time-first module is given first; for the first call of a pipe.
 
     Args:
         modules: of the pipe, with their names; its layers are those without a dot.
-        input: the mini-batch; None if it comes later.
-        chunks: into how many micro-batches it is cut, at most.
-
-    Returns:
-        Whether there is nothing more to look at in later calls.
+        sizes: of the micro-batches, at least of those that have come to light.
     """
-    named = list(modules)
-    found = [(name, module) for name, module in named if _takes_time(module)]
-    cut = [tensor for tensor in tensors_in(input) if tensor.dim()] if found else []
-    sizes = {len(piece) for tensor in cut for piece in tensor.chunk(chunks)}
-    certain: set[str] = set()  # layers that are given the batch in the dimension of the input
-    for name, module in named:
+    certain = True  # whether layers are given the batch in the dimension of the input
+    for name, module in modules:
         if name and "." not in name:
-            if not isinstance(module, _KEEP_IT):
-                break
-            certain.add(name)
-    for name, module in found if sizes else ():
-        watch = _Watch(name, sizes, name.partition(".")[0] in certain)
-        watch.handle = module.register_forward_pre_hook(watch)
-    return bool(sizes) or not found
+            certain = certain and isinstance(module, _KEEP_IT)
+        if _takes_time(module):
+            watch = _Watch(name, sizes, certain)
+            watch.handle = module.register_forward_pre_hook(watch)
 
 
 def is_time_first(module: nn.Module) -> bool:
@@ -63,7 +50,7 @@ class _Watch:
 
     handle: Any = None
 
-    def __init__(self, name: str, sizes: set[int], certain: bool) -> None:
+    def __init__(self, name: str, sizes: Sequence[int], certain: bool) -> None:
         self.name, self.sizes, self.certain = name, sizes, certain
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -73,7 +60,7 @@ class _Watch:
             return
         other = given.shape[1] not in self.sizes or self.certain  # or it may be transposed
         if given.shape[0] in self.sizes and other:
-            sizes = ", ".join(map(str, sorted(self.sizes)))
+            sizes = ", ".join(str(size) for size in sorted(set(self.sizes)) if size)
             why = f"dimension 0 is what the pipe cuts into micro-batches (of {sizes})"
             warnings.warn(time_first_message(self.name, module, given, why), stacklevel=2)
 

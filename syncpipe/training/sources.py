@@ -53,6 +53,11 @@ class Source:
         """What the first stage gets from the caller."""
         return None
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of samples in all micro-batches; 0 before one is pulled."""
+        return self._sizes
+
     def size(self, i: int) -> int:
         """The number of samples in a micro-batch, once it was pulled."""
         return self._sizes[i]

@@ -32,7 +32,7 @@ def pipe_of(*layers: nn.Module) -> Pipe:
     return Pipe(nn.Sequential(*layers), balance, devices=["cpu:0", "cpu:1"], chunks=2)
 
 
-@pytest.mark.parametrize("how", ["forward", "train", "eval"])
+@pytest.mark.parametrize("how", ["forward", "train", "eval", "iterator"])
 @pytest.mark.parametrize(
     ("layers", "name"),
     [
@@ -48,6 +48,10 @@ def test_a_pipe_that_would_cut_time_says_so_once(layers, name, how):
         "forward": lambda: pipe(x),
         "train": lambda: pipe.train_batch(x, loss_fn=lambda y: y.square().mean()),
         "eval": lambda: pipe.eval_batch(x),
+        "iterator": lambda: pipe.train_batch(
+            data_iter=iter([(piece, None) for piece in x.chunk(2)]),
+            loss_fn=lambda y: y.square().mean(),
+        ),
     }[how]
     with pytest.warns(UserWarning, match=rf"{name} is an nn\..*\[5, 6, 4\].*batch_first=True"):
         run()
