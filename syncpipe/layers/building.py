@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncpipe.layers.listing import LayerSpec, TieKey, as_sequential, has_specs
+from syncpipe.layers.listing import LayerSpec, as_sequential, has_specs
 from syncpipe.layers.placement import move_layers
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, run_seeded
@@ -23,14 +23,9 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 
 __all__ = [
-    "Initialization",
-    "Materializer",
-    "build_alone",
-    "build_specs",
-    "materialize",
-    "on_meta",
+    "Initialization", "Materializer", "build_alone", "build_specs", "materialize", "on_meta",
     "waiting",
-]
+]  # fmt: skip
 
 _T = TypeVar("_T")
 #: Initialises one module: what ``nn.Module.apply`` takes.
@@ -67,8 +62,7 @@ class Initialization:
             seed = operator.index(seed)
             if not 0 <= seed < 2**64:
                 raise ValueError(f"seed={seed}: must be at least 0 and less than 2**64")
-        given = {"init_fn": init_fn, "seed": seed}
-        for name, value in given.items():
+        for name, value in (("init_fn", init_fn), ("seed", seed)):
             if value is not None and not has_specs(module) and not waiting(module):
                 raise ValueError(
                     f"{name}={value!r}: there is nothing to initialise, for all layers are there "
@@ -92,12 +86,24 @@ def _seeded(seed: int, layer: int, device: torch.device, make: Callable[[], _T])
     return cast("_T", made)
 
 
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        annotate(error, note)
+        raise
+
+
+# Specs
+
+
 def build_specs(
     partitions: Sequence[nn.Sequential],
     workers: Sequence[Worker],
     how: Initialization,
     stages: Sequence[tuple[int, int]] | None = None,
-) -> bool:
+) -> None:
     """Builds the specs of partitions, each on the device of its stage, one after another.
 
     Args:
@@ -107,9 +113,6 @@ def build_specs(
         stages: for each partition its stage and the index of its first layer, if these are not all
             partitions of a model.
 
-    Returns:
-        Whether there were any.
-
     An exception of a constructor comes as itself, with a note that names the layer.
 
     Raises:
@@ -117,37 +120,26 @@ def build_specs(
             others, or cannot share what it should.
     """
     if not any(map(has_specs, partitions)):
-        return False
-    owners = _owners(chain.from_iterable(partitions))
-    whole = nn.Sequential()
-    index = 0
-    for k, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
-        j, index = (k, index) if stages is None else stages[k]
-        for name, layer in partition._modules.items():
-            assert layer is not None
-            if isinstance(layer, LayerSpec):
-                note = f"while building layer {index} ({name!r}: {layer!r})"
-                with _noted(f"{note} of stage {j} on {worker.device}"):
-                    layer = _built(layer, index, worker.device, how)
-                    _tie(layer, owners)
-            partition._modules[name] = whole._modules[name] = layer
-            index += 1
+        return
+    ties = _Ties(chain.from_iterable(partitions))
+    firsts = accumulate(map(len, partitions), initial=0)
+    for (j, first), partition, worker in zip(
+        stages or enumerate(firsts), partitions, workers, strict=False
+    ):
+
+        def build(spec: LayerSpec, index: int, device: torch.device = worker.device) -> nn.Module:
+            def make() -> nn.Module:
+                layer = build_alone(spec, device)
+                if how.init_fn is not None:
+                    with torch.no_grad(), torch.device(_memory_of(device)):
+                        layer.apply(how.init_fn)
+                return layer
+
+            return how.run(index, device, make)
+
+        ties.built(partition._modules, build, f"of stage {j} on {worker.device}", first)
     if stages is None:
-        verify_skippables(whole)
-    return True
-
-
-def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
-    """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
-    layer = None
-    if device.type == "meta":
-        with suppress(Exception), torch.device(device):
-            layer = spec.build()
-    if layer is None:
-        with torch.device("cpu" if device.type == "meta" else memory_of(device)):
-            layer = spec.build()
-    move_layers([layer], [Worker.shared(device)], [])  # what the constructor put elsewhere
-    return layer
+        verify_skippables(nn.Sequential(*chain.from_iterable(partitions)))
 
 
 def on_meta(layers: Any) -> nn.Sequential:
@@ -165,117 +157,70 @@ def on_meta(layers: Any) -> nn.Sequential:
     module = as_sequential(layers)
     if not has_specs(module):
         return module
+
+    def build(spec: LayerSpec, index: int) -> nn.Module:
+        make = partial(build_alone, spec, torch.device("meta"))
+        return _seeded(0, index, torch.device("cpu"), make)
+
     made = nn.Sequential()
-    owners = _owners(module)
-    for index, (name, layer) in enumerate(module._modules.items()):
-        assert layer is not None
-        if isinstance(layer, LayerSpec):
-            with _noted(f"while building layer {index} ({name!r}: {layer!r}) on meta"):
-                make = partial(build_alone, layer, torch.device("meta"))
-                layer = _seeded(0, index, torch.device("cpu"), make)
-                _tie(layer, owners)
-        made._modules[name] = layer
+    made._modules = dict(module._modules)
+    _Ties(module).built(made._modules, build, "on meta")
     return made
 
 
-def materialize(
-    partitions: Sequence[nn.Sequential],
-    workers: Sequence[Worker],
-    how: Initialization,
-    firsts: Sequence[int] | None = None,
-) -> bool:
-    """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
-
-    Args:
-        partitions: of a model, or some of them.
-        workers: of the partitions.
-        how: how they get their values.
-        firsts: of these some the index of the first layer.
-
-    Returns:
-        Whether there were any.
-
-    Raises:
-        ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
-    """
-    before = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
-    placed = [
-        (index, worker.device, layer)
-        for first, partition, worker in zip(before, partitions, workers, strict=False)
-        for index, layer in enumerate(partition, first)
-    ]
-    stay: set[int] = set()  # what a stage on meta has, and others share with it
-    layers = []
-    for index, device, layer in placed:
-        found = set(map(id, waiting(layer)))
-        if device.type == "meta":
-            stay |= found
-        elif found - stay:
-            layers.append((index, device, layer))
-    for index, _, layer in layers:
-        with _noted(f"in layer {index} ({type(layer).__name__})"):
-            check_materializable(layer, how.init_fn)
-    materializer = Materializer()
-    try:
-        for index, device, layer in layers:
-            with _noted(f"while initialising layer {index} ({type(layer).__name__}) on {device}"):
-                how.run(index, device, partial(materializer.run, layer, device, how.init_fn))
-    except BaseException:
-        materializer.undo()
-        raise
-    return bool(layers)
+def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
+    """One layer by itself, on a device; on ``meta`` also one whose constructor needs values."""
+    layer = None
+    if device.type == "meta":
+        with suppress(Exception), torch.device(device):
+            layer = spec.build()
+    if layer is None:
+        with torch.device("cpu" if device.type == "meta" else _memory_of(device)):
+            layer = spec.build()
+    move_layers([layer], [Worker.shared(device)], [])  # what the constructor put elsewhere
+    return layer
 
 
-def _built(spec: LayerSpec, index: int, device: torch.device, how: Initialization) -> nn.Module:
-    def make() -> nn.Module:
-        layer = build_alone(spec, device)
-        if how.init_fn is not None:
-            with torch.no_grad(), torch.device(memory_of(device)):
-                layer.apply(how.init_fn)
-        return layer
+class _Ties:
+    """Lets layers share what their ``TiedLayerSpec`` says with the first one of their key."""
 
-    return how.run(index, device, make)
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._owners: dict[Any, nn.Module] = {}
+        for layer in layers:  # those that are there already
+            if (tie := vars(layer).get("_syncpipe_tie")) is not None:
+                self._owners.setdefault(tie[0], layer)
 
-
-@contextmanager
-def _noted(note: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        annotate(error, note)
-        raise
-
-
-def _owners(layers: Iterable[nn.Module]) -> dict[Any, nn.Module]:
-    """Of the layers that are there already the first one for each key of a ``TiedLayerSpec``."""
-    owners: dict[Any, nn.Module] = {}
-    for layer in layers:
-        tie: TieKey | None = vars(layer).get("_syncpipe_tie")
-        if tie is not None:
-            owners.setdefault(tie.key, layer)
-    return owners
+    def built(
+        self,
+        layers: Any,
+        build: Callable[[LayerSpec, int], nn.Module],
+        where: str,
+        first: int = 0,
+    ) -> None:
+        """Replaces the specs in a dict of layers; ``first`` is the index of the first of these."""
+        for index, (name, layer) in enumerate(layers.items(), first):
+            if isinstance(layer, LayerSpec):
+                with _noted(f"while building layer {index} ({name!r}: {layer!r}) {where}"):
+                    layers[name] = made = build(layer, index)
+                    key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
+                    for attribute in attributes:
+                        _share(made, self._owners.setdefault(key, made), key, attribute)
 
 
-def _tie(layer: nn.Module, owners: dict[Any, nn.Module]) -> None:
-    """Lets a layer share what its ``TiedLayerSpec`` says with the first one of its key."""
-    tie: TieKey | None = vars(layer).get("_syncpipe_tie")
-    if tie is None:
+def _share(layer: nn.Module, owner: nn.Module, key: Any, attribute: str) -> None:
+    own, shared = (_tensor(module, attribute) for module in (layer, owner))
+    if own is shared:
         return
-    owner = owners.setdefault(tie.key, layer)
-    for attribute in tie.attributes:
-        own, shared = (_tensor(module, attribute) for module in (layer, owner))
-        if own is shared:
-            continue
-        if _described(own) != _described(shared):
-            raise ValueError(
-                f"{attribute!r} of this {type(layer).__name__} is {_described(own)}, and that of "
-                f"the {type(owner).__name__} with which it is tied by the key {tie.key!r} is "
-                f"{_described(shared)}: they must be alike"
-            )
-        for module in layer.modules():
-            for name, value in [*module._parameters.items(), *module._buffers.items()]:
-                if value is own:
-                    setattr(module, name, shared)
+    if _described(own) != _described(shared):
+        raise ValueError(
+            f"{attribute!r} of this {type(layer).__name__} is {_described(own)}, and that of "
+            f"the {type(owner).__name__} with which it is tied by the key {key!r} is "
+            f"{_described(shared)}: they must be alike"
+        )
+    for module in layer.modules():
+        for name, value in _own(module):
+            if value is own:
+                setattr(module, name, shared)
 
 
 def _tensor(module: nn.Module, attribute: str) -> Tensor:
@@ -301,37 +246,44 @@ def _described(tensor: Tensor) -> str:
 # Values for what is on meta
 
 
-def memory_of(device: torch.device) -> torch.device:
-    """Where the tensors of a worker are: a CPU worker has no memory of its own."""
-    return torch.device("cpu") if device.type == "cpu" else device
+def materialize(
+    partitions: Sequence[nn.Sequential],
+    workers: Sequence[Worker],
+    how: Initialization,
+    firsts: Sequence[int] | None = None,
+) -> bool:
+    """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
 
+    Args:
+        partitions: of a model, or some of them.
+        workers: of the partitions.
+        how: how they get their values.
+        firsts: of these some the index of the first layer.
 
-def waiting(module: nn.Module) -> list[Tensor]:
-    """The tensors of a module that are on ``meta``."""
-    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta]
-
-
-def post_order(module: nn.Module) -> list[nn.Module]:
-    """A module and all in it, children first, as ``nn.Module.apply`` goes; each once."""
-    order: list[nn.Module] = []
-    module.apply(order.append)
-    return list(dict.fromkeys(order))
-
-
-def check_materializable(layer: nn.Module, init_fn: InitFn | None) -> None:
-    """Refuses a layer that cannot get values, as far as that can be seen beforehand.
+    Returns:
+        Whether there were any.
 
     Raises:
-        ValueError: naming the module and the tensor.
+        ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
     """
-    for path, module in layer.named_modules():
-        for name, tensor in _own(module):
-            if not tensor.is_meta:
-                continue
-            if not _all_waits(module):
-                raise ValueError(_refusal(path, module, name, "others of its tensors are not"))
-            if init_fn is None and _reset_of(module) is None:
-                raise ValueError(_refusal(path, module, name, f"it has no {_RESETS[0]}()"))
+    before = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
+    materializer, found = Materializer(), False
+    stay: set[int] = set()  # what a stage on meta has, and others share with it
+    try:
+        for first, partition, worker in zip(before, partitions, workers, strict=False):
+            for index, layer in enumerate(partition, first):
+                here, device = set(map(id, waiting(layer))), worker.device
+                if device.type == "meta":
+                    stay |= here
+                elif here - stay:
+                    found, run = True, partial(materializer.run, layer, device, how.init_fn)
+                    kind = type(layer).__name__
+                    with _noted(f"while initialising layer {index} ({kind}) on {device}"):
+                        how.run(index, device, run)
+    except BaseException:
+        materializer.undo()
+        raise
+    return found
 
 
 class Materializer:
@@ -356,32 +308,38 @@ class Materializer:
         but those that have tensors with values already.
 
         Raises:
-            ValueError: there is a tensor that nobody gave a value.
+            ValueError: there is a tensor that nobody gives a value.
         """
-        new = [module for module in post_order(layer) if _all_waits(module)]
-        places, made = list(_waiting_in(layer)), {}
-        if not places:
-            return  # it was at another place before
+        order: list[nn.Module] = []
+        layer.apply(order.append)
+        new = [module for module in dict.fromkeys(order) if _all_waits(module)]
+        places = [
+            (path, module, name, tensor)
+            for path, module in layer.named_modules()
+            for name, tensor in _own(module)
+            if tensor.is_meta
+        ]
+        made: dict[int, tuple[Any, ...]] = {}
         for path, module, name, tensor in places:
-            self._before.append((module, name, tensor))
+            resets = _reset_of(module) is not None
+            if not self._zeros and not _all_waits(module) and module not in new:
+                raise ValueError(_refusal(path, module, name, "others of its tensors are not"))
+            if not self._zeros and not resets and init_fn is None:
+                raise ValueError(_refusal(path, module, name, f"it has no {_RESETS[0]}()"))
             if id(tensor) not in made:
-                made[id(tensor)] = _empty(tensor, device), path, module, name
-                if not is_lazy(tensor):
-                    _fill(made[id(tensor)][0], zeros=self._zeros)
+                made[id(tensor)] = _empty(tensor, device, self._zeros), path, module, name
+            self._before.append((module, name, tensor))
             setattr(module, name, made[id(tensor)][0])  # not into its dict: an RNN has lists, too
-        with torch.device(memory_of(device)), torch.no_grad():
-            for module in new:
-                reset = _reset_of(module)
-                if reset is not None:
-                    reset()
-            if init_fn is not None:
-                for module in new:
-                    init_fn(module)
+        with torch.device(_memory_of(device)), torch.no_grad():
+            for reset in filter(None, map(_reset_of, new)):
+                reset()
+            for module in new if init_fn is not None else ():
+                cast("InitFn", init_fn)(module)
         still = {id(getattr(module, name)) for _, module, name, _ in places}
         for tensor, path, module, name in made.values():
-            if any(is_lazy(own) for _, own in _own(module)):
-                continue  # its first forward gives it shapes, and resets it
-            if id(tensor) in still and not self._zeros and _unset(tensor):
+            # A lazy module's first forward gives it shapes, and resets it.
+            lazy = any(is_lazy(own) for _, own in _own(module))
+            if not self._zeros and not lazy and id(tensor) in still and _unset(tensor):
                 tried = [f"its {_RESETS[0]}()"] * (_reset_of(module) is not None)
                 tried += ["init_fn"] * (init_fn is not None)
                 why = f"{' and '.join(tried)} did not set all of it"
@@ -399,17 +357,20 @@ class Materializer:
             setattr(module, name, tensor)
 
 
+def waiting(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module that are on ``meta``."""
+    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta]
+
+
+def _memory_of(device: torch.device) -> torch.device:
+    """Where the tensors of a worker are: a CPU worker has no memory of its own."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         if tensor is not None:
             yield name, tensor
-
-
-def _waiting_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for path, module in layer.named_modules():
-        for name, tensor in _own(module):
-            if tensor.is_meta:
-                yield path, module, name, tensor
 
 
 def _all_waits(module: nn.Module) -> bool:
@@ -431,24 +392,20 @@ def _refusal(path: str, module: nn.Module, name: str, why: str) -> str:
     )
 
 
-def _empty(tensor: Tensor, device: torch.device) -> Any:
-    """Memory for a tensor; what else is known of it stays."""
+def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
+    """Memory for a tensor, filled with what nobody sets; what else is known of it stays."""
     if is_lazy(tensor):
         kind: Any = type(tensor)
         return kind(
-            requires_grad=tensor.requires_grad, device=memory_of(device), dtype=tensor.dtype
+            requires_grad=tensor.requires_grad, device=_memory_of(device), dtype=tensor.dtype
         )
-    made: Any = torch.empty_like(tensor.detach(), device=memory_of(device))
+    made: Any = torch.empty_like(tensor.detach(), device=_memory_of(device))
+    plain, odd = _odd(made)
+    plain.fill_(0 if zeros else odd)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
     made.__dict__.update(vars(tensor))
     return made
-
-
-def _fill(tensor: Tensor, *, zeros: bool) -> None:
-    """Fills new memory with what nobody sets: NaN, a far number, or bytes that are no bool."""
-    plain, odd = _odd(tensor.detach())
-    plain.fill_(0 if zeros else odd)
 
 
 def _unset(tensor: Tensor) -> bool:
@@ -460,6 +417,7 @@ def _unset(tensor: Tensor) -> bool:
 
 
 def _odd(tensor: Tensor) -> tuple[Tensor, float]:
+    """A tensor to be filled with what nobody sets, and that: NaN, a far number, or no bool."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor, float("nan")
     if tensor.dtype is torch.bool:

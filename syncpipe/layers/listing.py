@@ -25,7 +25,6 @@ __all__ = [
     "Layer",
     "LayerSpec",
     "Layers",
-    "TieKey",
     "TiedLayerSpec",
     "as_layer",
     "as_sequential",
@@ -192,14 +191,6 @@ class LayerSpec(nn.Module):
         return []
 
 
-class TieKey:
-    """What a layer that a ``TiedLayerSpec`` built shares with others of the same key."""
-
-    def __init__(self, key: Any, attributes: tuple[str, ...]) -> None:
-        self.key = key
-        self.attributes = attributes
-
-
 class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with those before it that have the same key::
 
@@ -247,7 +238,7 @@ class TiedLayerSpec(LayerSpec):
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = tied_weight_attr
-        self._tie = TieKey(key, tuple(names))
+        self._tie = key, tuple(names)
 
     def build(self) -> nn.Module:
         """Makes the layer, whose weights are its own still."""
