@@ -233,8 +233,8 @@ class Turn:
         def end() -> None:
             put_back_states(self._generators, self._before)
 
-        first, second, *_ = [*self._locks, nullcontext(), nullcontext()]
-        with first, second:
+        lock, other_lock, *_ = [*self._locks, nullcontext(), nullcontext()]
+        with lock, other_lock:
             self._before = states_of(self._generators)
             return undone(lambda: self.present(drawing, held=True), end)
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import NoChunk, Pipe
-from tests.training.loss.test_masked import classifier, labels, masked
-from tests.training.loss.whole import four
+from tests.training.loss.whole import classifier, four, labels, masked
 
 MASKED = {"input": torch.randn(8, 4), "target": labels(8, [0, 1, 2, 7]), "loss_fn": masked}
 

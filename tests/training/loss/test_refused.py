@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "weight of many": (lambda y: (y.sum(), torch.ones(2)), ValueError, r"weight float32\[2\]"),
     "weight a word": (lambda y: (y.sum(), "1"), TypeError, "weight of type str"),
     "no grad": (lambda y: y.detach().sum(), RuntimeError, "does not require grad"),
+    "other metrics": (
+        twice(lambda y: (y.mean(), {"a": 1.0}), lambda y: (y.mean(), {"b": 1.0})), ValueError,
+        r"metrics \['b'\] for micro-batch 1, and \['a'\] for the",
+    ),
 }  # fmt: skip
 
 
@@ -57,11 +62,65 @@ def test_what_is_no_loss_is_refused(name):
     assert grads_of(pipe) == [None] * 8
 
 
-def test_weights_and_sums_do_not_go_together():
+Y = torch.randn(4, 3)
+MSE_SUM, NONE = nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="none")
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "weight of a sum": (
+        {"loss_fn": lambda y, t: (y.sum(), 1), "loss_reduction": "sum"}, ValueError,
+        "loss_reduction='sum'",
+    ),
+    "weight= of a sum": (
+        {"loss_fn": MSE_SUM, "weight": lambda t: 1.0}, ValueError, "weight is for losses that are"
+    ),
+    "weights from two sides": (
+        {"loss_fn": lambda y, t: (y.mean(), 1), "weight": lambda t: 1.0}, ValueError,
+        "train_batch was given one",
+    ),
+    "no reduction": ({"loss_fn": NONE}, ValueError, "use reduction='mean' or reduction='sum'"),
+    "nor of a partial": (
+        {"loss_fn": partial(F.mse_loss, reduction="none")}, ValueError, "use reduction='mean'"
+    ),
+    "two reductions": (
+        {"loss_fn": MSE_SUM, "loss_reduction": "mean"}, ValueError,
+        "loss_reduction='mean', but loss_fn has reduction='sum'",
+    ),
+    "a class": ({"loss_fn": nn.MSELoss}, TypeError, r"give an instance, loss_fn=MSELoss\(...\)"),
+    "a scaler that is none": ({"loss_fn": F.mse_loss, "grad_scaler": 3}, TypeError, "grad_scaler"),
+    **{
+        f"accumulate={number}": (
+            {"loss_fn": F.mse_loss, "accumulate": number}, ValueError, "accumulate="
+        )
+        for number in (0, -1, float("nan"), float("inf"), "2", None)
+    },
+    **{
+        f"weight: {message}": ({"loss_fn": F.mse_loss, "weight": weight}, error, message)
+        for weight, error, message in [
+            ([1, 2], ValueError, "weight has 2 numbers, but there are 4 micro-batches"),
+            ([1, 1, 1, -1], ValueError, "weight of -1.0"),
+            (lambda t: float("nan"), ValueError, "weight of nan"),
+            (lambda t: "many", TypeError, "weight of type str"),
+            (lambda t: torch.ones(2), ValueError, r"weight float32\[2\], not one number"),
+            (lambda t: None, TypeError, "weight of type NoneType"),
+            (3, TypeError, "weight must be a function of the target, or a number for each"),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_does_not_go_together_is_refused(name):
+    options, kind, message = OPTIONS[name]
     pipe = four()
-    with pytest.raises(ValueError, match="loss_reduction='sum'"):
-        pipe.train_batch(torch.randn(4, 3), loss_fn=lambda y: (y.sum(), 1), loss_reduction="sum")
+    with pytest.raises(kind, match=message):
+        pipe.train_batch(torch.randn(4, 3), Y, **options)
     assert grads_of(pipe) == [None] * 8
+    pipe.train_batch(torch.randn(4, 3), Y, loss_fn=F.mse_loss)
+
+
+def test_an_error_in_the_function_of_the_target_is_its_own():
+    with pytest.raises(ZeroDivisionError) as caught:
+        four().train_batch(Y, Y, loss_fn=F.mse_loss, weight=lambda t: 1 / 0)
+    assert "in weight, for the target of micro-batch 0" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])

@@ -1,0 +1,331 @@
+"""How the losses of micro-batches become that of the mini-batch: sizes, sums, weights, scales."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from syncpipe import Pipe
+from tests.support.models import linear_model
+from tests.support.running import Do, assert_same, pipe_of
+from tests.support.training import KINDS, RUNS
+from tests.training.loss.whole import (
+    CLASSES,
+    IGNORED,
+    assert_trains_like,
+    classifier,
+    four,
+    grads_of,
+    labels,
+    masked,
+    whole,
+)
+
+SUM = partial(F.mse_loss, reduction="sum")
+
+
+# --- what is known of a loss ---------------------------------------------------------------------
+
+
+def losses(ignored: int, weight: Tensor | None, smoothing: float) -> dict[str, Any]:
+    how: dict[str, Any] = {"ignore_index": ignored, "weight": weight}
+
+    def likelihood(output: Tensor, target: Tensor) -> Tensor:
+        return F.nll_loss(output.log_softmax(1), target, **how)
+
+    return {
+        "module": nn.CrossEntropyLoss(**how, label_smoothing=smoothing),
+        "partial": partial(F.cross_entropy, **how, label_smoothing=smoothing),
+        "sum": nn.CrossEntropyLoss(**how, label_smoothing=smoothing, reduction="sum"),
+        "by weight": likelihood,
+    }
+
+
+def weigh(ignored: int, weight: Tensor | None, target: Tensor) -> Tensor:
+    kept = target[target != ignored]
+    return torch.tensor(len(kept)) if weight is None else weight[kept].sum()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_mask_under_any_schedule(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 9), "size")
+    kept = data.draw(st.lists(st.integers(0, size - 1), unique=True), "kept")
+    ignored = data.draw(st.sampled_from([IGNORED, CLASSES - 1, 0]), "ignored")
+    weight = data.draw(st.sampled_from([None, torch.rand(CLASSES) + 0.1]), "class weights")
+    kind = data.draw(st.sampled_from(["module", "partial", "sum", "by weight"]), "loss")
+    run = data.draw(st.sampled_from(list(RUNS)), "run")
+    rounds = "interleaved" in run or "looped" in run
+    chunks = 4 if rounds else data.draw(st.integers(1, 4), "chunks")
+    target = labels(size, kept, ignored)
+    loss_fn = losses(ignored, weight, data.draw(st.sampled_from([0.0, 0.1]), "smoothing"))[kind]
+    pipe, x = classifier(run, chunks=chunks), torch.randn(size, 4)
+    expected = whole(pipe, lambda plain: loss_fn(plain(x), target))
+    evaluated = pipe.eval_batch(x, target, loss_fn=loss_fn)
+    options = dict(RUNS[run][0])
+    if kind == "by weight":
+        options["weight"] = partial(weigh, ignored, weight)
+        evaluated = expected[0]
+    torch.testing.assert_close(evaluated, expected[0], equal_nan=True)
+    given = {"input": x, "target": target}
+    if data.draw(st.booleans(), "iterator") and len(x.chunk(chunks)) == chunks:
+        given = {"data_iter": zip(x.chunk(chunks), target.chunk(chunks), strict=True)}
+    assert_trains_like(pipe, pipe.train_batch(**given, loss_fn=loss_fn, **options), expected)
+
+
+def places() -> Tensor:
+    target = torch.randint(0, CLASSES, (7, 6))
+    target[torch.rand(7, 6) < 0.6] = IGNORED
+    target[:3] = IGNORED
+    return target
+
+
+ROWS = torch.randn(7, 3)
+KNOWN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "probabilities": (F.cross_entropy, torch.rand(7, 3).softmax(1), {}),
+    "compiled": (
+        torch.compile(nn.CrossEntropyLoss(), backend="eager"),
+        torch.tensor([0, 1, 2, IGNORED, 2, IGNORED, IGNORED]), {},
+    ),
+    "sum of a module": (nn.MSELoss(reduction="sum"), ROWS, {}),
+    "sum of a partial": (SUM, ROWS, {}),
+    "sum that is said": (lambda y, t: SUM(y, t), ROWS, {"loss_reduction": "sum"}),
+    "batchmean": (nn.KLDivLoss(reduction="batchmean"), ROWS.softmax(1), {}),
+    "mean": (F.mse_loss, ROWS, {}),
+    "scaler that is off": (
+        F.mse_loss, ROWS, {"grad_scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("size", [7, 5, 3, 1])
+def test_the_loss_is_that_of_the_mini_batch(kind: str, size: int) -> None:
+    loss_fn, target, options = KNOWN[kind]
+    pipe, x = four(chunks=4), torch.randn(size, 3)
+    expected = whole(pipe, lambda plain: loss_fn(plain(x), target[:size]))
+    loss = pipe.train_batch(x, target[:size], loss_fn=loss_fn, **options)
+    assert_trains_like(pipe, loss, expected)
+    assert not loss.requires_grad
+    assert loss.shape == ()
+
+
+def test_targets_may_have_places() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Tanh(), nn.Conv1d(4, CLASSES, 1))
+    pipe = Pipe(model, [1, 2], devices=["cpu:0", "cpu:1"], chunks=3)
+    x, target = torch.randn(7, 3, 6), places()
+    expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
+    assert_trains_like(pipe, pipe.train_batch(x, target, loss_fn=F.cross_entropy), expected)
+
+
+def test_gradients_of_masked_micro_batches_are_not_scaled_afterwards() -> None:
+    """What hooks see of a micro-batch is its part of the mini-batch's gradient."""
+    pipe, x, target = classifier(chunks=4), torch.randn(8, 4), labels(8, [0, 1, 2, 7])
+    weight, seen = pipe[3].weight, []
+    weight.register_hook(lambda grad: seen.append(grad.clone()))
+    pipe.train_batch(x, target, loss_fn=F.cross_entropy)
+    torch.testing.assert_close(sum(seen), weight.grad, rtol=0, atol=0)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2, 7], [7], list(range(8))])
+@pytest.mark.parametrize("numbers", [False, True], ids=["function", "numbers"])
+def test_weights_are_counted_before_anything_runs(kept: list[int], numbers: bool) -> None:
+    pipe, x, target = classifier(chunks=4), torch.randn(8, 4), labels(8, kept)
+    counts = [int((t != IGNORED).sum()) for t in target.chunk(4)]
+    weight: Any = counts if numbers else lambda t: (t != IGNORED).sum()
+    expected = whole(pipe, lambda plain: masked(plain(x), target))
+    loss = pipe.train_batch(x, target, loss_fn=masked, weight=weight)
+    assert_trains_like(pipe, loss, expected)
+
+
+WEIGHTS: dict[str, Any] = {
+    "Python integers": lambda w: w,
+    "Python floats": lambda w: w / 2,
+    "tensors": lambda w: torch.tensor(float(w)),
+    "integer tensors": lambda w: torch.tensor(w),
+    "tensors of one element": lambda w: torch.tensor([w]),
+    "numpy": lambda w: np.int64(w),
+}
+
+
+@pytest.mark.parametrize(
+    "counts", [[3, 1, 4, 2], [2, 2, 2, 2], [0, 3, 1, 0], [0, 0, 0, 5], [0] * 4]
+)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_loss_may_come_with_its_weight(kind: str, counts: list[int]) -> None:
+    """On top of gradients that are there; a mean over nothing is 0 / 0, and has no part."""
+    pipe = four()
+    x, target = torch.randn(20, 3), torch.randn(20, 3)
+    mask = torch.cat([torch.arange(5) < count for count in counts])
+
+    def loss_fn(y: Tensor, pair: Any) -> Any:
+        t, kept = pair
+        total = ((y - t).pow(2).mean(1) * kept).sum()
+        return total / kept.sum(), WEIGHTS[kind](int(kept.sum()))
+
+    def over_kept(plain: nn.Module) -> Tensor:
+        return ((plain(x) - target).pow(2).mean(1) * mask).sum() / mask.sum().clamp(min=1)
+
+    loss, grads = whole(pipe, over_kept)
+    for p, grad in zip(pipe.parameters(), grads, strict=True):
+        p.grad = torch.ones_like(p)
+        grad += 1
+    found = pipe.train_batch(x, (target, mask), loss_fn=loss_fn)
+    assert_trains_like(pipe, found, (loss if mask.any() else loss * torch.nan, grads))
+
+
+@pytest.mark.parametrize("kind", ["Python integers", "tensors"])
+@pytest.mark.parametrize("run", KINDS)
+def test_weights_with_every_schedule_and_gradients_beyond_the_parameters(
+    run: str, kind: str
+) -> None:
+    torch.manual_seed(2)
+    pipe = Pipe(linear_model(), [1, 1, 1, 1], devices=RUNS[run][1], chunks=3)
+    x0, t0 = torch.randn(7, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
+    scale = nn.Parameter(torch.tensor(1.5))  # of the loss
+    weights = torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0])
+
+    def per_sample(y: Tensor, t: Tensor) -> Tensor:
+        return (y - t * scale).pow(2).sum(1)
+
+    expected = whole(
+        pipe, lambda plain: (per_sample(plain(x0.exp()), t0.tanh()) * weights).sum() / weights.sum()
+    )
+    others = [t.grad for t in (x0, t0, scale)]
+    x0.grad = t0.grad = scale.grad = None
+    seen = iter(range(3))
+
+    def loss_fn(y: Tensor, t: Tensor) -> Any:
+        return per_sample(y, t).mean(), WEIGHTS[kind](len(y) * (next(seen) + 1))
+
+    loss = pipe.train_batch(x0.exp(), t0.tanh(), loss_fn=loss_fn, **RUNS[run][0])
+    assert_trains_like(pipe, loss, expected)
+    torch.testing.assert_close([t.grad for t in (x0, t0, scale)], others)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_leaves_that_only_a_layer_knows_are_weighted_as_well(always: bool) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    uses = Do(lambda x: x * weight if always or len(x) == 3 else x)
+    layers = nn.Sequential(nn.Linear(3, 3), uses)
+    pieces = [torch.randn(n, 3) for n in (1, 5, 3, 3)]
+    total = sum(layers(piece).pow(2).mean() * len(piece) for piece in pieces) / 12
+    expected = torch.autograd.grad(total, weight)
+    pipe_of(layers).train_batch(
+        data_iter=iter([(piece, None) for piece in pieces]), loss_fn=lambda y: y.pow(2).mean()
+    )
+    torch.testing.assert_close(weight.grad, *expected)
+
+
+def test_losses_may_need_no_gradient_in_some_micro_batches() -> None:
+    pipe, x = four(), torch.randn(4, 3)
+    x[1] = 0
+    pipe.train_batch(x, x.clone(), loss_fn=lambda y, t: y.sum() if t.any() else y.detach().sum())
+    expected = whole(pipe, lambda plain: plain(x[[0, 2, 3]]).sum() / 4)
+    torch.testing.assert_close(grads_of(pipe), expected[1])
+
+
+@pytest.mark.parametrize("run", KINDS)
+def test_several_calls_equal_one_larger_mini_batch(run: str) -> None:
+    pipe, x, target = (
+        classifier(run, chunks=4),
+        torch.randn(24, 4),
+        labels(24, [0, 1, 2, *range(9, 24)]),
+    )
+    loss, expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
+    found = 0.0
+    for a, b in zip(x.chunk(3), target.chunk(3), strict=True):
+        share = float((target >= 0).sum() / (b >= 0).sum())
+        found += (
+            pipe.train_batch(a, b, loss_fn=F.cross_entropy, accumulate=share, **RUNS[run][0])
+            / share
+        )
+    torch.testing.assert_close(grads_of(pipe), expected)
+    torch.testing.assert_close(found, loss)  # that of each call is not divided
+
+
+# --- a GradScaler --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["mini-batch", "iterator"])
+def test_a_grad_scaler_scales_gradients_and_not_the_loss_that_comes_back(data: str) -> None:
+    pipe = four()
+    x, target = torch.randn(8, 3), torch.randn(8, 3)
+    loss, grads = whole(pipe, lambda plain: F.mse_loss(plain(x), target))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    given: dict[str, Any] = {"input": x, "target": target}
+    if data == "iterator":
+        given = {"data_iter": zip(x.chunk(4), target.chunk(4), strict=True)}
+    ours = pipe.train_batch(**given, loss_fn=F.mse_loss, grad_scaler=scaler)
+    assert_trains_like(pipe, ours, (loss, [grad * 1024 for grad in grads]))
+
+
+def test_an_overflow_is_found_by_the_scaler() -> None:
+    pipe = four()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y: y.sum() * 1e36, grad_scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same([p.detach() for p in pipe.parameters()], before)
+    assert scaler.get_scale() == 2.0**14
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    kept = target != IGNORED
+    return (output.argmax(1)[kept] == target[kept]).float().mean()
+
+
+@pytest.mark.parametrize("run", KINDS)
+def test_metrics_that_are_numbers_are_combined_as_the_losses_are(run: str) -> None:
+    pipe, x, target = classifier(run, chunks=4), torch.randn(8, 4), labels(8, [0, 1, 2, 7])
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        count = int((target != IGNORED).sum())
+        metrics = {"accuracy": accuracy(output, target), "count": count, "target": target}
+        return F.cross_entropy(output, target), count, metrics
+
+    expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
+    right = accuracy(nn.Sequential(*pipe)(x), target)
+    loss, metrics = pipe.train_batch(x, target, loss_fn=loss_fn, **RUNS[run][0])
+    assert_trains_like(pipe, loss, expected)
+    torch.testing.assert_close(metrics["accuracy"], right)
+    assert metrics["count"] == pytest.approx((2 * 2 + 1 * 1 + 1 * 1) / 4)
+    assert torch.equal(torch.cat(metrics["target"]), target)
+
+
+def test_metrics_of_a_loss_without_weights_are_detached_and_weighted_by_samples() -> None:
+    pipe, x = four(chunks=3), torch.randn(7, 3)
+    y = nn.Sequential(*pipe)(x)
+    loss, outputs, metrics = pipe.train_batch(
+        x,
+        loss_fn=lambda y: (y.pow(2).mean(), {"mean": y.mean(), "parts": [y, y.sum()]}),
+        return_outputs=True,
+    )
+    torch.testing.assert_close([loss, outputs], [y.pow(2).mean().detach(), y.detach()])
+    torch.testing.assert_close(metrics["mean"], y.mean().detach())
+    assert not any(part.requires_grad for parts in metrics["parts"] for part in parts)
+
+
+def test_metrics_of_a_sum_are_added_up_and_evaluation_returns_them_as_well() -> None:
+    pipe, x = four(chunks=3), torch.randn(7, 3)
+    returned = lambda y: (y.sum(), {"samples": len(y), "all": [len(y)]})  # noqa: E731
+    for run in (pipe.train_batch, pipe.eval_batch):
+        _, metrics = run(x, loss_fn=returned, loss_reduction="sum")
+        assert metrics == {"samples": 7, "all": [[3], [3], [1]]}
