@@ -51,7 +51,7 @@ setup(
             "safetensors>=0.6",
             "trl>=1.10",
         ],
-        "notebook": [  # of docs/fine_tuning.ipynb
+        "notebook": [  # of docs/huggingface.ipynb
             "ipykernel>=6.29",
             "matplotlib>=3.7",
             "nbclient>=0.10",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.balance import param_scale_of
 from syncpipe.balance.measure import samples_in
@@ -196,10 +197,14 @@ def _planned(
         "devices": room.devices, "batch_size": batch_size, "memory": limits, "param_scale": scale,
         "progress": False,
     }  # fmt: skip
+    # BatchNorm has no variance of one sample.
+    least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
+    counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
+    if least > 1:
+        options["chunks"] = counts
     if measured:
         speeds = [measured["speeds"][str(place)] for place in room.places]
-        more = [m for m in range(2 * measured["chunks"], batch_size + 1) if batch_size % m == 0]
-        options["chunks"] = more or [batch_size]
+        options["chunks"] = [m for m in counts if m >= 2 * measured["chunks"]] or counts[-1:]
         again: Plan = plan(measured["profile"], speed=speeds, **options)
         measured["chunks"] = again.chunks
         return again

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
-from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
+from tests.auto.models import BATCH, WRITTEN, Experts, Language, Residual, assert_trains, made
 
 QUICK = {"timeout": 0.0}
 TWO = ["cpu:0", "cpu:1"]
@@ -118,6 +118,20 @@ def test_it_takes_the_next_plan_where_a_step_does_not_fit(
     with pytest.raises(ValueError, match=r"no plan fits, also none for 70% .*to take 7 bytes"):
         Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
     assert len(asked) == 8
+
+
+def test_batch_norm_gets_no_micro_batch_of_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    plan = syncpipe.planner.auto.plan
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options.get("chunks"))
+        return plan(*args, **options)
+
+    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    Pipe.auto(model, torch.randn(2, 4), batch_size=12, devices=TWO, verbose=False, **QUICK)
+    assert asked == [[1, 2, 3, 4, 6]]
 
 
 def test_the_loss_and_its_target_are_tried() -> None:
@@ -262,3 +276,26 @@ def test_a_converted_pipe_has_the_signature_of_the_model() -> None:
         assert names(one) == ["ids", "mask"]
         assert one.forward(ids=torch.randint(64, (2, 5)))["logits"].shape == (2, 5, 64)
     assert names(Pipe(nn.Sequential(nn.ReLU()), [1])) == ["args", "kwargs"]
+
+
+def test_the_auxiliary_loss_of_experts_is_an_output_that_the_loss_function_adds() -> None:
+    """And is that of the plain loop; every stage has gates whose gradients depend on it."""
+    model = Experts().double()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(12, 24).double(), torch.randint(10, (12,))
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        logits, auxiliary = output
+        return nn.functional.cross_entropy(logits, target) + 0.5 * auxiliary.mean()
+
+    layers = syncpipe.sequential(model, x[:2])
+    pipe = Pipe(layers, "uniform", devices=TWO, chunks=3)
+    found = pipe.train_batch(x, y, loss_fn=loss_fn)
+    losses = [loss_fn(plain(a), b) / 3 for a, b in zip(x.chunk(3), y.chunk(3), strict=True)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(found, torch.stack(losses).sum())
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -1,4 +1,4 @@
-"""docs/fine_tuning.ipynb: it runs from top to bottom, in a kernel of its own."""
+"""docs/huggingface.ipynb: it runs from top to bottom, in a kernel of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tests.test_docs import LINK, ROOT
 
 nbformat: Any = pytest.importorskip("nbformat")
 nbclient: Any = pytest.importorskip("nbclient")
-for package in ("ipykernel", "transformers", "peft", "matplotlib"):
+for package in ("ipykernel", "transformers", "peft", "matplotlib", "safetensors"):
     pytest.importorskip(package)
 
-NOTEBOOK = ROOT / "docs" / "fine_tuning.ipynb"
+NOTEBOOK = ROOT / "docs" / "huggingface.ipynb"
 CHECKS = """
+assert (base.lm_head.weight is base.model.embed_tokens.weight) == {tied}
 assert losses[-1] < losses[0] - 0.1
 names = list(get_peft_model_state_dict(model))
 assert names and all("lora_" in name for name in names)
@@ -29,11 +30,14 @@ def cells(kind: str) -> list[Any]:
 
 
 @pytest.mark.timeout(600)
-def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+def test_it_runs(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.getenv("PYTHONPATH", "")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(CHECKS))
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("embeddings=True", f"embeddings={tied}")
+    notebook.cells.append(nbformat.v4.new_code_cell(CHECKS.format(tied=tied)))
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=500, resources=resources).execute()
     shown = [
