@@ -732,7 +732,9 @@ class Pipe(nn.Module):
                 that they have had. A mini-batch is then one piece, whatever ``chunks`` is.
 
                 - ``"stashing"``: ``max(0, i - (n-j) + 1)``, the newest at its forward. Stage ``j``
-                  holds ``n - j`` versions.
+                  holds ``n - j`` versions. Stages may have replicas, to which mini-batches are
+                  dealt in turn; a stage with ``r`` updates once for every ``r`` of them, with the
+                  mean of their gradients.
                 - ``"vertical_sync"``: ``max(0, i - n + 1)`` on all stages, so that it meets one
                   model. Every stage holds ``n`` versions.
                 - ``"2bw"``: PipeDream-2BW. Mini-batches are cut into ``chunks`` micro-batches, at
@@ -748,7 +750,7 @@ class Pipe(nn.Module):
         Raises:
             TypeError, ValueError: an argument does not fit, or what the iterator or the loss
                 function gave; the message says which. The pipe cannot have tied weights across
-                stages, replicas, or ``deferred_batch_norm``.
+                stages or ``deferred_batch_norm``.
             RuntimeError: gradients are switched off; a loss needs none, or depends on what no stage
                 updates; or the pipe is called once more while it runs.
 

@@ -333,6 +333,14 @@ class Replica:
         """Goes by the modules as they are now; the tensors stay."""
         self._copy.follow({key: leaf for key, (_, leaf) in self._leaves.items()})
 
+    def part(self) -> None:
+        """Gives what is trained memory of its own until the next call, where it is the owner's."""
+        leaves = {}
+        for key, (tensor, leaf) in self._leaves.items():
+            shared = leaf.requires_grad and place_of(leaf) == place_of(tensor)
+            leaves[key] = leaf.data.clone().requires_grad_() if shared else leaf
+        self._copy.follow(leaves)
+
     def of(self, tensor: Tensor) -> Tensor:
         """What it has in the place of a tensor."""
         return self._leaves[id(tensor)][1]
@@ -398,6 +406,12 @@ class CallReplicas:
             draws = [a | b for a, b in zip(one.stage.draws, other.stage.draws, strict=True)]
             other.stage.draws[:] = draws
             self._trusting += [(one.stage, draws, known), (other.stage, draws, known)]
+
+    def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
+        """Call where what is trained changes in the call itself, on each replica by itself."""
+        for replica in chain.from_iterable(replicas):
+            replica.part()
+        self._before = [each for each in self._before if not each[3].requires_grad]
 
     def finish(self) -> None:
         """Call after the last cell: moves running statistics.

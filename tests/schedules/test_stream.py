@@ -19,6 +19,11 @@ def edges_of(n: int, skips: list[tuple[int, int]]) -> list[Edge]:
     return [Edge(number, *way) for number, way in enumerate(ways)]
 
 
+def alone(n: int) -> list[tuple[int, ...]]:
+    """Stages without replicas."""
+    return [(j,) for j in range(n)]
+
+
 def rows_of(program: StreamSteps, n: int) -> list[list[tuple[str, int]]]:
     return [[(s.what[0], s.i) for s in program.of[j]] for j in range(n)]
 
@@ -34,16 +39,16 @@ def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
     m, edges = m * chunks, edges_of(n, skips)
     schedule = one_f_one_b(m, n, slots="textbook")
     program = training_program(schedule, (count,) * n, chunks)
-    expected = compiled(edges, program, [(j,) for j in range(n)], targets=n > 1)
-    steps = StreamSteps(edges, range(n), (count,) * n, Extent(m), chunks)
+    expected = compiled(edges, program, alone(n), targets=n > 1)
+    steps = StreamSteps(edges, alone(n), range(n), (count,) * n, Extent(m), chunks)
     assert [tuple(row) for row in steps.of] == list(expected.of)
 
 
 @given(n=st.integers(1, 5), m=st.integers(0, 9), chunks=st.integers(1, 3))
 def test_one_thread_can_run_all_of_them_in_the_order_of_each_stage(n, m, chunks):
-    arguments = edges_of(n, [(0, 2)]), range(n), (0,) * n
-    many = StreamSteps(*arguments, Extent(m * chunks), chunks)
-    one = list(StreamSteps(arguments[0], (0,) * n, (0,) * n, Extent(m * chunks), chunks).of[0])
+    arguments = edges_of(n, [(0, 2)]), alone(n)
+    many = StreamSteps(*arguments, range(n), (0,) * n, Extent(m * chunks), chunks)
+    one = list(StreamSteps(*arguments, (0,) * n, (0,) * n, Extent(m * chunks), chunks).of[0])
     there: set[int] = set()
     for step in one:
         assert there.issuperset(step.needs)
@@ -56,7 +61,7 @@ def test_one_thread_can_run_all_of_them_in_the_order_of_each_stage(n, m, chunks)
 def test_when_data_ends_one_empty_cell_goes_forward_on_each_stage(n, ends):
     """Whoever runs the steps of the first stage finds out in the middle of one."""
     extent = Extent()
-    steps = StreamSteps(edges_of(n, []), (0,) * n, (0,) * n, extent)
+    steps = StreamSteps(edges_of(n, []), alone(n), (0,) * n, (0,) * n, extent)
     done = []
     for step in steps.of[0]:
         if step.what == ("forward", 0) and step.i == ends:
@@ -68,7 +73,7 @@ def test_when_data_ends_one_empty_cell_goes_forward_on_each_stage(n, ends):
 
 
 def test_without_an_end_it_goes_on_for_ever():
-    steps = StreamSteps(edges_of(3, []), range(3), (0,) * 3, Extent())
+    steps = StreamSteps(edges_of(3, []), alone(3), range(3), (0,) * 3, Extent())
     row = list(islice(steps.of[0], 30_000))
     assert row[-1].i >= 9_999
 
@@ -77,22 +82,53 @@ def test_without_an_end_it_goes_on_for_ever():
 def test_no_stage_holds_more_versions_than_the_papers_say(n, steps, versions):
     """By the order of the steps alone: what is in flight, and what comes next, is held."""
     chunks = n if versions == "2bw" else 1
-    program = StreamSteps(edges_of(n, []), range(n), (0,) * n, Extent(steps * chunks), chunks)
+    program = StreamSteps(
+        edges_of(n, []), alone(n), range(n), (0,) * n, Extent(steps * chunks), chunks
+    )
     for j, row in enumerate(rows_of(program, n)):
         updates, back, most = 0, 0, 1
         for kind, i in row:
             if kind == "forward":
-                used = version_used(i, j, n, versions, chunks)
+                used = version_used(i, j, [1] * n, versions, chunks)
                 assert used == updates or versions != "stashing"
                 assert used <= updates
             back += kind == "backward"
             updates += kind == "update"
             if kind == "update":
-                oldest = version_used(back, j, n, versions, chunks)
+                oldest = version_used(back, j, [1] * n, versions, chunks)
                 most = max(most, updates - min(oldest, updates) + 1)
-        assert most <= versions_kept(j, n, versions)
+        assert most <= versions_kept(j, [1] * n, versions)
         if steps > 2 * n:
-            assert most == versions_kept(j, n, versions)
+            assert most == versions_kept(j, [1] * n, versions)
+
+
+@given(replicas=st.lists(st.integers(1, 4), min_size=1, max_size=5), m=st.integers(0, 30))
+def test_round_robin_never_stops_however_many_replicas_there_are(replicas, m):
+    """Workers run free, in any order: each message that one waits for comes."""
+    n, numbers, total = len(replicas), [], len(replicas)
+    for j, r in enumerate(replicas):
+        numbers.append((j, *range(total, total + r - 1)))
+        total += r - 1
+    extent = Extent(replicas=max(replicas))
+    program = StreamSteps(edges_of(n, [(0, 2)]), numbers, range(total), (0,) * total, extent)
+    done, there, rows = [], set(), list(map(iter, program.of))
+    heads = [next(row, None) for row in rows]
+    while any(heads):
+        ready = [w for w, head in enumerate(heads) if head and there.issuperset(head.needs)]
+        step = heads[w := ready[-1]]
+        if step.what[0] == "forward" and step.what[1] in numbers[0] and step.i >= m:
+            extent.end(m)
+        there -= set(step.needs)
+        there |= set(step.sends)
+        done.append(step)
+        heads[w] = next(rows[w], None)
+    empty = {number for s in done if s.what[0] == "forward" and s.i >= m for number in s.sends}
+    assert there <= empty
+    for j, own in enumerate(numbers):
+        back = [s.i for s in done if s.what[0] == "backward" and s.what[1] in own]
+        assert sorted(back) == list(range(m))
+        updates = [s.i for s in done if s.what == ("update", j)]
+        assert updates == list(range(0, m, len(own)))
 
 
 def test_updates_take_time_in_a_simulation():

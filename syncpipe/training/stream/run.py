@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from syncpipe.options import StageMode
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.streams import moved
 from syncpipe.schedules.stream import StreamSteps, Versions, version_used, versions_kept
 from syncpipe.stages.call import Call
 from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.stage import Stage
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.loss.known import known_loss
 from syncpipe.training.stream.source import Losses, StreamSource
@@ -76,7 +78,7 @@ def stream(
     """Trains without a flush; see ``Pipe.train_stream``."""
     check_can_train(pipeline, "train_stream")
     loss = known_loss(loss_fn, loss_reduction, weight)
-    n = pipeline.n
+    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
     if versions != "2bw":
         chunks = 1  # a mini-batch goes through in one piece
     elif chunks < n:
@@ -91,42 +93,49 @@ def stream(
         # The last stage goes back at once with every micro-batch, as others only with the last one.
         *others, last = checkpoint
         checkpoint = [*others, "never" if last == "except_last" else last]
-        source = StreamSource(iterator, chunks, steps, target, pack, loss)
+        source = StreamSource(iterator, chunks, steps, target, pack, loss, max(replicas))
         losses: Any = Losses(source, loss)
-        weights = [
-            StageWeights(
-                stage,
-                optimizers[stage.j],
-                versions_kept(stage.j, n, versions),
-                None if versions == "stashing" else partial(
-                    version_used, j=stage.j, n=n, versions=versions, chunks=chunks
-                ),
-            )
-            for stage in pipeline.stages
-        ]  # fmt: skip
+
+        def weights_of(stage: Stage) -> StageWeights:
+            most = versions_kept(stage.j, replicas, versions)
+            rule = None
+            if versions != "stashing":
+                rule = partial(
+                    version_used, j=stage.j, replicas=replicas, versions=versions, chunks=chunks
+                )
+            updates = optimizers[stage.j] if stage.number < n else None  # others follow the owner
+            return StageWeights(stage, updates, most, rule, every=replicas[stage.j])
+
+        weights = list(map(weights_of, pipeline.stages[:n]))
+        copied: list[Tensor] = []  # by replicas
 
         def run() -> None:
             pipeline.streaming = n > 1
             if n > 1:  # casts of all stages go with an update of one, in the middle of a cell
                 torch.set_autocast_cache_enabled(False)
             call = Call(pipeline, _MANY, checkpoint=checkpoint, inline=inline, recorder=recorder)
+            if call.replicas is not None:
+                call.replicas.let_train(pipeline.replicas)
+            weights.extend(map(weights_of, pipeline.stages[n:]))
+            copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
             for stage, own in zip(pipeline.stages, weights, strict=True):
                 if own.several:
-                    own.stand_in(call.runs[stage.j])
+                    own.stand_in(call.runs[stage.number])
             leaves = StreamLeaves(call, weights)
             head = LossHead(call, losses, leaves, keep_outputs=False)
             task = StreamTask(call, source, head, leaves, weights)
             program: Any = StreamSteps(
-                pipeline.edges, pipeline.worker_of, call.rematerialized, source.extent, chunks
-            )
+                pipeline.edges, pipeline.numbers, pipeline.worker_of, call.rematerialized,
+                source.extent, chunks,
+            )  # fmt: skip
             try:
                 call.run(program, task, None)
             except BaseException as error:
-                updates = [own.updates for own in weights]
+                updates = [own.updates for own in weights[:n]]
                 annotate(error, f"in train_stream, after {updates} updates of the stages' weights")
                 raise
             for stage, own in zip(pipeline.stages, weights, strict=True):
-                call.release_to_caller(stage.j, own.state)
+                call.release_to_caller(stage.number, own.state)
 
         undone(
             run,
@@ -134,19 +143,26 @@ def stream(
                 map(setattr, [pipeline], ["streaming"], [False]),
                 map(torch._C._set_grad_enabled, [False]),
                 chain.from_iterable([own.undo() for own in weights]),
+                map(setattr, copied, repeat("grad"), repeat(None)),
                 map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
                 map(torch._C._set_grad_enabled, [True]),
             ),
         )
-        if not losses.losses:
+        if not losses.found:
             raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
+        found = [losses.found[batch] for batch in range(len(losses.found))]
+        device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
+        own = [[weights[number] for number in numbers] for numbers in pipeline.numbers]
         with torch.no_grad():
             return Streamed(
-                torch.stack(losses.losses),
-                losses.metrics,
+                torch.stack([moved(loss, device) for loss, _ in found]),
+                [metrics for _, metrics in found],
                 optimizers,
-                list(zip(*[own.used for own in weights], strict=True)),
-                tuple([own.kept for own in weights]),
+                [
+                    tuple([those[i % len(those)].used[i // len(those)] for those in own])
+                    for i in range(sum(len(each.used) for each in own[0]))
+                ],
+                tuple([max(each.kept for each in those) for those in own]),
             )
 
 
@@ -156,17 +172,18 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
     Raises:
         ValueError: with the way out.
     """
-    n = pipeline.n
-    if len(pipeline.stages) > n:
+    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
+    if len(pipeline.stages) > n and versions != "stashing":
         raise ValueError(
-            f"train_stream of a pipe with replicas={list(map(len, pipeline.numbers))}: stages "
-            "update their weights by themselves, and replicas would not see it. Give each stage "
-            "one device, or use train_batch"
+            f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
+            "update less often, so there is no version of the whole model. Use "
+            "versions='stashing', or give each stage one device"
         )
-    if 1 < len(pipeline.workers) < n:
+    if 1 < len(pipeline.workers) < len(pipeline.stages):
         raise ValueError(
-            f"train_stream of {n} stages on {len(pipeline.workers)} devices: give each stage a "
-            "device of its own (or all of them one), or choose a balance with as many stages"
+            f"train_stream of {n} stages with replicas={replicas} on {len(pipeline.workers)} "
+            "devices: give each stage, and each replica, a device of its own (or all of them one), "
+            "or choose a balance with as many stages"
         )
     if ties := pipeline.shared.find():
         raise ValueError(
@@ -184,9 +201,9 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
             "checkpoint='offload' fetches activations in the order of a mini-batch, and "
             "train_stream has no end to count from: use 'always' or 'never'"
         )
-    for stage in pipeline.stages:
+    for stage in pipeline.stages[:n]:
         script = any(isinstance(m, torch.jit.ScriptModule) for m in stage.partition.modules())
-        if script and versions_kept(stage.j, n, versions) > 1:
+        if script and versions_kept(stage.j, replicas, versions) > 1:
             raise ValueError(
                 f"stage {stage.j} has a layer in TorchScript, which computes with its own tensors "
                 "only, and several versions of its weights: leave it as it is, or put it into a "
@@ -199,11 +216,11 @@ def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versio
             )
     moved = {
         id(parameter)
-        for stage in pipeline.stages
-        if versions_kept(stage.j, n, versions) > 1
+        for stage in pipeline.stages[:n]
+        if versions_kept(stage.j, replicas, versions) > 1
         for parameter in trained(stage.partition)
     }
-    for a, b in overlapping([stage.partition for stage in pipeline.stages]):
+    for a, b in overlapping([stage.partition for stage in pipeline.stages[:n]]):
         if moved & {id(a.tensor), id(b.tensor)}:
             raise ValueError(
                 f"{a} and {b} are two tensors that have memory in common, which versions of them "
@@ -219,7 +236,7 @@ def _optimizers(
     Raises:
         TypeError, ValueError: ``optimizer`` makes none, or they are not those of the stages.
     """
-    parameters = [trained(stage.partition) for stage in pipeline.stages]
+    parameters = [trained(stage.partition) for stage in pipeline.stages[: pipeline.n]]
     if not any(parameters):
         raise ValueError("there is nothing to train: all parameters of the pipe are frozen")
     if isinstance(optimizer, Optimizer) or not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class StreamSource(Source):
         where: where each has its target.
         pack: makes of an input what the first layer gets.
         loss: the loss function, and how much micro-batches count.
+        replicas: the most that a stage has; those of the first stage take turns.
 
     Attributes:
         extent: how many micro-batches there are.
@@ -47,50 +49,53 @@ class StreamSource(Source):
         where: Any,
         pack: Callable[[Any], Any],
         loss: Loss,
+        replicas: int,
     ) -> None:
         super().__init__(0)
         self.chunks = chunks
-        self.extent = Extent() if steps is None else Extent(steps * chunks)
+        self.extent = Extent(math.inf if steps is None else steps * chunks, replicas)
         self._most = math.inf if steps is None else (steps - 1) * chunks
         self.objectives: dict[int, tuple[Objective, int]] = {}
         self._iterator, self._where, self._pack, self._loss = iterator, where, pack, loss
-        self._mini_batch: FromMiniBatch | None = None
-        self._size: dict[int, int] = {}  # of micro-batches that have not come to their end yet
+        self._lock = threading.Lock()
+        self._following = 0
+        self._waiting: dict[int, tuple[FromMiniBatch, int]] = {}  # micro-batches to be pulled
 
     def there(self, i: int) -> bool:
-        """Whether there is a micro-batch ``i``; to be asked in order, once for each."""
-        batch, k = divmod(i, self.chunks)
-        if k == 0:
-            self._mini_batch = self._taken(batch)
-            m = 0 if self._mini_batch is None else self._mini_batch.m
-            if m < self.chunks:  # the end, or a last mini-batch that has fewer samples
-                self.extent.end(i + m)
-        elif i == self.extent.backwards:
-            if i < self._most and self._taken(batch + 1) is not None:
-                raise ValueError(
-                    f"mini-batch {batch} gave {k} micro-batches, and is not the last one, but "
-                    f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
-                    "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
-                )
-            self._mini_batch = None
-        return self._mini_batch is not None
+        """Whether there is a micro-batch ``i``; to be asked once for each, in any order."""
+        with self._lock:
+            while self._following <= min(i, self.extent.backwards - 1):
+                self._take(self._following)
+            return i < self.extent.backwards
+
+    def _take(self, i: int) -> None:
+        """Takes the mini-batch that begins with micro-batch ``i``; or the stream ends there."""
+        batch = i // self.chunks
+        taken = self._taken(batch)
+        m = 0 if taken is None else taken.m
+        if m < self.chunks:  # the end, or a last mini-batch that has fewer samples
+            self.extent.end(i + m)
+        if 0 < m < self.chunks and i < self._most and self._taken(batch + 1) is not None:
+            raise ValueError(
+                f"mini-batch {batch} gave {m} micro-batches, and is not the last one, but "
+                f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
+                "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
+            )
+        if taken is not None:
+            self._waiting.update((i + k, (taken, k)) for k in range(m))
+            self._sizes += map(taken.size, range(m))
+        self._following = i + self.chunks
 
     def pull(self, i: int) -> Any:
-        k = i % self.chunks
-        assert self._mini_batch is not None
-        self._size[i] = self._mini_batch.size(k)
-        return self._mini_batch.pull(k)
+        taken, k = self._waiting[i]
+        return taken.pull(k)
 
     def target(self, i: int) -> Any:
-        assert self._mini_batch is not None
-        return self._mini_batch.target(i % self.chunks)
+        taken, k = self._waiting.pop(i)
+        return taken.target(k)
 
     def inputs(self, i: int) -> list[Tensor]:
         return []  # those that need a gradient are refused
-
-    def size(self, i: int) -> int:
-        """The number of samples in a micro-batch; to be asked once."""
-        return self._size.pop(i)
 
     def _taken(self, batch: int) -> FromMiniBatch | None:
         """The next mini-batch, cut; None if there is none."""
@@ -119,23 +124,21 @@ class StreamSource(Source):
 class Losses:
     """The losses of all mini-batches: an ``Objective`` for one after another.
 
-    Used by the worker of the last stage, but for what is there when all is over.
+    Used by the workers of the last stage under a lock, but for what is there when all is over.
 
     Attributes:
         known: None: each objective knows its own weights.
         call: calls the loss function with output and target.
-        losses: for each mini-batch that is through its loss, detached.
-        metrics: for each the metrics, or None.
+        found: by mini-batch the loss, detached, and the metrics, or None.
     """
 
     known = None
 
     def __init__(self, source: StreamSource, loss: Loss) -> None:
         self.call = Objective(loss, m=1, total=1).call
-        self.losses: list[Tensor] = []
-        self.metrics: list[dict[str, Any] | None] = []
+        self.found: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
         self._source = source
-        self._noted: tuple[Any, ...] = ()
+        self._noted: dict[int, tuple[Any, ...]] = {}
 
     def root_and_gradient(
         self, i: int, result: Any, size: int, output: Any, target: Any, known: Any = None
@@ -156,15 +159,13 @@ class Losses:
                 "before the first of them goes back: give train_stream weight=, a function of the "
                 "target, and let loss_fn return the loss alone"
             )
-        self._noted = objective.noted(k)
+        self._noted[i] = objective.noted(k)
         if k == m - 1:
             del self._source.objectives[batch]
             with torch.no_grad():
-                self.losses.append(objective.loss())
-                self.metrics.append(objective.metrics())
-            self._noted = self.losses[-1], self.metrics[-1]
+                self.found[batch] = self._noted[i] = objective.loss(), objective.metrics()
         return root
 
     def noted(self, i: int) -> tuple[Any, ...]:
-        """What was noted last, with which the caller goes on."""
-        return self._noted
+        """What was noted of a micro-batch, with which the caller goes on; to be asked once."""
+        return self._noted.pop(i)

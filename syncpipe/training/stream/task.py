@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.kinds import Kind
-from syncpipe.stages.call import Call
+from syncpipe.stages.call import Call, sent
 from syncpipe.training.leaves import Gradients, Leaves
 from syncpipe.training.loss.head import LossHead
 from syncpipe.training.stream.source import StreamSource
@@ -49,6 +49,9 @@ class StreamLeaves(Leaves):
                 "closure), or detach() it"
             )
 
+    def of_others(self, j: int, leaves: Iterable[Tensor]) -> list[Tensor]:
+        return []  # which `claim` refuses
+
     def renewed(self, j: int) -> None:
         """Call after an update: gradients begin anew."""
         self._fresh[j] = None
@@ -62,7 +65,7 @@ class StreamTask(TrainingTask):
         source: where they come from.
         head: takes the outputs.
         leaves: what gets gradients.
-        weights: for each stage.
+        weights: for each stage and replica.
     """
 
     def __init__(
@@ -75,16 +78,17 @@ class StreamTask(TrainingTask):
     ) -> None:
         super().__init__(call, source, head, leaves=leaves)
         self._stream, self._weights = source, weights
+        self._several = False  # each mini-batch has a loss of its own
 
     def bind(self, kind: Kind, j: int) -> Run:
-        if kind == "update":
-            update = without_autocast(self.call.state, partial(self._update, j))
-            return self.call.bound(update, kind, j)
+        if kind in ("reduce", "update"):
+            act = partial(self._reduce if kind == "reduce" else self._update, j)
+            return self.call.bound(without_autocast(self.call.state, act), kind, j)
         run, weights = super().bind(kind, j), self._weights[j]
 
         def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
             if not self._there(j, i, parcels):
-                ends = len(self._pipeline.outgoing[j]) + (j == 0 and self.targets_travel)
+                ends = len(self._pipeline.outgoing[j]) + (self._first[j] and self.targets_travel)
                 return [Parcel(_END)] * ends
             weights.enter(i)
             return run(i, parcels)
@@ -97,7 +101,7 @@ class StreamTask(TrainingTask):
 
     def _there(self, j: int, i: int, parcels: list[Parcel]) -> bool:
         """Whether there is a micro-batch ``i``; the first stage finds out, and tells the others."""
-        if j > 0:
+        if not self._first[j]:
             return parcels[0].value is not _END
         return undisturbed(partial(self._comes, i))
 
@@ -105,11 +109,25 @@ class StreamTask(TrainingTask):
         with self.call.as_caller():
             return self._stream.there(i)
 
+    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        """Sends the gradients of a replica to the owner; None where it had no mini-batch."""
+        grads = self._weights[j].taken() if i < self._stream.extent.backwards else None
+        return [self._to(j, self._pipeline.stages[j].j, grads)]
+
+    def _to(self, j: int, other: int, value: Any) -> Parcel:
+        return Parcel(*sent(self.call.lane_of[j], self.call.lane_of[other], value))
+
     def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        owner, *others = self._pipeline.numbers[self._pipeline.stages[j].j]
+        chunks, weights = self._stream.chunks, self._weights[j]
+        following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
+        given = [parcel.value for parcel in parcels]
         try:
-            following = (i // self._stream.chunks + 1) * self._stream.chunks
-            self.call.release_to_caller(j, self._weights[j].gradients(following))
-            self._weights[j].update()
+            if j == owner:
+                self.call.release_to_caller(j, weights.gradients(following, given))
+                weights.update()
+            else:
+                self.call.release_to_caller(j, weights.follow(following, *given))
         except BaseException as error:
             annotate(error, f"in the update of stage {j}, after micro-batch {i}")
             raise
@@ -119,4 +137,5 @@ class StreamTask(TrainingTask):
         if self.call.state.nested:  # casts of the weights as they were
             torch.clear_autocast_cache()
         self._leaves.renewed(j)
-        return []
+        newest = [parameter.detach() for parameter in weights.parameters]
+        return [self._to(j, other, newest) for other in others] if j == owner else []

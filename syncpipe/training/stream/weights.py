@@ -44,11 +44,12 @@ class StageWeights:
         optimizer: updates its parameters; None if none is to be trained.
         most: so many versions are held at most.
         rule: for each micro-batch the version that it uses; None: the newest when it comes.
+        every: so many replicas the stage has; micro-batches come to each in turn.
 
     Attributes:
         parameters: those that are trained.
         leaves: all that cells may use in their places, for each of as many versions as are held.
-        used: for each micro-batch the version that it used.
+        used: for each micro-batch that came the version that it used.
         updates: the number of updates so far, which is the newest version.
         kept: the largest number of versions that were held at a time.
         current: the leaves of the version that is in use.
@@ -60,8 +61,11 @@ class StageWeights:
         optimizer: Optimizer | None,
         most: int,
         rule: Callable[[int], int] | None,
+        *,
+        every: int = 1,
     ) -> None:
         self.parameters = trained(stage.partition)
+        self._every = every
         self.optimizer = optimizer
         self.used = array("q")
         self.updates = 0
@@ -101,7 +105,9 @@ class StageWeights:
     def use(self, i: int) -> None:
         """Call before anything else is done for micro-batch ``i``."""
         if self.several:
-            _, self.current, self._marks = self._held[self.used[i] - self._held[0][0]]
+            _, self.current, self._marks = self._held[
+                self.used[i // self._every] - self._held[0][0]
+            ]
             for run, swaps in self._swaps:
                 run.swaps = swaps[id(self.current)]
 
@@ -114,27 +120,55 @@ class StageWeights:
                 swaps[id(leaves)] = swaps_of(each.partition, others)
             self._swaps.append((each, swaps))
 
-    def gradients(self, i: int) -> list[Tensor]:
+    def gradients(
+        self, i: int, others: Sequence[Sequence[Tensor | None] | None] = ()
+    ) -> list[Tensor]:
         """Gives parameters their gradients; ``i`` would be the first of the next mini-batch.
+
+        Args:
+            i: that micro-batch, or, of several replicas, the one that would come here next.
+            others: the gradients of other replicas, or None of one that had no mini-batch.
 
         Returns:
             New memory, if the parameters were moved there.
         """
-        if not self.several:
+        if not (self.several or others):
             return []
-        if self._marks != list(map(_mark, self.current)):
+        there = [self.taken(), *[grads for grads in others if grads is not None]]
+        means = [_mean(grads, len(there)) for grads in zip(*there, strict=True)]
+        made = self._make_room(i)
+        _give(self.parameters, means)
+        return made
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the version that is in use, which then has none."""
+        if self.several and self._marks != list(map(_mark, self.current)):
             raise RuntimeError(
                 "a layer changed a parameter in its forward, in place (as an embedding with "
                 "max_norm does) or by its data, and train_stream has several versions of it, of "
                 "which only one would have changed: give the layer a stage that has one version "
                 "(the last one, with versions='stashing'), or use train_batch"
             )
-        grads = [leaf.grad for leaf in self.current]
-        for leaf in self.current:
+        leaves = self.current if self.several else self.parameters
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
             leaf.grad = None
+        return grads
+
+    def _make_room(self, i: int) -> list[Tensor]:
+        """Moves the parameters, if others still need the newest version as it is; to where."""
+        if not self.several:
+            return []
         self._let_go(i)
-        made = self._move() if self._held else []  # others still need the newest one as it is
-        _give(self.parameters, grads)
+        return self._move() if self._held else []
+
+    @torch.no_grad()
+    def follow(self, i: int, newest: Sequence[Tensor]) -> list[Tensor]:
+        """Makes the next version what the owner's is; otherwise as :meth:`gradients`."""
+        made = self._make_room(i)
+        for parameter, value in zip(self.parameters, newest, strict=True):
+            parameter.copy_(value)
+        self.update()
         return made
 
     def update(self) -> None:
@@ -157,8 +191,8 @@ class StageWeights:
 
     def _let_go(self, i: int) -> None:
         """Lets go of versions that nobody needs from micro-batch ``i`` on, after an update."""
-        if i < len(self.used):
-            oldest = self.used[i]
+        if i // self._every < len(self.used):
+            oldest = self.used[i // self._every]
         else:
             oldest = self.updates + 1 if self._rule is None else self._rule(i)
         while self._held and self._held[0][0] < oldest:
@@ -206,6 +240,12 @@ def _leaf(parameter: nn.Parameter) -> Tensor:
 def _mark(leaf: Tensor) -> tuple[int, int]:
     """Changes when a layer writes into it, or assigns to its ``data``."""
     return version_of(leaf), storage_of(leaf)
+
+
+def _mean(grads: Sequence[Tensor | None], count: int) -> Tensor | None:
+    """Of the gradients of some replicas, which one that does not use a parameter has none of."""
+    there = [grad for grad in grads if grad is not None]
+    return sum(there[1:], there[0]) / count if there and count > 1 else next(iter(there), None)
 
 
 def _give(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:

@@ -220,9 +220,12 @@ PIPES = [
     (lambda: Pipe(overlapping(), [2, 1], devices=WORKERS[:2]), ValueError, "memory in common"),
     *((partial(watched, kind), ValueError, r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
       for kind in ("buffer", "frozen", "elsewhere")),
-    (lambda: Pipe(mlp(), [3, 4], replicas=[2, 1], devices=WORKERS[:3]), ValueError, "replicas"),
     (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), ValueError,
-     "3 stages on 2 devices"),
+     r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
+    (lambda: Pipe(mlp(), [3, 4], replicas=2, devices=["cpu:0", "cpu:1", "cpu:1", "cpu:2"]),
+     ValueError, r"2 stages with replicas=\[2, 2\] on 3 devices"),
+    (lambda: Pipe(mlp(True), [3, 4], replicas=[2, 1], devices=WORKERS[:3]), ValueError,
+     "running statistics in its BatchNorm1d"),
     (lambda: Pipe(mlp(True), [3, 4], devices=WORKERS[:2], deferred_batch_norm=True), ValueError,
      "deferred_batch_norm"),
     (lambda: Pipe(mlp(), [3, 4], devices=WORKERS[:2], checkpoint="offload"), ValueError, "offload"),
@@ -232,6 +235,15 @@ PIPES = [
      ValueError, "parameters without values"),
     (lambda: Pipe(mlp().requires_grad_(False), [3, 4]), ValueError, "all parameters .* frozen"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("versions", ["vertical_sync", "2bw"])
+def test_replicas_have_no_version_of_the_whole_model(versions):
+    pipe = Pipe(mlp(), [3, 4], replicas=[2, 1], devices=WORKERS[:3], chunks=2)
+    with pytest.raises(
+        ValueError, match=rf"versions='{versions}' of a pipe with replicas=\[2, 1\]"
+    ):
+        train(pipe, versions=versions)
 
 
 @pytest.mark.parametrize(("make", "kind", "message"), PIPES)

@@ -44,6 +44,30 @@ def updates_of(pipe, before):
     return [not torch.equal(a, b) for a, b in zip(pipe.parameters(), before, strict=True)]
 
 
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_an_exception_in_any_replica_arrives_as_itself(phase):
+    """The pipe goes on: what replicas have is the owner's again, and there is no gradient."""
+    layers, plain = nn.Sequential(*(Fails() for _ in range(2))), nn.Sequential(Fails(), Fails())
+    pipe = Pipe(layers, [1, 1], devices=WORKERS, replicas=2, checkpoint="always", chunks=2)
+    for j, i in product(range(2), range(STEPS)):
+        error = ValueError("bad")
+        pipe[j].error, pipe[j].phase, pipe[j].i = error, phase, i
+        with pytest.raises(ValueError, match="bad") as caught:
+            pipe.train_stream(data(), optimizer=sgd, loss_fn=mean)
+        assert caught.value is error
+        assert "updates of the stages' weights" in notes_of(error)
+        pipe[j].error = None
+        plain.load_state_dict(pipe.state_dict())
+        x = data()[0][0]
+        pipe.train_batch(x, loss_fn=mean)
+        mean(plain(x)).backward()
+        for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        pipe.zero_grad()
+        plain.zero_grad()
+    assert pipe.train_stream(data(), optimizer=sgd, loss_fn=mean).losses.shape == (STEPS,)
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("devices", DEVICES)

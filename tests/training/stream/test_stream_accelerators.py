@@ -48,6 +48,25 @@ def test_as_in_the_papers_whoever_is_late(kind, versions, checkpoint):
     assert [p.data_ptr() for p in pipe.parameters()] == memory
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("replicas", [[2, 1, 1], [1, 2, 1], [1, 3], [2, 2]])
+@pytest.mark.parametrize("kind", [torch.device, Worker])
+def test_round_robin_over_replicas_whoever_is_late(kind, replicas, checkpoint):
+    balance = {3: [2, 3, 2], 2: [3, 4]}[len(replicas)]
+    data, model = mini_batches(9), mlp().to(acc.device())
+    on_device = [(x.to(acc.device()), target.to(acc.device())) for x, target in data]
+    losses = reference(model, balance, on_device, adam, F.cross_entropy, replicas=replicas)
+    acc.synchronize()
+    pipe = Pipe(mlp(), balance, devices=placed(kind), replicas=replicas, checkpoint=checkpoint)
+    for k in range(3):
+        pipe.load_state_dict(mlp().state_dict())
+        with acc.late(k):
+            found = pipe.train_stream(on_device, optimizer=adam, loss_fn=F.cross_entropy)
+        torch.testing.assert_close(found.losses.cpu(), torch.stack(losses).cpu())
+        for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(a.cpu(), b.cpu())
+
+
 def test_several_calls_go_on_with_their_optimizers():
     pipe, plain = (
         Pipe(mlp(), BALANCE, devices=devices) for devices in (placed(torch.device), ["cpu"] * 4)

@@ -26,7 +26,7 @@ def test_versions_are_those_of_the_paper(versions, devices):
     data = mini_batches(9, 8)
     found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
     pieces = 4 if versions == "2bw" else 1
-    rows = [tuple(by_the_paper(b, j, 4, versions) for j in range(4)) for b in range(9)]
+    rows = [tuple(by_the_paper(b, j, [1] * 4, versions) for j in range(4)) for b in range(9)]
     assert found.versions == [row for row in rows for _ in range(pieces)]
     assert (
         found.kept
