@@ -1,1 +1,1 @@
-"""Measurements, run by hand: ``python -m benchmarks.overhead``."""
+"""Measurements, run by hand: ``python -m benchmarks``."""

@@ -7,9 +7,8 @@ One GPU cannot overlap partitions as several would, so this says what a pipe cos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from benchmarks.models.gpt2 import gpt2_small
 from benchmarks.models.resnet import resnet, resnext101_32x8d
 from benchmarks.models.unet import unet
 from benchmarks.peers.check import gathered
-from benchmarks.peers.cpu import next_token
+from benchmarks.peers.cpu import DEFINITIONS, next_token
 from benchmarks.peers.libraries import Loss, Task, ours
 from benchmarks.peers.measure import Meter, measured
 from syncpipe import Worker
@@ -33,17 +32,8 @@ TRAINING_MODES = ("never", "always")
 Samples = Callable[[int], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, and what it is trained on.
-
-    Attributes:
-        name: what the report calls it, its input included.
-        build: makes the model, on the default device.
-        samples: so many inputs and targets, on the CPU.
-        loss: a mean over the samples.
-        batch: of how many samples a mini-batch is.
-    """
+class Case(NamedTuple):
+    """A model, how to make so many samples on the CPU, its loss, and the size of a mini-batch."""
 
     name: str
     build: Callable[[], nn.Sequential]
@@ -136,7 +126,14 @@ def run(
         f"defaults; {' and '.join(map(str, PARTITIONS))} partitions, all of them on {where}; "
         f"{repeats} rounds, one step of each in each."
     )
-    part.definitions = _definitions(len(PARTITIONS))
+    part.definitions = {
+        **{name: text for name, text in DEFINITIONS.items() if name.startswith("over ")},
+        "partitions": "all rows are measured once for each number of them, the plain ones as well.",
+        "workers": "threads that share out the partitions, each with streams of its own; with one "
+        "worker, ours runs on the calling thread and its current stream.",
+        "samples/s": "throughput of forward, loss and backward, until the GPU is through.",
+        "peak MiB": "torch.cuda.max_memory_allocated, the highest of all rounds.",
+    }
     part.notes = ["torch.distributed.pipelining is left out: NCCL wants a GPU for each rank."]
     for n in PARTITIONS:
         task = made(chosen, n, device, options.quick)
@@ -163,23 +160,6 @@ def places(partitions: int, device: torch.device) -> dict[str, Sequence[Any]]:
     """All partitions on one worker, which runs inline, and each on a worker with streams."""
     workers = [Worker(device) for _ in range(partitions)]
     return {"1 worker": [device] * partitions, f"{partitions} workers": workers}
-
-
-def _definitions(count: int) -> dict[str, str]:
-    return {
-        "partitions": f"all rows are measured once for each of the {count} numbers, the plain ones "
-        "and the one model anew as well.",
-        "workers": "threads that share out the partitions, each with streams of its own; with one "
-        "worker, ours runs on the calling thread and its current stream.",
-        "samples/s": "measured: throughput of forward, loss and backward, from gradients of None "
-        "until the GPU is through.",
-        "peak MiB": "measured: torch.cuda.max_memory_allocated over such steps, the highest of all "
-        "rounds; weights, gradients and the mini-batch included.",
-        "over the loop": "time over that of the plain loop over the same micro-batches, in the "
-        "same round; the loop never re-materializes.",
-        "over torchgpipe, over fairscale": "time over theirs of the same checkpoint mode in the "
-        "same round: below 1 ours is faster.",
-    }
 
 
 PARTS: dict[str, Callable[[Options], Part]] = {

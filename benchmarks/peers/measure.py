@@ -22,13 +22,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Meter:
-    """What measuring needs to know of a device.
-
-    Attributes:
-        synchronize: waits until the device has done all its work.
-        forget: begins to measure the peak of its memory anew.
-        peak: bytes at the most since then; None where nobody counts.
-    """
+    """A device: waits for it, begins to measure its peak of memory anew, and reads that."""
 
     synchronize: Callable[[], None] = lambda: None
     forget: Callable[[], None] = lambda: None
