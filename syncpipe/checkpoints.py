@@ -42,7 +42,7 @@ def reader(
     names: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> Callable[[nn.Module], None]:
-    """Makes an ``init_fn`` for a ``Pipe`` that fills the modules of its layers from a checkpoint.
+    """Make an ``init_fn`` for a ``Pipe`` that fills the modules of its layers from a checkpoint.
 
     A module gets its tensors by its own ``_load_from_state_dict``, as of any checkpoint. So one
     that has its weights in another form, such as quantized ones, makes that of them there.
@@ -74,7 +74,7 @@ def load(
     names: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Loads a checkpoint into a pipe, or any module, that has values, one tensor at a time.
+    """Load a checkpoint into a pipe, or any module, that has values, one tensor at a time.
 
     Args:
         module: the pipe.
@@ -92,7 +92,7 @@ def load(
 
 
 def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float = 5e9) -> None:
-    """Writes the tensors of a pipe, or of any module, as ``save_pretrained`` does; tied ones once.
+    """Write the tensors of a pipe, or of any module, as ``save_pretrained`` does; tied ones once.
 
     The host holds a shard at a time.
 

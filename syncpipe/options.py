@@ -209,7 +209,7 @@ class Selective:
 
     @classmethod
     def of(cls, context_fn: _ContextFn) -> Selective:
-        """From what ``torch.utils.checkpoint`` takes as ``context_fn``."""
+        """Make one of what ``torch.utils.checkpoint`` takes as ``context_fn``."""
         made = cls.__new__(cls)
         made.contexts = context_fn
         return made

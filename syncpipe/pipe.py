@@ -221,7 +221,7 @@ class Pipe(nn.Module):
         verbose: bool = True,
         **sample_kwargs: Any,
     ) -> Self:
-        """From any model to a pipe that fits and trains, in one call::
+        """Make a pipe that fits and trains of any model, in one call::
 
             pipe = Pipe.auto(model, input_ids, attention_mask=mask, batch_size=64)
 
@@ -399,7 +399,7 @@ class Pipe(nn.Module):
 
     @_Signed
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a mini-batch through the pipeline.
+        """Run a mini-batch through the pipeline.
 
         Args:
             args, kwargs: one input, a tensor ``[batch, ...]`` or a tree, on the first device (all
@@ -498,7 +498,7 @@ class Pipe(nn.Module):
         verify: bool | None = None,
         global_loss: bool = False,
     ) -> Any:
-        """Forward and backward of one mini-batch, with the loss inside the pipeline.
+        """Run forward and backward of one mini-batch, with the loss inside of the pipeline.
 
         A micro-batch can go back as soon as it has gone forward, so other schedules than
         fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
@@ -638,7 +638,7 @@ class Pipe(nn.Module):
         data_iter: Iterable[Any] | None = None,
         global_loss: bool = False,
     ) -> Any:
-        """Forward of one mini-batch, without gradients and in ``eval()`` mode.
+        """Run one mini-batch forward, without gradients and in ``eval()`` mode.
 
         By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
         its own ``train()``.
@@ -697,7 +697,7 @@ class Pipe(nn.Module):
         loss_reduction: str | None = None,
         weight: Callable[[Any], Any] | Sequence[Any] | None = None,
     ) -> Streamed:
-        """Trains on one mini-batch after another without ever draining the pipeline (PipeDream).
+        """Train on one mini-batch after another without ever draining the pipeline (PipeDream).
 
         This is **not** ``train_batch`` in a loop: gradients are those of weights that are up to
         ``n - 1`` updates old, ``n`` the number of stages, so another model comes out. On a single
@@ -783,7 +783,7 @@ class Pipe(nn.Module):
         return done
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles each layer in place, as ``nn.Module.compile`` does a module.
+        """Compile each layer in place, as ``nn.Module.compile`` does a module.
 
         One graph serves forward and recomputation; what is between layers is not compiled. Layers
         that come later, ``pipe[k] = layer``, are not, either.
@@ -796,7 +796,7 @@ class Pipe(nn.Module):
             layer._compiled_call_impl = torch.compile(_called(layer), *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Several calls before gradients are averaged over processes, by the first one after it::
+        """Let the first call after this block average gradients over processes, for all in it::
 
             with pipe.no_sync():
                 pipe.train_batch(a, target_a, loss_fn=loss_fn, accumulate=2)
@@ -816,7 +816,7 @@ class Pipe(nn.Module):
         return self._averaging.no_sync()  # type: ignore[no-any-return]
 
     def trace(self, title: str = "") -> Trace:
-        """Records what this pipe does, and when::
+        """Record what this pipe does, and when::
 
             with pipe.trace() as trace:
                 loss = pipe.train_batch(input, target, loss_fn=loss_fn)

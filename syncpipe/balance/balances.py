@@ -47,7 +47,7 @@ def balance_by_time(
     device: torch.device | str | int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Balances the time that forward and backward of the layers take.
+    """Balance the time that forward and backward of the layers take.
 
     Example::
 
@@ -100,7 +100,7 @@ def balance_by_size(
     optimizer: MakeOptimizer | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Balances the memory of the layers: their parameters, buffers and what they store.
+    """Balance the memory of the layers: their parameters, buffers and what they store.
 
     Example::
 
@@ -151,7 +151,7 @@ def balance_by_size(
 
 
 def param_scale_of(optimizer: MakeOptimizer) -> float:
-    """Bytes that training takes for each byte of a parameter: itself, gradient, optimizer's state.
+    """Return bytes of training for a byte of a parameter: itself, gradient, optimizer's state.
 
     Measured on a small parameter. SGD: 2, with momentum 3, Adam: 4.
 
@@ -193,7 +193,7 @@ def _checked(partitions: int, layers: Layers) -> nn.Sequential:
 
 
 def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
-    """The balance in which the largest stage has as few parameters to train as can be.
+    """Return the balance whose largest stage has as few parameters to train as can be.
 
     Args:
         partitions: number of stages.
@@ -225,7 +225,7 @@ def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
 
 
 def balance_uniform(partitions: int, module: Layers) -> list[int]:
-    """The balance in which stages have the same number of layers, the first ones one more.
+    """Return the balance in which stages have as many layers, the first ones one more.
 
     Args:
         partitions: number of stages.
@@ -242,7 +242,7 @@ def balance_uniform(partitions: int, module: Layers) -> list[int]:
 
 
 def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
-    """The balance in which stages have the same number of layers of some type.
+    """Return the balance in which stages have the same number of layers of some type.
 
     Args:
         partitions: number of stages.

@@ -32,7 +32,7 @@ _MOST_PLACES = 100_000
 
 
 def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
-    """Cuts a chain of layers so that the largest stage costs as little as possible.
+    """Cut a chain of layers so that the largest stage costs as little as possible.
 
     The minimum is exact. Among the cuts that reach it, it is the one with the most even rest: the
     sum of squares of all stages' costs is the smallest. (Only where thousands of layers leave more

@@ -81,7 +81,7 @@ class DeviceSpec:
                 raise ValueError(f"{what}={getattr(self, what)!r} of {self.name}: at least 0")
 
     def peak(self, dtype: torch.dtype, *, convolution: bool = False) -> float:
-        """FLOP per second of matrix products of a type, under PyTorch's settings for TF32."""
+        """Return FLOP per second of products of a type, under PyTorch's settings for TF32."""
         if dtype in (torch.float64, torch.complex128):
             if not self.double:
                 raise ValueError(

@@ -45,7 +45,7 @@ def profile(
     time: bool = True,
     progress: bool | None = None,
 ) -> Profile:
-    """Measures how long each layer takes, forward and backward, and how much memory it needs.
+    """Measure how long each layer takes, forward and backward, and how much memory it needs.
 
     Each layer runs in train mode on its real input, what the layers before it made of the sample,
     skips included. It is a copy of the layer that runs, one layer after another: the model, its
@@ -110,7 +110,7 @@ def estimated(
     sizes: Iterable[int] | None = None,
     progress: bool | None = None,
 ) -> Profile:
-    """Estimates what :func:`profile` would measure on a device that is not here.
+    """Estimate what :func:`profile` would measure on a device that is not here.
 
     Nothing is computed and no memory is taken, however large the model: its layers go through on
     ``meta``, specs likewise. What they store is counted, as a GPU stores it. How long each operator

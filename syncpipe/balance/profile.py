@@ -78,7 +78,7 @@ class LayerProfile:
     weight_share: float | None = None
 
     def memory(self, param_scale: float) -> float:
-        """Bytes that stay on its device however many micro-batches there are.
+        """Return the bytes that stay on its device however many micro-batches there are.
 
         Args:
             param_scale: bytes for each byte of a parameter that is trained: itself, its gradient
@@ -200,7 +200,7 @@ class Profile:
         return tuple(sorted(self.layers[0].forward))
 
     def of(self, samples: int) -> Profile:
-        """A profile of one mini-batch of unknown size, as one of so many samples."""
+        """Return a profile of one mini-batch of unknown size as one of so many samples."""
         if not self.whole:
             return self
         if samples < 1:
@@ -220,7 +220,7 @@ class Profile:
     def from_list(
         cls, entries: Iterable[Mapping[str, Any]], *, samples: int | None = None
     ) -> Profile:
-        """A profile from one entry for each layer, measured on one batch.
+        """Make a profile from one entry for each layer, measured on one batch.
 
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
@@ -256,13 +256,13 @@ class Profile:
         return cls(tuple(layers), whole=samples is None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that :meth:`load` reads."""
+        """Write a JSON file that :meth:`load` reads."""
         text = json.dumps({"syncpipe_profile": _VERSION, **asdict(self)}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, samples: int | None = None) -> Profile:
-        """Reads what :meth:`save` wrote, or a list as for :meth:`from_list`.
+        """Read what :meth:`save` wrote, or a list as for :meth:`from_list`.
 
         Args:
             path: of a JSON file.
@@ -303,7 +303,7 @@ class Profile:
         return found if samples is None else found.of(samples)
 
     def table(self) -> str:
-        """A line for each layer, for the largest micro-batch that was measured."""
+        """Return a line for each layer, for the largest micro-batch that was measured."""
         size = self.sizes[-1]
         of = "one mini-batch" if self.whole else f"{size} sample{'s' * (size != 1)}"
         where = f" on {self.device}" if self.device else ""

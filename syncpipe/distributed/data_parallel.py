@@ -61,7 +61,7 @@ def data_parallel(
     *,
     timeout: float = 600,
 ) -> _P:
-    """Trains one model by several processes, each with a pipe over devices of its own.
+    """Train one model by several processes, each with a pipe over devices of its own.
 
     To be called in every process, with the same model; all get the values that parameters and
     buffers have in process 0. From then on ``train_batch`` ends with the gradients of the
@@ -121,7 +121,7 @@ def data_parallel(
 
 
 def broadcast_buffers(pipe: Pipe) -> None:
-    """Gives all processes the buffers (BatchNorm's statistics, above all) of process 0.
+    """Give all processes the buffers (BatchNorm's statistics, above all) of process 0.
 
     Buffers go their own way in each process, by its own mini-batches. What process 0 saves is
     consistent by itself; call this, in all processes, before the others evaluate or save.
@@ -218,7 +218,7 @@ class Averaging:
         )
 
     def broadcast_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Gives all processes the buffers of process 0, as one call of the pipe."""
+        """Give all processes the buffers of process 0, as one call of the pipe."""
 
         def run(call: _Call) -> None:
             call.exchange(1.0)

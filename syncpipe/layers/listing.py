@@ -168,7 +168,7 @@ class LayerSpec(nn.Module):
         return function_name(self.typename)
 
     def build(self) -> nn.Module:
-        """Makes the layer, on the default device (``with torch.device(...):``).
+        """Make the layer, on the default device (``with torch.device(...):``).
 
         Raises:
             TypeError: no module came out.
@@ -241,7 +241,7 @@ class TiedLayerSpec(LayerSpec):
         self._tie = key, tuple(names)
 
     def build(self) -> nn.Module:
-        """Makes the layer, whose weights are its own still."""
+        """Make the layer, with weights of its own."""
         layer = super().build()
         layer.__dict__["_syncpipe_tie"] = self._tie
         if self.forward_fn is not None:

@@ -89,7 +89,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
     timeout: float = 5.0,
     progress: bool | None = None,
 ) -> Plan | Replicas:
-    """Finds how to run a model on several devices so that a step is as short as possible.
+    """Find how to run a model on several devices so that a step is as short as possible.
 
     The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
     activations, recomputes or offloads them, within the memory of each device::
@@ -485,7 +485,7 @@ class Plan:
         )
 
     def compare(self) -> tuple[Draft, ...]:
-        """Looks for plans under the other schedules, for as many devices and micro-batches.
+        """Look for plans under the other schedules, for as many devices and micro-batches.
 
         It takes seconds. From then on the page and :meth:`as_dict` have them, too. Some may not fit
         into memory, and none is more than looked at: ``plan(schedule=...)`` looks longer.
@@ -511,7 +511,7 @@ class Plan:
         return list(self.chosen.form.device_of)
 
     def on(self, devices: Sequence[Any]) -> list[Any]:
-        """For each stage its device, as a pipe takes them::
+        """Return a device for each stage, as a pipe takes them::
 
         pipe = Pipe(model, **plan.options(), devices=plan.on(["cuda:0", "cuda:1"]))
 
@@ -528,7 +528,7 @@ class Plan:
         return [devices[d] for d in self.device_of]
 
     def options(self) -> dict[str, Any]:
-        """The arguments of a pipe that runs this plan::
+        """Return the arguments of a pipe that runs this plan::
 
         pipe = Pipe(model, **plan.options(), devices=plan.devices)
 
@@ -545,14 +545,14 @@ class Plan:
         }
 
     def timeline(self) -> Timeline:
-        """The simulated step, to be shown or saved as a picture or for Perfetto."""
+        """Return the simulated step, to be shown or saved as a picture or for Perfetto."""
         names = [self.machine.name(d) for d in range(max(self.device_of) + 1)]
         rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=rows, unit="s")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as a page of HTML: the verdict, the cut, the step, the memory of each
+        """Write the plan as a page of HTML: the verdict, the cut, the step, the memory of each
         device against its limit, and the alternatives.
 
         The file needs nothing else, and follows the reader's choice of light or dark. The step is
@@ -567,7 +567,7 @@ class Plan:
         page.save(path, self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as numbers and strings, for JSON. Times are in seconds, memory in bytes."""
+        """Return numbers and strings, for JSON. Times are in seconds, memory in bytes."""
         return {
             "batch_size": self.batch_size,
             "balance": self.balance,

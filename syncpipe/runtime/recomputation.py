@@ -38,7 +38,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=Fals
 
 
 def is_checkpointing() -> bool:
-    """Whether the calling layer runs in a forward whose activations are dropped.
+    """Return whether the calling layer runs in a forward whose activations are dropped.
 
     It will run once more, in backward, for the same micro-batch.
     """
@@ -46,7 +46,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether the calling layer runs for the second time, in backward.
+    """Return whether the calling layer runs for the second time, in backward.
 
     A layer with a side effect (a counter, a log) asks this to have it only once. Buffers need no
     such care: a recomputation neither sees nor leaves a change in them.

@@ -39,13 +39,13 @@ class Worker:
 
     @classmethod
     def shared(cls, device: torch.device) -> Worker:
-        """The worker that a pipe makes for a device: it computes on the current stream."""
+        """Return the worker that a pipe makes for a device: it computes on the current stream."""
         worker = cls(device)
         worker._private = False
         return worker
 
     def lane(self) -> Lane:
-        """This worker's device and streams for one call; call it on the caller's thread."""
+        """Return this worker's device and streams for one call; call it on the caller's thread."""
         if self._made is None:
             streams = self._given
             if streams is None and self.device.type not in ("cpu", "meta"):
@@ -61,13 +61,13 @@ class Worker:
         return Lane(self.device, streams, compute, outbound, inbound, caller)
 
     def host_streams(self, streams: Streams) -> tuple[Any, Any]:
-        """Two streams for copies to the host and back."""
+        """Return two streams for copies to the host and back."""
         if self._host is None:
             self._host = (streams.new(), streams.new())
         return self._host
 
     def caller_lane(self) -> Lane:
-        """The stream on which the caller of the pipe works on this worker's device."""
+        """Return the stream on which the caller of the pipe works on this worker's device."""
         streams = self.lane().streams
         return Lane(self.device, streams, None if streams is None else streams.current())
 

@@ -236,7 +236,7 @@ def auto(
     split: bool = True,
     starts: Iterable[Schedule] = (),
 ) -> AutoSchedule:
-    """A schedule made to measure: none with a name is shorter in the same memory, simulated.
+    """Make a schedule to measure: none with a name is shorter in the same memory, simulated.
 
     It begins with the named schedules that fit, and lists all actions anew by their times, forth
     and back, until it is within a thousandth of a lower bound or nothing becomes shorter::

@@ -53,7 +53,7 @@ AUTO = "auto"
 
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
-    """A valid schedule for so many micro-batches and these stages.
+    """Make a valid schedule for so many micro-batches and these stages.
 
     With replicas the looped and the V-shaped schedules, other functions, ``Schedule`` objects and
     files are made for one device in the place of the replicas of a stage (and of those of other

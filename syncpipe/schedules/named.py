@@ -127,7 +127,7 @@ def one_f_one_b(
     *,
     slots: Literal["textbook", "overlap"] | Sequence[int] = "overlap",
 ) -> Schedule:
-    """1F1B with flush: a stage goes forward until its slots are taken, then back and forth in turn.
+    """1F1B with flush: forwards until the slots of a stage are taken, then a backward in turn.
 
     With even stages and without transfers the bubble is GPipe's, ``(n-1) / (m+n-1)``, but at most
     as many micro-batches are in flight on a stage as it has slots. With replicas it is 1F1B-RR:

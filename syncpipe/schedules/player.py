@@ -258,7 +258,7 @@ def _cells(
 
 
 def validate(schedule: Schedule) -> None:
-    """Proves that free-running devices can carry out a schedule, and that it is a whole one.
+    """Prove that free-running devices can carry out a schedule, and that it is a whole one.
 
     Each cell has one forward and one backward, whole or in two halves, on the device of its stage;
     everything that an action needs comes before it on the same device; and devices never wait for

@@ -182,7 +182,7 @@ _CELL = re.compile(rf"(\d+)([{''.join(_KINDS)}])(\d+)", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """A schedule as text; :func:`from_csv` reads it back.
+    """Write a schedule as text, which :func:`from_csv` reads.
 
     A row for each device, in order, without a header; a cell for each action, in order: stage,
     letter, micro-batch. ``F`` is a forward, ``B`` a whole backward, ``I`` and ``W`` its input and
@@ -195,7 +195,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Reads what :func:`to_csv` writes.
+    """Read what :func:`to_csv` writes.
 
     Space around a cell, empty cells (idle time, to those who align columns) and empty lines at the
     end mean nothing. The numbers of micro-batches and stages are one more than the largest that

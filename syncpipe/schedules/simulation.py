@@ -90,7 +90,7 @@ def simulate(
     *,
     update_every: int | None = None,
 ) -> Simulation:
-    """Plays a schedule through.
+    """Play a schedule through with times.
 
     Args:
         schedule: what each device does in which order.

@@ -99,7 +99,7 @@ def inspect_layout(partitions: Sequence[nn.Sequential | Sequence[nn.Module]]) ->
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks the skips of a model; ``Pipe`` does this by itself.
+    """Check the skips of a model; ``Pipe`` does this by itself.
 
     Skips of submodules count as skips of the top-level layer around them, except those inside a
     nested pipe. A skip that one submodule stashes and another one of the same layer pops is that

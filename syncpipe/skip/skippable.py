@@ -18,7 +18,7 @@ _SKIPS = "_syncpipe_skips"  #: what a forward, or a module, declares
 
 
 class stash:
-    """Sends a value to the later layer that pops this name: ``yield stash(name, value)``.
+    """Send a value to the later layer that pops this name: ``yield stash(name, value)``.
 
     By itself it does nothing, the ``yield`` hands it over.
 
@@ -38,7 +38,7 @@ class stash:
 
 
 class pop:
-    """Takes the value that an earlier layer stashed: ``value = yield pop(name)``.
+    """Take the value that an earlier layer stashed: ``value = yield pop(name)``.
 
     By itself it does nothing, the ``yield`` hands it over.
 
@@ -69,7 +69,7 @@ class Declaration:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Declares which skips a layer stashes and pops.
+    """Declare which skips a layer stashes and pops.
 
     The forward of the decorated class is a generator function. It says ``yield stash(name,
     value)`` to send a value past the layers that follow, ``value = yield pop(name)`` to receive

@@ -222,7 +222,7 @@ class Timeline:
         return "\n".join([*text, f"kinds: count x mean | median in {short_unit}", _summary(self)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file; what it is follows from its suffix.
+        """Write a file; its suffix says of which kind.
 
         ``.svg`` and ``.png`` are pictures. ``.json`` is a trace in Chrome's format, which
         https://ui.perfetto.dev opens: a thread for each row, and beside it those of its transfers.
@@ -239,7 +239,7 @@ class Timeline:
             _write(self.figure(), path, suffix)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws a picture: what ran when, how long rows idled, and what their memory held.
+        """Draw a picture: what ran when, how long rows idled, and what their memory held.
 
         Args:
             ax: where to draw. None: on a figure of its own, which knows nothing of pyplot, so any
@@ -280,7 +280,7 @@ class Timeline:
 
 
 def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure:
-    """Several timelines one above the other, each from its first start, on one axis.
+    """Draw several timelines one above the other, each from its first start, on one axis.
 
     Args:
         timelines: by what stands above each.
@@ -306,7 +306,7 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
 def save_comparison(
     path: str | os.PathLike[str], timelines: Mapping[str, Timeline], *, scale: bool = False
 ) -> None:
-    """Writes what :func:`compare` draws, as ``.svg`` or ``.png``.
+    """Write what :func:`compare` draws, as ``.svg`` or ``.png``.
 
     Raises:
         ValueError: as :func:`compare` does, and if the suffix is another one.

@@ -44,7 +44,7 @@ def verify(
     weight: Callable[[Any], Any] | Sequence[Any] | None = None,
     loss_reduction: str | None = None,
 ) -> Report:
-    """Checks that a pipe computes what its layers compute by themselves, and says why if not.
+    """Check that a pipe computes what its layers compute by themselves, and says why if not.
 
     The layers are run plainly, one after another, on the whole mini-batch and on its micro-batches;
     then the pipe runs, by ``pipe(x)`` with ``loss.backward()``, and by ``train_batch`` under every

@@ -79,7 +79,7 @@ class Stages(nn.Module):
         data_parallel: Any = None,
         **unknown: Any,
     ) -> Any:
-        """One of PyTorch's schedules over the stages; called on all ranks.
+        """Make one of PyTorch's schedules over the stages; called on all ranks.
 
         ::
 
@@ -128,7 +128,7 @@ class Stages(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips gradients by the norm of those of the whole model; called on all ranks.
+        """Clip gradients by the norm of those of the whole model; called on all ranks.
 
         As ``torch.nn.utils.clip_grad_norm_``, over all stages, and over all parts of what is
         sharded by ``fully_shard`` or ``parallelize_module``. Tied weights count once.
@@ -211,7 +211,7 @@ def stage(
     seed: int | None = None,
     unpack: bool = False,
 ) -> Stages:
-    """Makes the stages of this rank; called on all ranks of the pipeline, with the same arguments.
+    """Make the stages of this rank; called on all ranks of the pipeline, with the same arguments.
 
     ::
 

@@ -74,7 +74,7 @@ class Converted(nn.Sequential):
 def sequential(
     model: nn.Module, *sample_args: Any, verify: bool = True, **sample_kwargs: Any
 ) -> Converted:
-    """Makes an ``nn.Sequential`` of any model, for ``Pipe``::
+    """Make an ``nn.Sequential`` of any model, for ``Pipe``::
 
         layers = syncpipe.sequential(model, input_ids, attention_mask=mask)
         pipe = Pipe(layers, balance="parameters", chunks=8)
