@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import extent, overlap, storage_of
+from syncpipe.data import extent, storage_of
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 
@@ -215,22 +215,18 @@ class _Named(NamedTuple):
 
 def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[_Named, _Named]]:
     """Pairs of different parameters and buffers of partitions that have memory in common."""
-    found: dict[int, list[_Named]] = {}
-    seen: set[int] = set()
+    found: dict[int, dict[int, _Named]] = {}
     for j, partition in enumerate(partitions):
         for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
-            if id(tensor) in seen or is_lazy(tensor) or tensor.layout is not torch.strided:
-                continue
-            seen.add(id(tensor))
-            found.setdefault(storage_of(tensor), []).append(_Named(j, name, tensor))
+            if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
+                group = found.setdefault(storage_of(tensor), {})
+                group.setdefault(id(tensor), _Named(j, name, tensor))
     for group in found.values():
         near: list[_Named] = []
-        for a in sorted(group, key=lambda named: extent(named.tensor)):
-            start, _ = extent(a.tensor)
-            near = [b for b in near if extent(b.tensor)[1] > start]
+        for a in sorted(group.values(), key=lambda named: extent(named.tensor)):
+            near = [b for b in near if extent(b.tensor)[1] > extent(a.tensor)[0]]
             for b in near:
-                if overlap(a.tensor, b.tensor):
-                    yield (a, b) if a.stage < b.stage else (b, a)
+                yield (a, b) if a.stage < b.stage else (b, a)
             near.append(a)
 
 

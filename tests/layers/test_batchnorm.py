@@ -1,0 +1,485 @@
+"""Deferred batch normalisation: running statistics of whole mini-batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+import weakref
+from collections.abc import Callable
+from operator import is_
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from syncpipe.layers.batchnorm import (
+    DeferredBatchNorm,
+    DeferredBatchNorm1d,
+    DeferredBatchNorm2d,
+    MiniBatchStatistics,
+    collect,
+    defer_batch_norm,
+)
+from tests.support.running import MODES, in_threads, pipe_of, weigh
+
+KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def run(module: nn.Module, *micro_batches: Tensor) -> list[Tensor]:
+    """One mini-batch, committed."""
+    stats, outputs = MiniBatchStatistics(), []
+    for x in micro_batches:
+        with collect(stats):
+            outputs.append(module(x))
+    stats.commit()
+    return outputs
+
+
+def assert_same_buffers(a: nn.Module, b: nn.Module, *, exact: bool = False) -> None:
+    left, right = dict(a.named_buffers()), dict(b.named_buffers())
+    torch.testing.assert_close(left, right, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def snapshot(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module)
+
+
+def deferred_copy(plain: nn.Module) -> nn.Module:
+    bn = copy.deepcopy(plain)
+    defer_batch_norm(bn)
+    return bn
+
+
+# --- on its own ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(
+    splits=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=3),
+    dims=st.sampled_from(sorted(KINDS)),
+    channels=st.integers(1, 4),
+    momentum=st.sampled_from([None, 0.1, 0.0, 0.7, 1.0]),
+    affine=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**16),
+)
+def test_running_statistics_are_those_of_the_whole_mini_batch(
+    splits, dims, channels, momentum, affine, dtype, seed
+) -> None:
+    torch.manual_seed(seed)
+    plain = KINDS[dims](channels, momentum=momentum, affine=affine, dtype=dtype)
+    deferred = deferred_copy(plain)
+    for split in splits:
+        # One value per channel cannot be normalised, by the plain layer neither.
+        sizes = [2 if size == 1 and dims < 2 else size for size in split]
+        if sum(sizes) == 0:
+            continue
+        x = torch.randn(sum(sizes), channels, *(2, 3, 2)[:dims], dtype=dtype) * 3 + 1
+        run(deferred, *x.split(sizes))
+        plain(x)
+    assert_same_buffers(plain, deferred)
+
+
+@pytest.mark.parametrize("sizes", [(100, 100, 100), (1, 7, 300, 2, 90)])
+def test_a_large_mean_does_not_drown_the_variance(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), 3, 2) + 10_000
+    bn = DeferredBatchNorm1d(3, momentum=1.0)
+    run(bn, *x.split(sizes))
+    var, mean = torch.var_mean(x.double(), dim=[0, 2])
+    torch.testing.assert_close(bn.running_var, var.float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(bn.running_mean, mean.float(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "autocast"])
+def test_half_types_are_accumulated_in_single_precision(dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 3, 8, 8) + 30
+    conv = nn.Conv2d(3, 3, 1) if dtype == "autocast" else nn.Identity()
+    bn = DeferredBatchNorm2d(3, momentum=1.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        x = conv(x) if dtype == "autocast" else x.to(dtype)
+        run(bn, *x.split(5))
+    assert x.dtype.itemsize == 2
+    var, mean = torch.var_mean(x.double(), dim=[0, 2, 3])
+    torch.testing.assert_close(bn.running_mean, mean.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(bn.running_var, var.float(), rtol=1e-5, atol=1e-7)
+    half = DeferredBatchNorm1d(2).to(torch.bfloat16)
+    running = half.running_mean
+    run(half, torch.randn(8, 2).bfloat16())
+    assert half.running_mean is running
+    assert running.dtype is torch.bfloat16
+    assert running.abs().sum() > 0
+
+
+def test_single_values_are_accumulated_and_one_alone_is_refused_for_all() -> None:
+    bn, stats = DeferredBatchNorm1d(1, momentum=1.0), MiniBatchStatistics()
+    for value in torch.tensor([[1.0], [2.0], [6.0]]).split(1):
+        stats.add(bn, value)
+    stats.commit()
+    assert bn.running_mean.item() == pytest.approx(3)
+    assert bn.running_var.item() == pytest.approx(7)
+    before = snapshot(bn)
+    stats.add(bn, torch.tensor([[1.0], [2.0]]))
+    stats.add(DeferredBatchNorm1d(1), torch.tensor([[1.0]]))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        stats.commit()
+    assert_same_buffers(bn, before, exact=True)
+
+
+def test_what_does_not_count() -> None:
+    plain, bn = nn.BatchNorm1d(2), DeferredBatchNorm1d(2)
+    before, x, stats = snapshot(bn), torch.randn(4, 2), MiniBatchStatistics()
+    run(bn, torch.empty(0, 2))  # nothing
+    with collect(MiniBatchStatistics()):
+        bn(x)  # a mini-batch that was given up
+    with collect(None):
+        assert torch.equal(bn(x + 1), nn.BatchNorm1d(2)(x + 1))  # recomputation
+    assert_same_buffers(bn, before, exact=True)
+    with collect(stats):
+        bn(x)
+        with collect(None):
+            bn(x + 1)
+    plain(x)
+    for _ in range(2):  # the second one has nothing to commit
+        stats.commit()
+        assert_same_buffers(plain, bn)
+    bn.track_running_stats, before = False, snapshot(bn)
+    run(bn, x)
+    assert_same_buffers(bn, before, exact=True)
+    plain, bn = nn.BatchNorm1d(2, momentum=None), DeferredBatchNorm1d(2, momentum=None)
+    for module in (plain, bn):
+        module.num_batches_tracked = None  # a cumulative average without a counter stands still
+    plain(x)
+    run(bn, x)
+    assert_same_buffers(plain, bn, exact=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_outside_of_collect_and_in_evaluation_it_is_the_plain_layer(training: bool) -> None:
+    plain = nn.BatchNorm2d(3)
+    plain(torch.randn(4, 3, 2, 2) + 5)
+    bn, x = deferred_copy(plain.train(training)), torch.randn(4, 3, 2, 2)
+    assert torch.equal(plain(x), bn(x))
+    if not training:
+        assert torch.equal(plain(x), run(bn, x)[0])
+    assert_same_buffers(bn, plain, exact=True)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        run(bn, torch.randn(4, 3))
+    if training:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            run(bn, torch.randn(1, 3, 1, 1))
+
+
+def test_gradients_are_those_of_the_plain_layer_and_statistics_keep_no_graph() -> None:
+    plain = nn.BatchNorm2d(3)
+    bn = deferred_copy(plain)
+    x = torch.randn(6, 3, 2, 2, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    for a, b in zip([plain(c) for c in x.split(2)], run(bn, *y.split(2)), strict=True):
+        assert torch.equal(a, b)
+        a.square().sum().backward()
+        b.square().sum().backward()  # after the commit: it must not touch what was saved
+    assert torch.equal(x.grad, y.grad)
+    assert torch.equal(plain.weight.grad, bn.weight.grad)
+    assert not bn.running_mean.requires_grad
+    stats, made = MiniBatchStatistics(), x * 1
+    alive = weakref.ref(made)
+    with collect(stats):
+        bn(made)
+    del made
+    assert alive() is None
+
+
+def test_inference_mode() -> None:
+    plain, bn, x = nn.BatchNorm1d(2), DeferredBatchNorm1d(2), torch.randn(8, 2)
+    stats = MiniBatchStatistics()
+    with torch.inference_mode(), collect(stats):
+        bn(x)
+    stats.commit()
+    plain(x)
+    assert_same_buffers(plain, bn)
+
+
+def test_a_scope_is_left_on_errors_and_not_entered_twice_at_a_time() -> None:
+    bn, scope = DeferredBatchNorm1d(2), collect(None)
+    with pytest.raises(KeyError), collect(MiniBatchStatistics()):
+        raise KeyError
+    bn(torch.randn(4, 2))
+    assert bn.num_batches_tracked == 1
+    with scope, pytest.raises(RuntimeError, match="already entered"), scope:
+        pass
+    with scope:  # one after the other is fine
+        pass
+
+
+def test_concurrent_mini_batches_do_not_mix() -> None:
+    torch.manual_seed(0)
+    bn, steps = DeferredBatchNorm1d(2, momentum=None), 30
+    inputs = [[torch.randn(8, 2) + t for _ in range(steps)] for t in range(4)]
+
+    def work(xs: list[Tensor]) -> None:
+        for x in xs:
+            run(bn, *x.split(3))
+
+    # 8 = 3 + 3 + 2, so a mini-batch that lost or gained a part would show.
+    in_threads(work, *inputs)
+    batches = [x for xs in inputs for x in xs]
+    assert bn.num_batches_tracked == len(batches)
+    mean = torch.stack([x.mean(0) for x in batches]).mean(0)
+    var = torch.stack([x.var(0) for x in batches]).mean(0)
+    torch.testing.assert_close(bn.running_mean, mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bn.running_var, var, rtol=1e-4, atol=1e-4)
+
+
+def test_commits_do_not_interleave() -> None:
+    inside: list[int] = []
+    overlaps: list[int] = []
+
+    class Watched(DeferredBatchNorm1d):
+        def _move_running_stats(self, mean: Tensor, var: Tensor) -> None:
+            inside.append(1)
+            time.sleep(0.02)
+            overlaps.append(len(inside) - 1)
+            inside.pop()
+
+    bn = Watched(2)
+
+    def work(_: int) -> None:
+        stats = MiniBatchStatistics()
+        stats.add(bn, torch.ones(4, 2))
+        stats.commit()
+
+    in_threads(work, *range(4))
+    assert overlaps == [0, 0, 0, 0]
+
+
+def test_micro_batches_may_come_from_several_threads() -> None:
+    plain, bn = nn.BatchNorm1d(2), DeferredBatchNorm1d(2)
+    x, stats = torch.randn(64, 2), MiniBatchStatistics()
+
+    def work(part: Tensor) -> None:
+        with collect(stats):
+            bn(part)
+
+    in_threads(work, *x.split(4))
+    stats.commit()
+    plain(x)
+    assert_same_buffers(plain, bn)
+
+
+# --- converting ----------------------------------------------------------------------------------
+
+
+def make_model() -> nn.Sequential:
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    return nn.Sequential(block, nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5))
+
+
+def test_only_the_classes_change_and_once() -> None:
+    model, calls = make_model(), []
+    hooks = [
+        model[3].register_forward_hook(lambda m, args, out: calls.append(m)),
+        model[3].register_full_backward_hook(lambda m, gin, gout: calls.append(m)),
+    ]
+    model.order, shown = [("norm", model[3])], model[3].extra_repr()
+    modules, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
+    before = model.state_dict()
+    for _ in range(2):
+        defer_batch_norm(model)
+        assert all(map(is_, modules, model.modules()))
+        assert all(map(is_, tensors, [*model.parameters(), *model.buffers()]))
+        assert list(before) == list(model.state_dict())
+        assert before._metadata == model.state_dict()._metadata
+        assert type(model[0][1]) is DeferredBatchNorm2d
+        assert isinstance(model[3], nn.BatchNorm1d)
+        assert isinstance(model[3], DeferredBatchNorm)
+        assert type(model[2]) is nn.Linear
+        assert model[3].extra_repr() == shown
+    run(model, torch.randn(4, 3, 2, 2))[0].sum().backward()
+    assert calls == [model[3]] * 2
+    assert model.order[0][1] is model[3]
+    for hook in hooks:
+        hook.remove()
+    for transfer in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        moved = transfer(model)
+        assert type(moved[0][1]) is DeferredBatchNorm2d
+        run(moved, x := torch.randn(8, 3, 2, 2))
+        assert model[3].num_batches_tracked < moved[3].num_batches_tracked
+        run(model, x)
+        assert_same_buffers(model, moved, exact=True)
+
+
+def test_layers_without_statistics_are_left_alone_and_lazy_ones_run_first() -> None:
+    for kind in (nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d):
+        sizes = () if kind is nn.LazyBatchNorm2d else (3,)
+        bn = kind(*sizes, track_running_stats=False)
+        defer_batch_norm(nn.Sequential(bn))
+        assert type(bn) is kind
+    model = nn.Sequential(nn.LazyBatchNorm2d())
+    model(torch.randn(2, 3, 2, 2))
+    defer_batch_norm(model)
+    assert type(model[0]) is DeferredBatchNorm2d
+
+
+def test_a_layer_used_twice_counts_a_mini_batch_once() -> None:
+    bn = nn.BatchNorm1d(3)
+    model = nn.Sequential(bn, nn.Sequential(bn), nn.ReLU())
+    defer_batch_norm(model)
+    run(model, *torch.randn(8, 3).split(4))
+    assert bn.num_batches_tracked == 1
+
+
+class OwnNorm(nn.BatchNorm2d):
+    pass
+
+
+def parametrized() -> nn.Module:
+    bn = nn.BatchNorm2d(3)
+    nn.utils.parametrize.register_parametrization(bn, "weight", nn.Identity())
+    return bn
+
+
+def replaced() -> nn.Module:
+    bn = nn.BatchNorm1d(2)
+    bn.forward = bn.forward  # type: ignore[method-assign]
+    return bn
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.SyncBatchNorm(3), TypeError, "SyncBatchNorm at '1.norm'.*across processes"),
+        (lambda: OwnNorm(3), TypeError, "OwnNorm at '1.norm'.*by hand"),
+        (parametrized, TypeError, "ParametrizedBatchNorm2d at '1.norm'.*by hand"),
+        (nn.LazyBatchNorm2d, ValueError, "LazyBatchNorm2d at '1.norm'.*run the model once"),
+        (lambda: torch.jit.script(nn.BatchNorm2d(3)), TypeError, "scripted .* at '1.norm'"),
+        (replaced, TypeError, "BatchNorm1d at '1.norm'.*'forward' was replaced"),
+    ],
+)
+def test_what_cannot_be_converted_is_named_and_nothing_is_changed(make, error, message) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.ModuleDict({"norm": make()}))
+    for refused in (defer_batch_norm, lambda m: pipe_of(m, [1, 1], deferred_batch_norm=True)):
+        with pytest.raises(error, match=message):
+            refused(model)
+        assert type(model[0]) is nn.BatchNorm1d
+
+
+class Block(nn.Sequential):
+    pass
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("when", ["after", "before", "before, and run"])
+@pytest.mark.parametrize("compiling", [compiled, compiled_in_place])
+@pytest.mark.parametrize("kind", ["container", "layer"])
+def test_compiled_layers_collect(
+    kind: str, compiling: Callable[[nn.Module], nn.Module], when: str
+) -> None:
+    torch.manual_seed(0)
+    norm, plain = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    model: nn.Module = Block(norm) if kind == "container" else norm
+    if when == "after":
+        defer_batch_norm(model)
+    model = compiling(model)
+    if when == "before, and run":
+        x = torch.randn(9, 2)
+        model(x)
+        plain(x)
+    defer_batch_norm(model)
+    for _ in range(12):  # more than the recompilations that dynamo puts up with
+        x = torch.randn(9, 2)
+        run(model, *x.split(3))
+        plain(x)
+    assert_same_buffers(plain, norm)
+
+
+# --- in a pipe -----------------------------------------------------------------------------------
+
+
+def layers(momentum: float | None = 0.1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Identity(), nn.Linear(4, 2)
+    )
+
+
+def deferred(module: nn.Module, mode: str = "except_last", chunks: int = 4):
+    return pipe_of(module, [2, 2], chunks=chunks, checkpoint=mode, deferred_batch_norm=True)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("batch", [16, 11, 6, 3])  # 6: three micro-batches for four chunks
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pipe_has_the_statistics_of_the_mini_batch_and_the_same_gradients(
+    mode, batch, momentum
+) -> None:
+    module = layers(momentum)
+    whole, chunks = copy.deepcopy(module), 4 if batch > 3 else 1
+    plain = pipe_of(copy.deepcopy(module), [2, 2], chunks=chunks, checkpoint=mode)
+    pipe = deferred(module, mode, chunks)
+    for _ in range(3):
+        x = torch.randn(batch, 4) * 3 + 1
+        weigh(pipe(x)).backward()
+        weigh(plain(x)).backward()
+        whole(x)
+    for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert_same_buffers(pipe, whole)
+    before, x = copy.deepcopy(pipe.eval()), torch.randn(5, 4)
+    whole.load_state_dict(pipe.state_dict())
+    torch.testing.assert_close(pipe(x), whole.eval()(x))
+    assert_same_buffers(pipe, before, exact=True)
+
+
+def test_outside_of_the_pipe_the_users_layers_do_as_before() -> None:
+    module = layers()
+    plain, norm, keys = copy.deepcopy(module), module[1], list(module.state_dict())
+    pipe = deferred(module)
+    assert module[1] is pipe[1] is norm
+    assert list(pipe.state_dict()) == keys
+    not_deferred = pipe_of(module, [2, 2], chunks=4)
+    for x in torch.randn(3, 16, 4):
+        assert torch.equal(module(x), plain(x))
+        assert torch.equal(not_deferred(x), torch.cat([plain(c) for c in x.chunk(4)]))
+    assert_same_buffers(module, plain, exact=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda pipe: pickle.loads(pickle.dumps(pipe)),
+        lambda pipe: setattr(pipe, "1", nn.BatchNorm1d(4)) or pipe,
+        lambda pipe: setattr(pipe, "balance", [1, 3]) or pipe,
+    ],
+)
+def test_copies_and_changed_pipes_defer(change) -> None:
+    pipe = change(deferred(layers()))
+    pipe(torch.randn(16, 4))
+    assert pipe[1].num_batches_tracked == 1
+
+
+def test_a_mini_batch_that_fails_leaves_no_trace() -> None:
+    pipe = deferred(layers())
+    before = copy.deepcopy(pipe)
+    fail = pipe[0].register_forward_pre_hook(lambda _, args: 1 // (len(args[0]) - 3) and None)
+    with pytest.raises(ZeroDivisionError):
+        pipe(torch.randn(15, 4))  # the last micro-batch has three samples
+    fail.remove()
+    assert_same_buffers(pipe, before, exact=True)
+    x = torch.randn(16, 4)
+    pipe(x)
+    before(x)
+    assert_same_buffers(pipe, before, exact=True)
