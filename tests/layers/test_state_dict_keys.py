@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -61,10 +62,6 @@ def model() -> nn.Sequential:
     return built
 
 
-def numbered() -> nn.Sequential:
-    return nn.Sequential(*model())
-
-
 def chain(kind: type[nn.Sequential], layers: list[tuple[str, nn.Module]]) -> nn.Sequential:
     return kind(OrderedDict(layers))
 
@@ -96,111 +93,29 @@ WRITERS: dict[str, Callable[[nn.Sequential, list[int]], State]] = {
     "torchgpipe": old_gpipe,
     "torch.distributed.pipeline.sync": old_sync,
 }
-BALANCES = [[6], [3, 3], [1, 5], [2, 2, 2], [1, 1, 1, 1, 1, 1]]
-
-
-def loaded(pipe: Pipe, state: State, expected: nn.Sequential, **arguments: Any) -> None:
-    """Loads a state and compares with the model that wrote it."""
-    result = pipe.load_state_dict(state, **arguments)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    assert_same_tree(dict(pipe.state_dict()), dict(expected.state_dict()), "state")
-
-
-@pytest.mark.parametrize("make", [model, numbered])
-@pytest.mark.parametrize("mine", BALANCES)
-@pytest.mark.parametrize("theirs", BALANCES)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_an_old_checkpoint_loads_whatever_the_balances(
-    writer: str, theirs: list[int], mine: list[int], make: Callable[[], nn.Sequential]
-) -> None:
-    old = make()
-    state = WRITERS[writer](old, theirs)
-    keys = list(state)
-    assert all(key.startswith("partitions.") for key in keys)
-    loaded(Pipe(make(), mine), state, old)
-    assert list(state) == keys, "the caller's dict was changed"
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_more_than_ten_layers_and_partitions_keep_their_order(writer: str) -> None:
-    def deep() -> nn.Sequential:
-        return nn.Sequential(*[nn.Linear(2, 2) for _ in range(23)])
-
-    old = deep()
-    state = WRITERS[writer](old, [11] + [1] * 12)
-    loaded(Pipe(deep(), [10, 13]), state, old)
-
-
-def nested() -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(
-            body=nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
-            head=nn.Linear(3, 3),
-        )
-    )
-
-
-@pytest.mark.parametrize("balance", [[2], [1, 1]])
-@pytest.mark.parametrize("writer", WRITERS)
-def test_layers_that_are_sequentials_themselves_load(writer: str, balance: list[int]) -> None:
-    old = nested()
-    loaded(Pipe(nested(), [1, 1]), WRITERS[writer](old, balance), old)
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_checkpoint_of_part_of_the_layers_loads_what_is_there(writer: str) -> None:
-    old = numbered()
-    state = WRITERS[writer](old, [6])
-    state = {key: value for key, value in state.items() if ".0.5." not in key}
-    pipe = Pipe(numbered(), [6])
-    result = pipe.load_state_dict(state, strict=False)
-    assert result.missing_keys == ["5.weight", "5.bias"]
-    assert not result.unexpected_keys
-    assert torch.equal(pipe[0].weight, old[0].weight)
-    assert torch.equal(pipe[2].running_mean, old[2].running_mean)
-
-
-def skip_model() -> nn.Sequential:
-    return nn.Sequential(OrderedDict(remember=Remember(), act=nn.ReLU(), add=Add()))
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
-def test_the_prefix_that_torchgpipe_gave_skippable_layers_is_accepted(
-    writer: str, balance: list[int]
-) -> None:
-    old = skip_model()
-    state = WRITERS[writer](old, balance)
-    parts = {key: key.split(".", 3) for key in state}
-    state = {".".join([*p[:3], "module", p[3]]): state[key] for key, p in parts.items()}
-    assert any(key.endswith(".module.conv.weight") for key in state)
-    loaded(Pipe(skip_model(), [2, 1]), state, old)
-
-
-def test_skippable_layers_load_without_the_prefix_too() -> None:
-    old = skip_model()
-    loaded(Pipe(skip_model(), [2, 1]), old_gpipe(old, [1, 2]), old)
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_the_accumulators_of_torchgpipes_deferred_batch_norm_are_left_out(deferred: bool) -> None:
-    old = model()
-    state = old_gpipe(old, [2, 4])
-    state["partitions.1.norm.sum"] = torch.zeros(3)
-    state["partitions.1.norm.sum_squares"] = torch.zeros(3)
-    loaded(Pipe(model(), [3, 3], deferred_batch_norm=deferred), state, old)
-
-
-def test_the_accumulators_inside_of_a_layer_are_left_out() -> None:
-    def blocks() -> nn.Sequential:
-        return nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
-
-    old = blocks()
-    state = old_gpipe(old, [1, 1])
-    state["partitions.0.0.1.sum"] = torch.zeros(3)
-    state["partitions.0.0.1.sum_squares"] = torch.zeros(3)
-    loaded(Pipe(blocks(), [1, 1]), state, old)
+WHOLE: dict[str, tuple[Callable[[], nn.Sequential], list[list[int]]]] = {
+    "named": (model, [[6], [3, 3], [1, 5], [1, 1, 1, 1, 1, 1]]),
+    "numbered": (lambda: nn.Sequential(*model()), [[6], [2, 2, 2], [5, 1]]),
+    "deep": (
+        lambda: nn.Sequential(*[nn.Linear(2, 2) for _ in range(23)]),
+        [[11] + [1] * 12, [10, 13]],
+    ),
+    "nested": (
+        lambda: chain(
+            nn.Sequential,
+            [
+                ("body", nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))),
+                ("head", nn.Linear(3, 3)),
+            ],
+        ),
+        [[2], [1, 1]],
+    ),
+    "skips": (
+        lambda: nn.Sequential(OrderedDict(remember=Remember(), act=nn.ReLU(), add=Add())),
+        [[3], [1, 1, 1], [2, 1]],
+    ),
+    "sum": (lambda: nn.Sequential(nn.Linear(3, 3), HasSum()), [[1, 1], [2]]),
+}
 
 
 class HasSum(nn.Module):
@@ -214,9 +129,69 @@ class HasSum(nn.Module):
         return x + self.sum
 
 
-def test_a_buffer_that_is_only_called_sum_is_loaded() -> None:
-    old = nn.Sequential(nn.Linear(3, 3), HasSum())
-    loaded(Pipe(nn.Sequential(nn.Linear(3, 3), HasSum()), [1, 1]), old_gpipe(old, [1, 1]), old)
+def loaded(module: nn.Module, state: State, expected: nn.Module, **arguments: Any) -> None:
+    """Loads a state and compares with the model that wrote it."""
+    result = module.load_state_dict(state, **arguments)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert_same_tree(dict(module.state_dict()), dict(expected.state_dict()), "state")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("what", WHOLE)
+def test_an_old_checkpoint_loads_whatever_the_balances(what: str, writer: str) -> None:
+    make, balances = WHOLE[what]
+    for theirs, mine in product(balances, balances):
+        old, outer = make(), nn.Linear(3, 3)
+        state = WRITERS[writer](old, theirs)
+        keys = list(state)
+        assert all(key.startswith("partitions.") for key in keys)
+        loaded(Pipe(make(), mine), state, old)
+        assert list(state) == keys, "the caller's dict was changed"
+        both = nn.ModuleDict({"net": Pipe(make(), mine), "outer": nn.Linear(3, 3), "other": make()})
+        inside = {f"net.{key}": value for key, value in state.items()}
+        inside |= {f"outer.{key}": value for key, value in outer.state_dict().items()}
+        inside |= {f"other.{key}": value for key, value in old.state_dict().items()}
+        loaded(both, inside, nn.ModuleDict({"net": old, "outer": outer, "other": old}))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_prefix_that_torchgpipe_gave_skippable_layers_is_accepted(writer: str) -> None:
+    make, balances = WHOLE["skips"]
+    for balance in balances:
+        old = make()
+        state = WRITERS[writer](old, balance)
+        parts = {key: key.split(".", 3) for key in state}
+        state = {".".join([*p[:3], "module", p[3]]): state[key] for key, p in parts.items()}
+        assert any(key.endswith(".module.conv.weight") for key in state)
+        loaded(Pipe(make(), [2, 1]), state, old)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_checkpoint_of_part_of_the_layers_loads_what_is_there(writer: str) -> None:
+    old = nn.Sequential(*model())
+    state = WRITERS[writer](old, [6])
+    state = {key: value for key, value in state.items() if ".0.5." not in key}
+    pipe = Pipe(nn.Sequential(*model()), [6])
+    result = pipe.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["5.weight", "5.bias"]
+    assert not result.unexpected_keys
+    assert torch.equal(pipe[0].weight, old[0].weight)
+    assert torch.equal(pipe[2].running_mean, old[2].running_mean)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_accumulators_of_torchgpipes_deferred_batch_norm_are_left_out(deferred: bool) -> None:
+    def blocks() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
+
+    for make, norm in ((model, "1.norm"), (blocks, "0.0.1")):
+        old = make()
+        state = old_gpipe(old, [len(old) // 2 - (len(old) > 2), len(old) // 2 + (len(old) > 2)])
+        state[f"partitions.{norm}.sum"] = torch.zeros(3)
+        state[f"partitions.{norm}.sum_squares"] = torch.zeros(3)
+        half = len(old) // 2
+        loaded(Pipe(make(), [half, half], deferred_batch_norm=deferred), state, old)
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, "plain"])
@@ -231,44 +206,16 @@ def test_assign_takes_the_tensors_and_keeps_the_devices(writer: str) -> None:
     assert pipe.stem.weight.data_ptr() == old.stem.weight.data_ptr()
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_pipe_inside_of_a_parent_loads_with_the_parents_prefix(writer: str) -> None:
-    old = model()
-    outer = nn.Linear(3, 3)
-    state = {f"net.{key}": value for key, value in WRITERS[writer](old, [1, 5]).items()}
-    state |= {f"outer.{key}": value for key, value in outer.state_dict().items()}
-    parent = nn.ModuleDict({"outer": nn.Linear(3, 3), "net": Pipe(model(), [4, 2])})
-    result = parent.load_state_dict(state)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    assert_same_tree(dict(parent["net"].state_dict()), dict(old.state_dict()), "state")
-    assert torch.equal(parent["outer"].weight, outer.weight)
-
-
-def test_two_pipes_in_one_parent_do_not_take_each_others_keys() -> None:
-    a, b = model(), model()
-    state = {f"a.{key}": value for key, value in old_gpipe(a, [6]).items()}
-    state |= {f"b.{key}": value for key, value in old_gpipe(b, [2, 4]).items()}
-    parent = nn.ModuleDict({"a": Pipe(model(), [3, 3]), "b": Pipe(model(), [5, 1])})
-    parent.load_state_dict(state)
-    for name, old in (("a", a), ("b", b)):
-        assert_same_tree(dict(parent[name].state_dict()), dict(old.state_dict()), name)
-
-
-def test_new_keys_load_strictly() -> None:
-    old = model()
-    loaded(Pipe(model(), [3, 3]), dict(old.state_dict()), old)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        Pipe(model(), [3, 3]).load_state_dict({})
-
-
-def test_a_layer_called_partitions_keeps_its_keys() -> None:
+def test_new_keys_and_those_of_a_layer_called_partitions_load_strictly() -> None:
     def odd() -> nn.Sequential:
         inner = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
         return nn.Sequential(OrderedDict(partitions=inner, head=nn.Linear(2, 2)))
 
-    old = odd()
-    loaded(Pipe(odd(), [1, 1]), dict(old.state_dict()), old)
+    for make in (model, odd):
+        old = make()
+        loaded(Pipe(make(), "uniform", devices=["cpu:0", "cpu:1"]), dict(old.state_dict()), old)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        Pipe(model(), [3, 3]).load_state_dict({})
 
 
 def test_an_old_checkpoint_of_another_model_is_refused() -> None:
