@@ -99,19 +99,20 @@ def verify(
         )
     loss = known_loss(loss_fn, loss_reduction, weight)
     asked = _schedules(pipe, schedules)
-    pipe._source(input, target, None)  # refuses what train_batch would refuse
-    input, target = input_and_target(input, target)
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
     pipeline = pipe._ready()
     with pipeline.training:  # nobody trains it meanwhile
-        counts, own = pipe._loss_counts, pipe.__dict__
+        before = {"_loss_counts": pipe._loss_counts, "_watched": pipe._watched}
 
         def run() -> Report:
-            pipe._loss_counts = copy(counts)
-            return _Check(Runs(pipe, input, target, loss, options), asked).report()
+            pipe._loss_counts, pipe._watched = copy(pipe._loss_counts), True
+            pipe._source(input, target, None)  # refuses what train_batch would refuse
+            pair = input_and_target(input, target)
+            return _Check(Runs(pipe, *pair, loss, options), asked).report()
 
-        # The loss was checked with these arguments, not with others.
-        return undone(run, map(setitem, [own], ["_loss_counts"], [counts]))
+        # The loss was checked with these arguments, not with others, and the first call of all is
+        # still to come.
+        return undone(run, map(setitem, [pipe.__dict__] * 2, before.keys(), before.values()))
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
 from syncpipe.data import tensors_in
+from tests.layers.test_time_first import First
 from tests.support.interrupts import interrupted
 from tests.verification.models import (
     WIDTH,
@@ -164,6 +166,16 @@ def test_a_loss_that_is_a_module() -> None:
 
 # A destructor, or the callback of a weak reference, cannot pass an exception on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_first_call_after_it_is_the_first_call() -> None:
+    pipe = Pipe(nn.Sequential(nn.GRU(4, 4), First()), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    x = torch.rand(10, 6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verify(pipe, x, loss_fn=lambda y: y.square().mean(), schedules=["1f1b"])
+    with pytest.warns(UserWarning, match="batch_first=True"):
+        pipe(x)
+
+
 def test_ctrl_c_at_any_place() -> None:
     pipe, (x, y) = a_pipe(), batch(8)
     check = partial(verify, pipe, x, y, loss_fn=F.cross_entropy, schedules=["gpipe"])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
 from syncpipe.distributed.pipelining.module import StageModule
@@ -53,9 +52,8 @@ def make(owner: Any, name: str, chunks: int, loss: Loss | None, group: Any) -> A
         group: over which gradients are averaged besides; None for none.
     """
     kind, placement = SCHEDULES[name]
-    sends_to_itself = placement == "v" and not issubclass(
-        getattr(pipelining, kind), _PipelineScheduleRuntime
-    )
+    known = [base.__name__ for base in getattr(pipelining, kind).__mro__]
+    sends_to_itself = placement == "v" and "_PipelineScheduleRuntime" not in known
     if sends_to_itself and owner.peers.by_host and len(owner.balance) > 2:
         raise ValueError(
             f"{name!r} of PyTorch {torch.__version__} sends from a rank to itself, which gloo "
@@ -67,10 +65,33 @@ def make(owner: Any, name: str, chunks: int, loss: Loss | None, group: Any) -> A
     schedule = _checked(getattr(pipelining, kind))(
         stages, chunks, loss_fn=None if loss is None else _found, scale_grads=False
     )
+    _check_private(schedule, owner.stages, placement)
     schedule._syncpipe = _Step(owner, name, chunks, loss, group)
     if "return_outputs" in inspect.signature(getattr(pipelining, kind).step).parameters:
         schedule._syncpipe.quiet = {"return_outputs": False}
     return schedule
+
+
+def _check_private(schedule: Any, stages: list[Any], placement: str) -> None:
+    """Refuses a PyTorch in which the private attributes that we use are other ones.
+
+    Raises:
+        RuntimeError: with its version.
+    """
+    missing = [name for name in _OF_SCHEDULES if not hasattr(schedule, name)]
+    missing += [name for name in _OF_STAGES if not all(hasattr(each, name) for each in stages)]
+    if placement != "one" and not any(name in vars(schedule) for name in _ORDERS):
+        missing.append(_ORDERS[-1])
+    if missing:
+        raise RuntimeError(
+            f"torch.distributed.pipelining of PyTorch {torch.__version__} has no "
+            f"{', '.join(missing)}, which stage() needs to evaluate and to start: use another "
+            "version of PyTorch (2.13 is tested), or a later syncpipe"
+        )
+
+
+_OF_SCHEDULES = ("_has_backward",)
+_OF_STAGES = ("_get_init_p2p_neighbors_ops",)
 
 
 def _found(loss: Tensor, _: Tensor) -> Tensor:

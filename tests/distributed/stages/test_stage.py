@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from syncpipe import NoChunk, Pipe, sequential
 from syncpipe.commands.demo import resnet
 from syncpipe.distributed import stage
+from syncpipe.distributed.pipelining import schedules
 from tests.distributed.processes import told
 from tests.distributed.stages.models import data, difference, expected, model, specs
 
@@ -213,6 +214,21 @@ def test_a_batch_of_another_dtype_is_refused(four):
         r"ValueError: a micro-batch of the input is int32\[2, 3\], which is not of the shape and ",
         four.run(other_dtype)[0],
     )
+
+
+def other_pytorch() -> str:
+    """What is said where a private attribute of PyTorch's has another name."""
+    mine = stage(model(), BALANCES["one"], sample=data()[0][:2])
+    known, schedules._OF_STAGES = schedules._OF_STAGES, ("_of_yesterday",)
+    try:
+        return told(lambda: mine.schedule("1f1b", chunks=M, loss_fn=F.cross_entropy))
+    finally:
+        schedules._OF_STAGES = known
+
+
+def test_a_pytorch_with_other_private_names_is_refused(four):
+    for found in four.run(other_pytorch):
+        assert f"of PyTorch {torch.__version__} has no _of_yesterday" in found
 
 
 def batch_norm() -> list[str]:
