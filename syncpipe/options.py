@@ -178,7 +178,7 @@ _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextMana
 
 
 class Selective:
-    """A ``checkpoint`` mode: everything is computed again but for the operations to save.
+    """A ``checkpoint`` mode: everything is recomputed but for the operations to save.
 
     What ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes of a policy, for all
     micro-batches of a stage::

@@ -128,10 +128,10 @@ class Pipe(nn.Module):
             ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
             accelerators; where there is none, one CPU worker for each partition.
         replicas: for each partition how many devices serve it, or one number for all. Micro-batches
-            are dealt to them in turn. ``devices`` then has all of them, stage by stage; the first
+            go to them in turn. ``devices`` then has all of them, stage by stage; the first
             one of a stage holds its layers, and the others copies; see docs/guide.md.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
-        checkpoint: what stores nothing for backward and is computed again there: of the
+        checkpoint: what stores nothing for backward and is recomputed there: of the
             micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;
             the layers that a function picks, or a list; what a :class:`Selective` does not save.
             ``"offload"`` sends activations to the host instead. Or one of these for each stage;
@@ -312,7 +312,7 @@ class Pipe(nn.Module):
 
     @property
     def replicas(self) -> list[int]:
-        """For each partition how many devices serve it. Setting it deals the devices anew."""
+        """For each partition how many devices serve it. Setting it assigns the devices anew."""
         return list(map(len, self._layout.served))
 
     @replicas.setter
@@ -330,10 +330,10 @@ class Pipe(nn.Module):
 
     @property
     def checkpoint(self) -> Any:
-        """What is computed again in backward, or sent to the host: for all stages, or for each.
+        """What is recomputed in backward, or sent to the host: for all stages, or for each.
 
         By name; by layer, a function ``(layer) -> bool`` or a list of indices in the model (a
-        tuple or range in it is computed again together) or bools; or a :class:`Selective`.
+        tuple or range in it is recomputed together) or bools; or a :class:`Selective`.
         """
         return self._layout.checkpoint
 
@@ -500,7 +500,7 @@ class Pipe(nn.Module):
     ) -> Any:
         """Run forward and backward of one mini-batch, with the loss inside of the pipeline.
 
-        A micro-batch can go back as soon as it has gone forward, so other schedules than
+        A micro-batch can run backward as soon as its forward is done, so other schedules than
         fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
         optimizer is the caller's::
 
@@ -543,8 +543,8 @@ class Pipe(nn.Module):
                 ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
                 mini-batch in each call, epoch after epoch.
             accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
-            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss before it goes back
-                (the loss that is returned is not scaled).
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss for backward (the
+                loss that is returned is not scaled).
             return_outputs: return the outputs as well.
             verify: compare the loss with that of several micro-batches at once, and warn if it is
                 another one. None: in calls 1, 2, 4, 8, ... with a loss function that is not
@@ -568,10 +568,10 @@ class Pipe(nn.Module):
         the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
         random generators, stay as the failed call left them.
 
-        While the total weight is not known yet, micro-batches go back with an estimate of it, and
-        gradients are put right at the end of the call, to rounding: with ``(loss, weight)``, and
-        with ``data_iter`` if its micro-batches differ in size. Hooks on parameters see gradients
-        of micro-batches, before that.
+        While the total weight is not known, micro-batches run backward with an estimate of it, and
+        gradients are multiplied by the ratio at the end of the call, to rounding: with
+        ``(loss, weight)``, and with ``data_iter`` if its micro-batches differ in size. Hooks on
+        parameters see gradients of micro-batches, before that.
         """
         options = {
             "loss_reduction": loss_reduction,
@@ -709,10 +709,10 @@ class Pipe(nn.Module):
                 loss_fn(model(input), target).backward()
                 optimizer.step()
 
-        With more stages each of them updates its own weights as soon as a mini-batch has gone back
-        over it, while others are under way. Forward and backward of a mini-batch use one version of
-        the weights on each stage; which, ``versions`` says. There is no bubble but at the begin and
-        the end of the call; what it costs is memory for versions, and staleness. See
+        With more stages each of them updates its own weights as soon as a mini-batch has run
+        backward on it, while others are under way. Forward and backward of a mini-batch use one
+        version of the weights on each stage, which ``versions`` says. There is no bubble but at
+        the start and the end of the call. It costs memory for versions, and staleness. See
         docs/pipedream.md for when that is worth it.
 
         Sources: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN

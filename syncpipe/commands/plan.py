@@ -24,7 +24,7 @@ from syncpipe.planner.search import ANY, TITLES
 __all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """
-Finds the balance, the number of micro-batches, the schedule and the re-materialization of each
+Finds the balance, the number of micro-batches, the schedule and the recomputation of each
 stage with which a training step is as short as possible within the memory of the devices, and
 prints it with what it will take. The layers are measured here; the devices need not be.
 """

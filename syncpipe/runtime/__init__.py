@@ -1,1 +1,1 @@
-"""What makes a schedule run: workers, streams, random state, re-materialization."""
+"""What makes a schedule run: workers, streams, random state, recomputation."""

@@ -9,7 +9,7 @@ Python looks for Ctrl-C between any two bytecodes of the main thread, also on th
   hangs could not be interrupted any more.
 
 What helps: what takes everything back, however often it is called, is called once more if Ctrl-C
-came in the middle of it. Whoever presses Ctrl-C twice within a microsecond is out of luck. Locks
+came in the middle of it. A second Ctrl-C within a microsecond may still get through. Locks
 are held by ``with lock:`` itself, which is C, and has no bytecodes.
 """
 

@@ -30,10 +30,10 @@ _PythonNode: type[Any] = torch._C._FunctionBase
 _gradient_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 _NO_TOKEN = tuple(GradientEdge._field_defaults.values())  # there are none in older versions
 FOREIGN = (
-    "a gradient comes to a cell of the pipeline that does not go back at this moment: a layer, a "
-    "hook or loss_fn has kept a tensor of another layer with its graph (self.aux = ...), and it "
+    "a gradient arrives at a cell of the pipeline that does not run backward now: a layer, a "
+    "hook or loss_fn has stored a tensor of another layer with its graph (self.aux = ...), and it "
     "is used outside of that cell. Let the layer return it, or stash it as a skip; what layers of "
-    "the last stage put aside, loss_fn may use with checkpoint='never' there. For pipe(x), "
+    "the last stage store, loss_fn may use with checkpoint='never' there. For pipe(x), "
     "syncpipe.inline(graph=True) around the call and backward() gives the plain graph"
 )
 

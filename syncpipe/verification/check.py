@@ -56,7 +56,7 @@ def verify(
         assert report.ok
 
     A mini-batch of few samples will do; it takes about four steps of the plain model, and one of
-    the pipe for each schedule. The plain model runs without re-materialization, and copies of
+    the pipe for each schedule. The plain model runs without recomputation, and copies of
     weights, buffers and gradients are kept in the CPU's memory.
 
     Layers that draw random numbers are given the numbers that they get in the pipe, so these are

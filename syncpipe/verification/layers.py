@@ -77,7 +77,7 @@ class Observation:
         if not self.repeats and (state := kinds.get("attribute")):
             return (
                 f"it keeps state ({state} changes in forward), which depends on how often it "
-                "ran before, and re-materialization runs it once more: register it as a buffer, or "
+                "ran before, and recomputation runs it once more: register it as a buffer, or "
                 "change it only if not syncpipe.is_recomputing()"
             )
         if not self.repeats and kinds:

@@ -254,8 +254,8 @@ class _Inliner:
                 "False"
             )
         return (
-            "Move this into a module of its own (which is left whole), or convert the modules in "
-            "it one by one"
+            "Move this into a module of its own (which is kept as one layer), or convert the "
+            "modules in it one by one"
         )
 
     def _holds_most(self, path: str) -> bool:
