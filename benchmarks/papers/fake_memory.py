@@ -69,7 +69,7 @@ def _recording(counter: StorageCounter, log: Log, start: Counter[int]) -> type[T
 
     class Recording(TrainingTask):
         def bind(self, kind: Kind, j: int) -> Run:
-            run, device = super().bind(kind, j), self.call.lane_of(j).device.index
+            run, device = super().bind(kind, j), self.call.lane_of[j].device.index
 
             def recorded(i: int, received: list[Any]) -> Sequence[Any]:
                 before = counter.mark()

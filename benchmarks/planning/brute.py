@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, combinations_with_replacement, pairwise
 
-from benchmarks.common import Part
-from benchmarks.planning.profiles import PARAM_SCALE, PlanningOptions, Table, quantiles
+from benchmarks.common import Options, Part
+from benchmarks.planning.profiles import PARAM_SCALE, Table, quantiles
 from syncpipe.balance.profile import LayerProfile, Profile
 from syncpipe.planner.draft import Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
@@ -74,7 +74,7 @@ def everything(profile: Profile, machine: Machine, batch: int) -> Iterator[float
                         yield draft.time
 
 
-def run(options: PlanningOptions) -> list[Part]:
+def run(options: Options) -> list[Part]:
     """Counts how often it is the best."""
     from tqdm import tqdm
 

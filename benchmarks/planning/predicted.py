@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 import syncpipe
-from benchmarks.common import Part, Spread, rounds
+from benchmarks.common import Options, Part, Spread, rounds
 from benchmarks.planning.models import MODELS
-from benchmarks.planning.profiles import PARAM_SCALE, PlanningOptions
+from benchmarks.planning.profiles import PARAM_SCALE
 from benchmarks.planning.ways import (
     ALONE,
     AT_ONCE,
@@ -58,7 +58,7 @@ _RANKING = {
 }
 
 
-def run(options: PlanningOptions) -> list[Part]:
+def run(options: Options) -> list[Part]:
     """Measures it."""
     repeats = options.rounds(9)
     notes = f"{repeats} rounds; in each of them all ways to run."

@@ -1,8 +1,4 @@
-"""What ``benchmarks.planning`` plans for: profiles, drawn or loaded, and how it tells its results.
-
-None of them is measured here. Random ones are drawn from a seed; those of files were measured by
-somebody else.
-"""
+"""What ``benchmarks.planning`` plans for, profiles drawn from a seed, and how it tells results."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.common import Options, Part
+from benchmarks.common import Part
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Mode
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
@@ -26,25 +21,6 @@ SIZES = (1, 512)
 _LAUNCH = 20e-6
 
 _UNDER = "Median (quartiles) over the rounds."
-
-
-@dataclass(frozen=True)
-class PlanningOptions(Options):
-    """What was asked for on the command line.
-
-    Attributes:
-        profiles: files with profiles.
-        profile_samples: for each of them the samples it was measured with; None if it says so
-            itself or nobody knows.
-    """
-
-    profiles: tuple[Path, ...] = ()
-    profile_samples: tuple[int | None, ...] = ()
-
-    def loaded(self) -> dict[str, Profile]:
-        """The profiles of the files, by name."""
-        pairs = zip(self.profiles, self.profile_samples, strict=True)
-        return {path.stem: Profile.load(path, samples=samples) for path, samples in pairs}
 
 
 @dataclass

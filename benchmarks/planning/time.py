@@ -1,18 +1,16 @@
-"""How long planning takes, and how long it takes to cut."""
+"""How long planning takes."""
 
 from __future__ import annotations
 
 import gc
 import math
-import random
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import syncpipe
-from benchmarks.common import Part, Spread
-from benchmarks.planning.profiles import PARAM_SCALE, PlanningOptions, random_profile
-from syncpipe.balance import balance_cost
+from benchmarks.common import Options, Part, Spread
+from benchmarks.planning.profiles import PARAM_SCALE, random_profile
 from syncpipe.planner.draft import Terms
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.search import search
@@ -26,12 +24,8 @@ TIGHT = 0.6
 FIXED = 16
 
 
-def run(options: PlanningOptions) -> list[Part]:
+def run(options: Options) -> Part:
     """Measures it."""
-    return [_planning(options), _cutting(options)]
-
-
-def _planning(options: PlanningOptions) -> Part:
     from tqdm import tqdm
 
     batch = 16 if options.quick else 512
@@ -119,38 +113,6 @@ class _Row:
             "plan ms": Spread.of(self.planned),
             "planned": f"{self.fits} of {len(self.searched)}",
         }
-
-
-def _cutting(options: PlanningOptions) -> Part:
-    from tqdm import tqdm
-
-    sizes = [(1000, 16), (10_000, 64), (10_000, 500), (1_000_000, 500)]
-    if options.quick:
-        sizes = [(100, 4), (1000, 16)]
-    repeats = options.rounds(5)
-    part = Part(
-        "Time to cut",
-        f"syncpipe.balance.balance_cost of random lognormal costs (floats); {repeats} rounds, each "
-        "with other costs.",
-        {"ms": "measured."},
-    )
-    with tqdm(total=len(sizes) * repeats, desc="balance_cost", disable=None) as bar:
-        for layers, n in sizes:
-            samples = []
-            gc.collect()
-            for r in range(repeats):
-                draw = random.Random(f"cut {layers} {n} {r}")
-                costs = [draw.lognormvariate(0, 1) for _ in range(layers)]
-                samples.append(1e3 * timed(lambda c=costs, n=n: balance_cost(c, n))[0])
-                bar.update()
-            part.rows.append({"layers": layers, "stages": n, "ms": Spread.of(samples)})
-    within = next(
-        (row for row in part.rows if (row["layers"], row["stages"]) == (10_000, 64)), None
-    )
-    if within is not None:
-        spread = within["ms"]
-        part.aim("10 000 layers, 64 stages within a second", spread.median <= 1e3, f"{spread} ms")
-    return part
 
 
 def timed(job: Callable[[], Result]) -> tuple[float, Result]:

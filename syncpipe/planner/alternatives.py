@@ -52,14 +52,14 @@ def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
     n, m, chain = len(chosen.balance), chosen.chunks, terms.chain(chosen.chunks)
     blocks = block_partitions([b - a for a, b in pairwise(chain.sums["time"])], n)
     overlap = one_f_one_b_form(m, families(n, m)[1]) if chosen.form.slots else chosen.form
-    again: list[Mode] = ["recompute"] * n
+    modes: list[Mode] = ["recompute"] * n
     name = "torchgpipe (its balance, GPipe, all but one micro-batch recomputed)"
     drafts = {
         "an equal number of layers for each stage": terms.draft(
             chosen.form, balance_cost([1] * len(chain), n)
         ),
-        "torchgpipe's balance": terms.draft(overlap, blocks, again),
-        name: terms.draft(Form(gpipe(m, n)), blocks, again),
+        "torchgpipe's balance": terms.draft(overlap, blocks, modes),
+        name: terms.draft(Form(gpipe(m, n)), blocks, modes),
     }
     for name, draft in drafts.items():
         assert draft is not None

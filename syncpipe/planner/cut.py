@@ -114,9 +114,9 @@ class Program:
             if s:
                 way = self._inputs[i, None] * self.machine.transfer(1.0, s - 1, s)
             asked = (float(slots[s]), float(slots[0])) if slots else (0.0, 0.0)
-            own, q, again = self._stage(s, i, j, asked, right, s == n - 1)
+            own, q, recomputed = self._stage(s, i, j, asked, right, s == n - 1)
             once = (self._times[j] - self._times[i, None]) / self.machine.speed[s]
-            after = right + once + 2 * way + again * (s == n - 1)
+            after = right + once + 2 * way + recomputed * (s == n - 1)
             total = torch.maximum(torch.maximum(value + once, own) + 2 * way,
                                   after + (self.m - 1) * way)  # fmt: skip
             left = self._times[i, None] / max(self.machine.speed[:s], default=1.0)
@@ -179,7 +179,7 @@ class Program:
         f, b = run.forward / speed, run.backward / speed
         boundaries = torch.arange(len(self._times))
         impossible = boundaries[j] <= boundaries[i, None]
-        cap, slots, again = torch.full_like(f, asked[0] or m), torch.ones_like(f), f * 0
+        cap, slots, recomputed = torch.full_like(f, asked[0] or m), torch.ones_like(f), f * 0
         best = torch.full_like(f, math.inf)
         modes: tuple[Mode, ...] = ("store", *self.terms.others)
         for mode in modes if limit < math.inf else modes[:1]:
@@ -203,10 +203,10 @@ class Program:
             own = own.masked_fill(~fits, math.inf)
             better = own < best
             best, slots = torch.where(better, own, best), torch.where(better, q, slots)
-            again = torch.where(better, r - b, again)
+            recomputed = torch.where(better, r - b, recomputed)
             if mode == "store" and bool(((q == cap) & fits).all()):
                 break
-        return best.masked_fill(impossible, math.inf), slots, again
+        return best.masked_fill(impossible, math.inf), slots, recomputed
 
     def _alone(
         self, f: Tensor, b: Tensor, r: Tensor, q: Tensor, right: Tensor, rest: Tensor

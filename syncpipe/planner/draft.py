@@ -97,7 +97,7 @@ class Form:
             tuple(j for j in stages if self.device_of[j] == d) for d in range(self.devices)
         )
 
-    def again(self, mode: Mode) -> int:
+    def recomputed(self, mode: Mode) -> int:
         """How many micro-batches a stage recomputes: under GPipe all but the last, which goes back
         at once.
         """
@@ -136,7 +136,7 @@ class Form:
             yield during, tuple(counts)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
     """1F1B with so many slots for each stage, none with more than the one before it."""
     return Form(one_f_one_b(m, len(slots), slots=slots), slots)
@@ -150,7 +150,7 @@ class Footprint(NamedTuple):
     fixed: float
     transient: float
     held: float
-    again: float
+    backward: float
     halves: float
 
 
@@ -161,7 +161,7 @@ def _base(own: Sequence[Footprint]) -> float:
 
 def _sum(load: Load, own: Sequence[Footprint]) -> float:
     return sum(
-        load[3 * k] * x.held + load[3 * k + 1] * x.again + load[3 * k + 2] * x.halves
+        load[3 * k] * x.held + load[3 * k + 1] * x.backward + load[3 * k + 2] * x.halves
         for k, x in enumerate(own)
     )
 
@@ -317,14 +317,14 @@ class Terms:
             run = chain.run(i, j)
             held = chain.account(run, q, q0, mode, self.machine.host * run.forward / speed)
             each = run.stored if mode == "store" else run.inputs
-            again = max(0.0, held.stored - q * each) if mode != "store" else 0.0
+            more = max(0.0, held.stored - q * each) if mode != "store" else 0.0
             fixed, halves = held.fixed + held.arrived + held.waiting, 0.0
             if form.split:
                 samples = sizes_of(self.batch_size, form.m)[0]
                 last = interpolate(self.profile.layers[-1].output_bytes, samples)
                 sent = zip((*chain.inputs[1:], last)[i:j], self.shares[i:j], strict=True)
                 halves = sum(size for size, share in sent if share)
-            found = Footprint(fixed, held.transient, each, again, halves)
+            found = Footprint(fixed, held.transient, each, more, halves)
             self._footprints[key] = found
         return self._footprints[key]
 
@@ -363,7 +363,7 @@ class Terms:
         if not has_lock() or not sums[-1]:
             return 0.0
         return math.fsum(
-            (sums[j] - sums[i]) * (form.m + form.again(modes[s]))
+            (sums[j] - sums[i]) * (form.m + form.recomputed(modes[s]))
             for s, (i, j) in enumerate(ends_of(balance))
         )
 
@@ -385,16 +385,14 @@ class Terms:
         Returns:
             The draft, whether it fits or not (``excess``); None if its bound exceeds ``at_most``.
         """
-        key = (form.m, form.slots, tuple(balance))
-        known = self._known.get(key, 0.0) if form.slots and modes is None else 0.0
-        if (known if isinstance(known, float) else known.bound) > at_most:
-            return None
-        if isinstance(known, float):
+        if form.slots is None or modes is not None:
             found = self._played(form, tuple(balance), modes, at_most)
-            if form.slots and modes is None:
-                self._known[key] = found
-            return found if isinstance(found, Draft) else None
-        return known
+        else:
+            key = (form.m, form.slots, tuple(balance))
+            found = self._known.get(key, 0.0)
+            if isinstance(found, float) and found <= at_most:
+                found = self._known[key] = self._played(form, tuple(balance), None, at_most)
+        return None if isinstance(found, float) or found.bound > at_most else found
 
     def _played(
         self, form: Form, balance: tuple[int, ...], modes: Sequence[Mode] | None, at_most: float
@@ -409,8 +407,8 @@ class Terms:
         stages = self.footprints(form, balance, modes)
         on_device = tuple(self.device_memory(form, d, stages) for d in range(form.devices))
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
-        again = [form.again(mode) for mode in modes]
-        time = play(form.schedule.actions, form.m, form.device_of, costs, again).makespan
+        counts = [form.recomputed(mode) for mode in modes]
+        time = play(form.schedule.actions, form.m, form.device_of, costs, counts).makespan
         time = bound if bound > time * (1 + 1e-9) else time
         memory = tuple(on_device[d] for d in form.device_of)
         if form.devices < form.n:
@@ -443,7 +441,7 @@ class Terms:
         for own in form.stages_of:
             work = late = link = 0.0
             for j in own:
-                count = form.again(modes[j])
+                count = form.recomputed(modes[j])
                 work += (m - 1) * (costs.forward[j] + costs.backward_input[j])
                 work += last.forward[j] + last.backward_input[j]
                 work += min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
@@ -451,7 +449,7 @@ class Terms:
                 if modes[j] == "offload":
                     link += self.link_time(m, self.chain(m).run(*ends[j]).stored)
             first = own[0]
-            # Nobody waits for weight halves.
+            # Nothing waits for weight halves.
             after = max(tails[first], late) if form.split else tails[first] + late
             bound = max(bound, heads[first] + work + after, heads[first] + link + tails[first])
         return bound

@@ -348,24 +348,10 @@ def machine_of(
     speed: Any = None,
     host_bandwidth: Any = None,
 ) -> Machine:
-    """The machine that a plan is made for.
+    """The machine that a plan is made for; the arguments are those of :func:`syncpipe.plan`.
 
-    Args:
-        devices: a description such as ``"8 x 16GB, 12GB/s"``, ``"2 x 80GB @ 2.0 + 4 x 24GB,
-            100Gbit/s"`` (the first two are twice as fast), ``"2 x (8 x 80GB, 300GB/s), 25GB/s"``
-            (two machines with faster links inside), or ``"8 x 16GB"`` together with ``bandwidth``;
-            or a list of devices as for ``Pipe``, which are measured; or how many of the
-            accelerators that are here, CPU workers where there is none; or a ``Machine``.
-        memory: what may be used, in place of what is described or measured: bytes as a number or
-            as text ("16GB") for each device, or a list with one of them for each. Two places
-            on one device share what is given or measured for it, unless it is a list.
-        bandwidth: bytes per second as a number or as text ("12GB/s") between any two
-            devices, or rows of them, from the device of the row to that of the column.
-        speed: for each device by what factor it is faster than the one that layers are measured on;
-            that is the first of real ones. By default all are equal.
-        host_bandwidth: bytes per second between a device and the host, as a number or as text. By
-            default that of accelerators is measured; to described devices there is none, and
-            nothing is offloaded.
+    Two places on one device share what is given or measured for it, unless ``memory`` is a list.
+    The bandwidth to the host is the least of all accelerators; described devices have none.
 
     Raises:
         TypeError, ValueError: a description that cannot be read, a device that is not here, a

@@ -146,10 +146,10 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
 _HEADER = (
     "stage", "device", "layers", "forward", "backward", "send", "in flight", "memory", "+ .grad"
 )  # fmt: skip
-_MARKS = {"store": "", "recompute": " + again", "offload": " + host"}
+_MARKS = {"store": "", "recompute": " + recompute", "offload": " + offload"}
 _MODES = {
-    "recompute": "+ again: this stage stores its inputs only, and recomputes its forward",
-    "offload": "+ host: this stage sends what it stores to the host, and fetches it again",
+    "recompute": "+ recompute: this stage stores its inputs only, and recomputes its forward",
+    "offload": "+ offload: this stage sends what it stores to the host, and fetches it back",
 }
 
 
@@ -243,7 +243,7 @@ def _bottleneck(plan: Plan) -> list[str]:
 # -- alternatives ---------------------------------------------------------------------------------
 
 
-def _rivals(plan: Plan) -> list[tuple[str, float | None, str]]:
+def _others(plan: Plan) -> list[tuple[str, float | None, str]]:
     """What else was looked at, the fastest first: its name, seconds if it fits, how or why not."""
     rows = [(other.name, other.time, other.note) for other in plan.alternatives]
     for other in plan.compared:
@@ -259,10 +259,10 @@ def _rivals(plan: Plan) -> list[tuple[str, float | None, str]]:
 
 
 def _alternatives(plan: Plan) -> list[str]:
-    rivals = _rivals(plan)
-    lines = ["Alternatives"][: len(rivals)]
-    width = max((len(name) for name, *_ in rivals), default=0)
-    for name, time, note in rivals:
+    others = _others(plan)
+    lines = ["Alternatives"][: len(others)]
+    width = max((len(name) for name, *_ in others), default=0)
+    for name, time, note in others:
         told = "does not fit"
         if time is not None:
             told = f"{duration(time):>9}  {_more(time, plan.step_time):>6}"
@@ -422,7 +422,7 @@ def _lanes(plan: Plan) -> Iterator[str]:
 def _bars(plan: Plan) -> Iterator[str]:
     """A row for the plan and for everything that it was compared with, the fastest first."""
     own = f"{TITLES[plan.schedule]}, {in_bytes(max(plan.chosen.on_device))} at most"
-    rows = [("this plan", plan.step_time, own), *_rivals(plan)]
+    rows = [("this plan", plan.step_time, own), *_others(plan)]
     rows.sort(key=lambda row: math.inf if row[1] is None else row[1])
     most = max(time for _, time, _ in rows if time is not None) or 1.0
     for name, time, note in rows:

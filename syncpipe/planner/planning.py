@@ -24,7 +24,7 @@ from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
 from syncpipe.planner.replicas import Replicas, replicated, runnable
-from syncpipe.planner.search import ANY, AUTO, TITLES, check_schedule, choose, variants
+from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
 from syncpipe.schedules.simulation import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
@@ -32,10 +32,6 @@ __all__ = ["NoPlan", "Plan", "StagePlan", "measured_for", "plan"]
 
 #: The parameter, its gradient and Adam's two moments.
 _ADAM = 4.0
-
-
-class NoPlan(ValueError):
-    """Nothing fits into memory."""
 
 
 @overload
@@ -183,10 +179,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
         found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
         return runnable(found, layers, machine, batch_size, scale)
     terms = Terms(layers, machine, batch_size, scale)
-    try:
-        order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
-    except LookupError as error:
-        raise NoPlan(*error.args) from None
+    order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
     terms, there = terms.on(machine.ordered(order)), _real(devices)
     fixed = {name for name, value in choice.items() if value not in (None, ANY)}
     if there is not None:
@@ -273,15 +266,7 @@ def _profile(
 def measured_for(
     devices: Any, module: Any, sample: Any, *, timeout: float, progress: bool | None = None
 ) -> Profile:
-    """Measures layers for these devices: on the first of them, if they are real.
-
-    Args:
-        devices: as for :func:`plan`.
-        module: the layers.
-        sample: an input to measure with.
-        timeout: seconds to measure for.
-        progress: as for :func:`plan`.
-    """
+    """Measures layers for these devices, as :func:`plan` does: on the first, if they are real."""
     device = threads = None
     real = _real(devices)
     if real is not None:
@@ -409,16 +394,16 @@ class Plan:
         beside one that is being recomputed, but under GPipe for all but the last, which goes back
         at once.
         """
-        again = "except_last" if self.schedule == "gpipe" else "always"
-        modes = {"store": "never", "recompute": again, "offload": "offload"}
+        some = "except_last" if self.schedule == "gpipe" else "always"
+        modes = {"store": "never", "recompute": some, "offload": "offload"}
         return [modes[mode] for mode in self.chosen.modes]
 
     @cached_property
     def simulation(self) -> Simulation:
         """The schedule, played through with the times of the profile, in seconds."""
         form, terms = self.chosen.form, self.terms
-        again = [form.again(mode) for mode in self.chosen.modes]
-        return simulate(form.schedule, terms.costs(form, self.chosen.balance), again)
+        counts = [form.recomputed(mode) for mode in self.chosen.modes]
+        return simulate(form.schedule, terms.costs(form, self.chosen.balance), counts)
 
     @cached_property
     def terms(self) -> Terms:

@@ -30,20 +30,24 @@ from syncpipe.planner.sizes import MOST, chunk_counts, stage_counts
 from syncpipe.schedules import SCHEDULES, auto
 
 __all__ = [
-    "ANY", "AUTO", "LAYOUTS", "TITLES", "Shortage", "check_schedule", "choose", "families",
-    "search", "search_orders", "shortage", "variants",
+    "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "Shortage", "check_schedule", "choose",
+    "families", "search", "search_orders", "shortage", "variants",
 ]  # fmt: skip
 
 #: So many of the best drafts for each number of stages are improved, with so many actions to play.
 _IMPROVED, _WORK = 32, 1_000_000
 #: if they are at most so many times as slow as the best.
-_PROMISING = 1.2
+_PROMISING = 1.05
 #: So many of those that are cut anew near the best one are improved.
 _AROUND = 5
 _MOST_DEVICES = 64
 
 Slots = tuple[int, ...]
 Balance = tuple[int, ...]
+
+
+class NoPlan(ValueError):
+    """Nothing fits into memory."""
 
 
 # -- 1F1B ------------------------------------------------------------------------------------------
@@ -159,9 +163,9 @@ def _suiting(terms: Terms, balance: Balance, m: int) -> Iterator[Slots]:
     n = len(balance)
     found = families(n, m)[1:3]
     costs = terms.costs(one_f_one_b_form(m, (1,) * n), balance)
-    for again in (0, 1):
+    for recomputes in (0, 1):
         pairs = zip(costs.forward, costs.backward_input, strict=True)
-        times = [f * (1 + again) + b for f, b in pairs]
+        times = [f * (1 + recomputes) + b for f, b in pairs]
         pace = max(*times, *costs.transfer, 1e-30)
         trip, most = 0.0, [1.0]
         for s in reversed(range(n - 1)):
@@ -171,8 +175,8 @@ def _suiting(terms: Terms, balance: Balance, m: int) -> Iterator[Slots]:
             slots = (q + extra * (s < n - 1) for s, q in enumerate(reversed(most)))
             found.append(tuple(int(min(m, q)) for q in slots))
     for limits in dict.fromkeys(found):
-        for recomputes in (False, True):
-            if fitting := _fitting(terms, balance, m, recomputes, limits):
+        for may in (False, True):
+            if fitting := _fitting(terms, balance, m, may, limits):
                 yield fitting
 
 
@@ -357,7 +361,7 @@ def choose(
         stages: the number of stages.
 
     Raises:
-        LookupError: nothing fits into memory; it says what would.
+        NoPlan: nothing fits into memory; it says what would.
         ValueError: an argument does not fit.
     """
     usual = schedule in (None, "1f1b")
@@ -376,9 +380,9 @@ def choose(
     if best is None or (best.excess > 1 and schedule == ANY):
         lack = shortage(terms, **choice)
         text = f"no plan fits {len(terms.machine)} devices and batch_size={terms.batch_size}"
-        raise LookupError(lack.explained(terms) if lack else text)
+        raise NoPlan(lack.explained(terms) if lack else text)
     if best.excess > 1:
-        raise LookupError(_lacking(best, ordered))
+        raise NoPlan(_lacking(best, ordered))
     return order, best
 
 
@@ -561,7 +565,7 @@ class _Looks:
                 form.device_of,
                 costs=terms.costs(form, start.balance),
                 rematerialized=[form.m * (mode == "recompute") for mode in start.modes],
-                activations=[s.held + s.again + s.halves for s in stages],
+                activations=[s.held + s.backward + s.halves for s in stages],
                 inputs=[s.held for s in stages],
                 memory=limits,
                 split=form.split,
@@ -607,7 +611,7 @@ class Shortage:
         i, j = ends_of(draft.balance)[s]
         first, last = (repr(terms.profile.layers[k].name) for k in (i, j - 1))
         layers = f"layer {first}" if j - i == 1 else f"layers {first} to {last}"
-        again = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
+        how = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
         more = in_bytes(draft.excess * max(self.limits) * (1 + 1e-9), up=True)
         ways = [f"{more} on each device"] if machine.uniform else []
         ways += [f"{self.devices} such devices"] if self.devices is not None else []
@@ -617,7 +621,7 @@ class Shortage:
         return (
             f"no plan fits into memory. Nearest comes balance={list(draft.balance)} with "
             f"chunks={draft.chunks} under '1f1b': stage {s} ({layers}) needs "
-            f"{in_bytes(draft.memory[s], up=True)}{again[draft.modes[s]]}, "
+            f"{in_bytes(draft.memory[s], up=True)}{how[draft.modes[s]]}, "
             f"{in_bytes(self.missing, up=True)} more than the {in_bytes(self.limits[s])} of "
             f"{machine.name(s)}. What would make it fit: {', or '.join(ways)}"
         )

@@ -22,7 +22,7 @@ from syncpipe.schedules.build import SCHEDULES, build
 from syncpipe.schedules.kinds import HALVES, KINDS, Kind
 from syncpipe.schedules.lister import Node, Work, edges_of, listed
 from syncpipe.schedules.named import naive, one_f_one_b, zb_h1
-from syncpipe.schedules.player import Costs, play
+from syncpipe.schedules.player import Costs, counted, play
 from syncpipe.schedules.schedule import Action, Schedule
 
 __all__ = ["AutoSchedule", "Problem", "Report", "auto", "lower_bound"]
@@ -278,12 +278,7 @@ def auto(
     usual = one_f_one_b(m, devices)
     n = len(devices)
     _check("costs", costs.forward, n)
-    counts = (0,) * n if rematerialized is None else tuple(rematerialized)
-    _check("rematerialized", counts, n)
-    if not all(0 <= count <= m for count in counts):
-        raise ValueError(
-            f"rematerialized={counts}: give it a number from 0 to m={m} for each of the {n} stages"
-        )
+    counts = counted(rematerialized, m, n)
     whole = _sizes("activations", (1.0,) * n if activations is None else activations, n)
     first = _sizes("inputs", whole if inputs is None else inputs, n)
     for j in range(n):

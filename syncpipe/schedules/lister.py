@@ -126,7 +126,7 @@ class _Lister:
         self._needs: list[list[list[float]]] = [[] for _ in codes]
         self._sends: list[list[tuple[list[float], tuple[int, ...], float]]] = [[] for _ in codes]
         for a, b, time in work.edges:
-            arrivals = [-1.0] * len(work.times[a])  # < 0: nobody knows yet
+            arrivals = [-1.0] * len(work.times[a])  # < 0: unknown yet
             self._sends[a].append((arrivals, work.devices[b], time))
             self._needs[b].append(arrivals)
 

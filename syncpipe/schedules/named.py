@@ -56,6 +56,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby, product
 from typing import Any, Literal
 
@@ -93,8 +94,9 @@ def _in_turn(
     return row + weights[max(0, len(weights) - delay) :]
 
 
-def _cells(kind: Kind, m: int, j: int) -> list[Action]:
-    return [Action(kind, i, j) for i in range(m)]
+@lru_cache(maxsize=256)
+def _cells(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
+    return tuple([Action(kind, i, j) for i in range(m)])
 
 
 # -- wherever the stages are -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
 from syncpipe.schedules.schedule import Action, Devices, Schedule, devices_of
 
-__all__ = ["Costs", "Played", "play", "validate"]
+__all__ = ["Costs", "Played", "counted", "play", "validate"]
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,20 @@ def _cells(
             table[kind] = list(zip(*columns, strict=True))
         tables.append(table)
     return tables
+
+
+def counted(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
+    """How many micro-batches each stage recomputes, checked; None: none.
+
+    Raises:
+        ValueError: they are for another number of stages, or more than there are.
+    """
+    counts = (0,) * n if rematerialized is None else tuple(rematerialized)
+    if len(counts) != n or not all(0 <= count <= m for count in counts):
+        raise ValueError(
+            f"rematerialized={counts}: give it a number from 0 to m={m} for each of the {n} stages"
+        )
+    return counts
 
 
 def validate(schedule: Schedule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from syncpipe.schedules.kinds import KINDS
-from syncpipe.schedules.player import Costs, play, validate
+from syncpipe.schedules.player import Costs, counted, play, validate
 from syncpipe.schedules.schedule import Action, Schedule, training_program
 
 __all__ = ["Costs", "Simulation", "TimedAction", "Transfer", "simulate"]
@@ -110,12 +110,7 @@ def simulate(
             f"the costs are for {len(costs.forward)} stages, but schedule {schedule.name!r} has "
             f"{schedule.n}"
         )
-    counts = (0,) * schedule.n if rematerialized is None else tuple(rematerialized)
-    if len(counts) != schedule.n or not all(0 <= count <= schedule.m for count in counts):
-        raise ValueError(
-            f"rematerialized={counts}: give it a number from 0 to m={schedule.m} for each of the "
-            f"{schedule.n} stages"
-        )
+    counts = counted(rematerialized, schedule.m, schedule.n)
     if update_every is not None and update_every < 1:
         raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
     none = (0,) * schedule.n

@@ -17,7 +17,7 @@ two replicas and one::
     stage 0, second   F1 F3       B1 U1 F5    B3 U2 ...
     stage 1              F0 B0 U1 F1 B1 U2 F2 B2 U3 ...
 
-Nobody knows when the mini-batches will end, so the order is not a list but made on the way.
+When the mini-batches will end is unknown, so the order is not a list but made on the way.
 
 Sources: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training,
 sections 3.2 and 3.3 (round robin, weight stashing, vertical sync); Narayanan et al. 2021,

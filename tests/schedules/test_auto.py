@@ -222,19 +222,6 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert in_order(schedule)
 
 
-def test_without_limit_and_without_halves() -> None:
-    schedule = auto(8, 4, costs=UNEVEN, memory=math.inf, split=False)
-    assert not schedule.splits
-    assert not auto(8, 4, costs=Costs.even(4, backward_weight=0.0)).splits
-    assert schedule.report.step <= auto(8, 4, costs=UNEVEN, split=False).report.step
-
-
-def test_recomputed_micro_batches_take_less_until_they_go_back() -> None:
-    given = {"costs": UNEVEN, "rematerialized": [8] * 4, "memory": 2.0}
-    assert max(auto(8, 4, inputs=[0.25] * 4, **given).in_flight) > 2
-    assert max(auto(8, 4, **given).in_flight) <= 2
-
-
 def test_it_is_a_schedule_like_any_other() -> None:
     schedule = auto(3, 2, costs=Costs.even(2))
     assert isinstance(schedule, AutoSchedule)
@@ -275,7 +262,7 @@ def test_fewer_slots_in_proportion() -> None:
         ({"activations": [1, -1]}, "activations=.* not negative"),
         ({"inputs": [1, 2]}, "inputs=.* larger on stage 1"),
         ({"rematerialized": [5, 0]}, "rematerialized="),
-        ({"rematerialized": [0]}, "rematerialized has 1 numbers"),
+        ({"rematerialized": [0]}, "rematerialized=.* each of the 2 stages"),
         ({"m": 0}, "at least one micro-batch"),
     ],
 )

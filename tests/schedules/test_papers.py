@@ -99,37 +99,25 @@ def test_zb_h2_idles_only_at_the_ends(m: int, p: int, f: float, i: float, w: flo
 
 @pytest.mark.parametrize("more", [0, 1, 8])
 @pytest.mark.parametrize("p", range(1, 9))
-def test_zbv_has_no_bubble_with_the_memory_of_1f1b(p: int, more: int) -> None:
-    schedule = build("zbv", 2 * p + more, in_a_v(p))
-    simulation = played(schedule)
-    assert idle_in_between(simulation) == 0
-    assert idle(simulation) == p - 1
-    assert schedule.in_flight_on_device == (2 * p,) * p
-
-
-@pytest.mark.parametrize("more", [0, 1, 8])
-@pytest.mark.parametrize("p", range(1, 9))
-def test_dualpipev_has_little_more_memory_and_a_bubble_below_its_table(p: int, more: int) -> None:
+def test_zbv_has_no_bubble_with_the_memory_of_1f1b_and_dualpipev_little_more(
+    p: int, more: int
+) -> None:
     """DeepSeek: (p-1)(F&B + B - 3W), 2 (p-1) where a pair takes as long as its parts; 2p+1."""
-    schedule = build("dualpipev", 2 * p + more, in_a_v(p))
-    assert idle(played(schedule)) == p - 1 <= 2 * (p - 1)
-    assert max(schedule.in_flight_on_device) == 2 * p + 1
+    zbv, dual = (build(name, 2 * p + more, in_a_v(p)) for name in ("zbv", "dualpipev"))
+    assert idle_in_between(played(zbv)) == 0
+    assert idle(played(zbv)) == idle(played(dual)) == p - 1
+    assert zbv.in_flight_on_device == (2 * p,) * p
+    assert max(dual.in_flight_on_device) == 2 * p + 1
 
 
 @pytest.mark.parametrize("p", range(1, 17))
-def test_v_half_has_half_of_the_bubble_and_half_of_the_memory(p: int) -> None:
+def test_v_half_and_v_min_have_their_parts_of_the_bubble_and_of_the_memory(p: int) -> None:
     for m in (2 * p, 3 * p + 1):
-        schedule = build("v_half", m, in_a_v(p))
-        assert 3 * (p - 1) - 2 <= idle(played(schedule)) <= 3 * (p - 1)
-        assert p <= max(schedule.in_flight_on_device) <= p + 2 - p % 2
-
-
-@pytest.mark.parametrize("p", range(1, 17))
-def test_v_min_has_two_thirds_of_the_bubble_and_a_third_of_the_memory(p: int) -> None:
-    for m in (2 * p, 3 * p + 1):
-        schedule = build("v_min", m, in_a_v(p))
-        assert 4 * (p - 1) - 1 <= idle(played(schedule)) <= 4 * (p - 1)
-        assert 2 * p / 3 <= max(schedule.in_flight_on_device) <= 2 * (p + 4) / 3
+        half, least = (build(name, m, in_a_v(p)) for name in ("v_half", "v_min"))
+        assert 3 * (p - 1) - 2 <= idle(played(half)) <= 3 * (p - 1)
+        assert p <= max(half.in_flight_on_device) <= p + 2 - p % 2
+        assert 4 * (p - 1) - 1 <= idle(played(least)) <= 4 * (p - 1)
+        assert 2 * p / 3 <= max(least.in_flight_on_device) <= 2 * (p + 4) / 3
 
 
 @pytest.mark.parametrize("name", V_SHAPED)
