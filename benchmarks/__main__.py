@@ -3,11 +3,11 @@
     python -m benchmarks [NAME ...] [--quick] [--repeats N] [--folder DIR] [--list]
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
-``data_parallel``) or one part of it (``schedules.ideal``); without one all are run. Each group has
-a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes and few rounds,
-some minutes on two cores: to see that everything runs; the numbers say nothing. ``picture`` draws
-the README's schedules. What a machine with GPUs is for is ``python -m benchmarks gpu``, which has
-options of its own.
+``data_parallel``, ``one_call``) or one part of it (``schedules.ideal``); without one all are run.
+Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes and
+few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
+``picture`` draws the README's schedules. What a machine with GPUs is for is ``python -m benchmarks
+gpu``, which has options of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks import gpu
 from benchmarks.common import QUICK, Group, Part, report
 from benchmarks.data_parallel import GROUP as DATA_PARALLEL
 from benchmarks.memory.parts import GROUP as MEMORY
+from benchmarks.one_call import GROUP as ONE_CALL
 from benchmarks.overhead import GROUP as OVERHEAD
 from benchmarks.peers.parts import GROUP as PEERS
 from benchmarks.planning.parts import GROUP as PLANNING
@@ -34,7 +35,8 @@ from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
 from syncpipe.timeline import Timeline, save_comparison
 
 GROUPS = {
-    group.name: group for group in (OVERHEAD, MEMORY, SCHEDULES, PLANNING, PEERS, DATA_PARALLEL)
+    group.name: group
+    for group in (OVERHEAD, MEMORY, SCHEDULES, PLANNING, PEERS, DATA_PARALLEL, ONE_CALL)
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -24,6 +24,7 @@ RATIOS = {
     "ideal": ["over the loop", "over ideal", "over measured ideal", "machine"],
     "emulated": ["over simulated"],
     "overhead": ["over the loop", "us/cell"],
+    "real": ["times as fast as turns", "ms"],
     "tiny": ["over the loop", "ms"],
     "time": ["search ms", "plan ms", "ms"],
     "predicted": ["measured / predicted", "machine"],
@@ -34,6 +35,7 @@ QUICK = [
     "planning",
     "peers.tiny",
     "overhead",
+    "one_call",
     pytest.param("data_parallel.small_layers", marks=needs_gloo),
 ]
 
