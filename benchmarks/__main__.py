@@ -4,8 +4,8 @@
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
 ``data_parallel``, ``one_call``) or one part of it (``schedules.ideal``); without one all are run.
-Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes and
-few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
+Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes
+and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
 ``picture`` draws the README's schedules. What a machine with GPUs is for is ``python -m benchmarks
 gpu``, which has options of its own.
 """

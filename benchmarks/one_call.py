@@ -3,8 +3,8 @@
 Layers lie one after another on the devices, and with turns only one of these works at a time: the
 same cut, under the schedule "naive", or with the mini-batch in one piece.
 
-Two parts: ``emulated`` (layers that sleep, the longer the more samples they have, on 2 and 4 CPU
-workers: what devices would gain that share nothing) and ``real`` (a transformer on two CPU workers,
+Two parts: ``sleeping`` (layers that sleep, the longer the more samples they have, on 2 and 4 CPU
+workers: what devices would gain that share nothing) and ``transformer`` (one on two CPU workers,
 which share cores, caches and memory). All ways are measured in every round.
 """
 
@@ -101,7 +101,7 @@ COLUMNS = {
 }
 
 
-def emulated(options: Options) -> Part:
+def sleeping(options: Options) -> Part:
     """Layers that sleep."""
     seconds = 1e-4 if options.quick else 1e-3
     repeats = options.rounds(7)
@@ -118,7 +118,7 @@ def emulated(options: Options) -> Part:
     return part
 
 
-def real(options: Options) -> Part:
+def transformer(options: Options) -> Part:
     """A transformer on two CPU workers."""
     width, depth, length = (32, 2, 16) if options.quick else (256, 6, 128)
     repeats = options.rounds(7)
@@ -141,5 +141,5 @@ GROUP = Group(
     "one_call",
     "Pipe.auto beside devices that take turns",
     __doc__,
-    {"emulated": emulated, "real": real},
+    {"sleeping": sleeping, "transformer": transformer},
 )
