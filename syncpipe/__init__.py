@@ -23,7 +23,7 @@ from syncpipe.runtime.inline import inline
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
-from syncpipe.training.loader import RepeatingLoader
+from syncpipe.training.sources import RepeatingLoader
 from syncpipe.verification.check import verify
 
 if TYPE_CHECKING:
