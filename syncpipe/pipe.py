@@ -786,7 +786,8 @@ class Pipe(nn.Module):
         """Compile each layer in place, as ``nn.Module.compile`` does a module.
 
         One graph serves forward and recomputation; what is between layers is not compiled. Layers
-        that come later, ``pipe[k] = layer``, are not, either.
+        that come later, ``pipe[k] = layer``, are not, either. A stage with replicas then refuses
+        to run: its layers run as shallow copies, which a compiled one does not know.
 
         Args:
             args: as for ``torch.compile``.
