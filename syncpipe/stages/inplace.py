@@ -205,8 +205,8 @@ class Given:
         if any(flag and mark & ALIASED for flag, mark in zip(written, self._marks, strict=True)):
             raise RuntimeError(
                 f"{where} modified in place a tensor whose memory others use as well (another "
-                "input or the target that is a view of it; or it went over the partition border "
-                "more than once, stashed as a skip, say): they would not see it. Let the layer "
+                "input or the target that is a view of it; or it crossed a stage boundary more "
+                "than once, as a skip for example): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
         return written

@@ -190,7 +190,7 @@ class FromIterator(Source):
             raise ValueError(
                 f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
                 "No gradient of this call remains: .grad is what it was before. Give it a multiple "
-                "of chunks micro-batches, or begin again each time by syncpipe.RepeatingLoader"
+                "of chunks micro-batches, or start again each time by syncpipe.RepeatingLoader"
             ) from None
         except BaseException as error:
             annotate(error, f"in data_iter, when asked for micro-batch {i}")
@@ -273,7 +273,7 @@ def source_of(
     if not isinstance(data_iter, Iterable) or not hasattr(data_iter, "__weakref__"):
         raise TypeError(
             f"data_iter must be an iterator, not {type(data_iter).__name__}: make "
-            "one by iter(...), once for all steps, or every step would begin with the same "
+            "one by iter(...), once for all steps, or every step would start with the same "
             "micro-batches; or give a DataLoader, which is asked for a mini-batch in each step"
         )
     try:

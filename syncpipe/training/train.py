@@ -180,7 +180,7 @@ def check_can_train(pipeline: Pipeline, what: str) -> None:
     if pipeline.engine.running() is not None:
         raise RuntimeError(
             f"{what} was called inside of a call of the same pipe (by its loss_fn, its "
-            "data_iter or a layer): gradients of two calls cannot add up at a time. Call it "
+            "data_iter or a layer): gradients of two calls cannot be accumulated at once. Call it "
             "before or after that; eval_batch and pipe(input) can be called inside"
         )
 

@@ -156,8 +156,8 @@ class Losses:
         if objective.came_with_weights and chunks > 1:
             raise ValueError(
                 "loss_fn returned (loss, weight), but the weights of all micro-batches are needed "
-                "before the first of them goes back: give train_stream weight=, a function of the "
-                "target, and let loss_fn return the loss alone"
+                "before the first of them runs backward: give train_stream weight=, a function of "
+                "the target, and let loss_fn return the loss alone"
             )
         self._noted[i] = objective.noted(k)
         if k == m - 1:
