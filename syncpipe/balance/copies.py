@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.data import tensors_in
 from syncpipe.layers.building import Materializer, build_alone, waiting
 from syncpipe.layers.listing import Function, LayerSpec
+from syncpipe.runtime.random_numbers import is_compiled
 
 __all__ = ["compiled", "copy_of_layer", "copy_of_tensor", "described_layer", "layer_to_run"]
 
@@ -124,7 +125,7 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
 def compiled(layer: nn.Module) -> bool:
     """Whether torch.compile has taken the Python out of a layer, or of a part of it."""
     return any(
-        module._compiled_call_impl is not None
+        is_compiled(module)
         or "_orig_mod" in module._modules
         or any(hasattr(vars(module).get(name), _COMPILED_FROM) for name in ("forward", "function"))
         for module in layer.modules()
@@ -137,7 +138,7 @@ def _bind_forward(old: nn.Module, new: nn.Module, *, eager: bool) -> None:
     Raises:
         TypeError: a module has a forward of its own that is tied to the user's layer.
     """
-    if old._compiled_call_impl is not None and not eager:
+    if is_compiled(old) and not eager:
         new.compile()
     if eager and isinstance(new, Function):
         new.function = getattr(new.function, _COMPILED_FROM, new.function)

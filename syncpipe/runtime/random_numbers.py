@@ -46,6 +46,7 @@ __all__ = [
     "draw_seed",
     "fingerprint",
     "holds_generators",
+    "is_compiled",
     "is_random",
     "let_modules_hold",
     "never_draws",
@@ -490,6 +491,11 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _holds(module: nn.Module) -> bool:
     return getattr(module.__dict__.get(_CALL), "__func__", None) is _call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called; :func:`let_modules_hold` sets the same attribute."""
+    return module._compiled_call_impl is not None and not _holds(module)
 
 
 def never_draws(module: nn.Module) -> bool:

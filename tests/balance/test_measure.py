@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import syncpipe
-from syncpipe import NoChunk
+from syncpipe import NoChunk, Pipe
 from syncpipe.balance import DeviceSpec, LayerProfile, Profile, SkipProfile, estimated, profile
 from syncpipe.balance import run as measuring
 from syncpipe.skip import Namespace
@@ -431,3 +431,13 @@ def test_a_bar_when_asked_for_and_none_for_what_is_quick_or_unseen(
     assert "layer" not in bar(None)
     with pytest.raises(ImportError, match="pip install tqdm"):
         bar(True)
+
+
+def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
+    """Modules that draw hold the generators by the attribute that ``compile()`` sets."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    before = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    Pipe(model, [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)(torch.rand(2, 4)).sum().backward()
+    after = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    assert all(before)
+    assert after == before

@@ -34,6 +34,7 @@ from syncpipe.layers.conversion.trace import (
     map_tree,
 )
 from syncpipe.layers.time_first import is_time_first, time_first_message
+from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.state import State
 
 __all__ = ["HOOKS", "LAYERS", "Progress", "Traced", "Whole", "traced"]
@@ -508,7 +509,7 @@ def _must_be_leaf(module: nn.Module) -> str:
         return "it has hooks"
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS):
         return "it saves a state of its own"
-    if module._compiled_call_impl is not None or "forward" in vars(module):
+    if is_compiled(module) or "forward" in vars(module):
         return "it is compiled, or its forward was replaced"
     if hasattr(module, "parametrizations"):
         return "it is parametrized"
