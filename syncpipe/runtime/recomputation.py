@@ -108,7 +108,9 @@ class Recomputation:
             keep: let it be done again.
         """
         results: list[Any] = []
-        begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
+        begins: list[Any] = []
+        if self._stored is not None:
+            begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
 
         def run() -> None:
             given = map_tensors(clones, inputs) if self._mutates_inputs else inputs

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import StageMode
+from syncpipe.runtime.interrupts import swapped
 from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.namespace import SkipKey
@@ -22,7 +23,7 @@ from syncpipe.stages.call import MiniBatch
 from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.sharing import stand_in
-from syncpipe.stages.swaps import Swap, swapped
+from syncpipe.stages.swaps import Swap
 
 __all__ = ["plain"]
 

@@ -25,6 +25,7 @@ from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.interrupts import swapped
 from syncpipe.runtime.module_state import OUTERMOST, CellState, ModuleState
 from syncpipe.runtime.random_numbers import (
     changed,
@@ -46,7 +47,7 @@ from syncpipe.skip.store import current_store, use_store
 from syncpipe.stages.inplace import Given, aliased, entering, may_write
 from syncpipe.stages.selective import Saved
 from syncpipe.stages.stage import CELL, Stage
-from syncpipe.stages.swaps import ShallowCopy, Swap, swapped
+from syncpipe.stages.swaps import ShallowCopy, Swap
 
 __all__ = ["Inputs", "StageRun"]
 
@@ -103,6 +104,7 @@ class StageRun:
         self.modules: ModuleState | None = None
         self.backward_draws: int | None = None
         self.first = stage.j == 0 and stage.whole is None
+        self.words = f"stage {stage.j} ({stage.layers_in_words}), micro-batch"
         self.units = [
             (StageRun(unit, m, seed, "never", grad=grad, through=self.through), again)
             for unit, again in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
@@ -138,6 +140,12 @@ class StageRun:
         Returns:
             The output of the last layer with the skips for other stages.
         """
+        wrapped = self.stage.changes.any or self.swaps or self.shallow or marks
+        wrapped = wrapped or profiler._is_profiler_enabled or (self.first and self.writes)
+        if self._plain and not wrapped:
+            outputs = self._layers(self.partition, i, None, False, inputs[0]), ()  # mostly
+            self._count()
+            return outputs
         return self._locked(self._forward, i, inputs, marks, target)
 
     def _forward(self, i: int, inputs: Inputs, marks: Sequence[int], target: Any) -> Inputs:
@@ -146,7 +154,7 @@ class StageRun:
         if any(marks):
             given = Given(inputs, marks, copy=self.writes)
             outputs = self._run(i, given.tree, None)
-            given.written(self.stage.describe(i))
+            given.written(f"{self.words} {i}")
         else:
             outputs = self._run(i, inputs, None)
         self._count()
@@ -175,13 +183,15 @@ class StageRun:
         self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
     ) -> tuple[Inputs, Recomputation]:
         assert self.modules is not None
-        where = self.stage.describe(i)
+        where = f"{self.words} {i}"
         state, drawn = CellState(self.modules, where), Drawn()
         saved = None if self.policy is None else Saved(self.policy, self.stage.generators)
         run = partial(self._run, i, drawn=drawn, saved=saved)
-        begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
         if self.first and self.writes:
             marks = entering(inputs[0], target)
+        # The first cell of a call is compared with its recomputation.
+        compared = i <= self._compared
+        begins = [tensor.grad_fn for tensor in tensors_in(inputs)] if compared else []
         wrote = False
         if self.writes or any(marks):
             given = Given(inputs, marks, copy=self.writes, kept=detached)
@@ -193,7 +203,8 @@ class StageRun:
         else:
             outputs = without_storing(run, inputs)
         state.learn()
-        self._learn(state)
+        if self._new or state.modules.lazy:
+            self._learn(state)
         self._count()
         recomputation = Recomputation(
             partial(run, again=True),
@@ -201,7 +212,7 @@ class StageRun:
             mutates_inputs=wrote,
             state=state,
             where=where,
-            stored=None if wrote else self._stored(i, outputs, begins),
+            stored=self._stored(outputs, begins) if compared and not wrote else None,
         )
         return outputs, recomputation
 
@@ -319,26 +330,22 @@ class StageRun:
     def _count(self) -> None:
         if self.stage.whole is None:
             self.through[0] += 1
-            if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
-                self.statistics.commit()
+        if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
+            self.statistics.commit()
 
-    def _stored(self, i: int, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
-        """What the first cell of a call stored, to be compared; in the first call with shapes."""
+    def _stored(self, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
+        """What a cell stored; in the first call with shapes."""
         if self.stage.compares_later:  # a script compiles itself in its second run, and stores
             self.stage.compares_later, self._compared = False, 1  # other tensors then
             return None
-        if i > self._compared:
-            return None
-        self._compared = 0
         training = self.stage.partition.training
         return stored_by(outputs, begins, shapes=self.stage.is_new(("stored", training)))
 
     def _learn(self, state: CellState) -> None:
-        if state.modules.lazy or self._new:  # it may have made its parameters only now
-            self._new = False
-            after = ModuleState(self.stage.partition, self.stage.changes)
-            if state.modules.lazy or not after.like(state.modules):
-                state.modules = self.modules = after
+        self._new = False  # it may have made its parameters only now
+        after = ModuleState(self.stage.partition, self.stage.changes)
+        if state.modules.lazy or not after.like(state.modules):
+            state.modules = self.modules = after
 
     # -- from inputs to outputs
 
@@ -401,7 +408,7 @@ class StageRun:
         stage = self.stage
         k = next(k for k, layer in enumerate(stage.partition) if key in layer_skips(layer).stashed)
         return (
-            f"{stage.layer(k)} of {stage.describe(i)} did not stash {describe(key)}, which a "
+            f"{stage.layer(k)} of {self.words} {i} did not stash {describe(key)}, which a "
             "forward that it overrides does: call that one, or decorate the class with "
             "@skippable(stash=[...]), naming what it does stash (nothing: @skippable())"
         )
@@ -445,7 +452,7 @@ class StageRun:
                 else:
                     value = call(value)
         except BaseException as error:
-            annotate(error, f"in {stage.layer(k)} of {stage.describe(i)}")
+            annotate(error, f"in {stage.layer(k)} of {self.words} {i}")
             if note := call_note(error, layer, value, unpack=unpack):
                 annotate(error, note)
             if "more than 1 value per channel" in str(error):

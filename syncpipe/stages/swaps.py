@@ -11,20 +11,15 @@ as ``torch.nn.parallel.replicate`` makes them.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from operator import setitem
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import ORIGINAL
-from syncpipe.runtime.interrupts import undone
 
-__all__ = ["ShallowCopy", "Swap", "swapped", "swaps_of"]
+__all__ = ["ShallowCopy", "Swap", "swaps_of"]
 
-_T = TypeVar("_T")
 _MISSING = object()
 #: A dict, a name in it, and what to put there.
 Swap = tuple[dict[str, Any], str, Any]
@@ -50,18 +45,6 @@ def swaps_of(partition: nn.Module, others: dict[int, Tensor]) -> list[Swap]:
 def _replaced(weights: list[Any], others: dict[int, Tensor]) -> list[Any]:
     """A list with other tensors, as the flat weights of an LSTM."""
     return [others.get(id(item), item) for item in weights]
-
-
-def swapped(swaps: Sequence[Swap], run: Callable[[], _T]) -> _T:
-    """Runs something with other values in place; Ctrl-C may come at any time."""
-    owners, names, values = zip(*swaps, strict=True)
-
-    def swap_and_run() -> _T:
-        deque(map(setitem, owners, names, values), maxlen=0)
-        return run()
-
-    before = [owner[name] for owner, name, _ in swaps]
-    return undone(swap_and_run, map(setitem, owners, names, before))
 
 
 class ShallowCopy:

@@ -40,6 +40,7 @@ class Captured:
         self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
         self._places: list[tuple[dict[str, Any], str, Any, bool]] = []
         self._nested = [False for _ in stages]
+        self.waits = [() for _ in stages]  # nothing is added to any leaf, see ``Leaves``
         self._keep = False
         self._sums: list[dict[int, Tensor]] = []
         self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
@@ -181,9 +182,6 @@ class Captured:
             if flag
         ]
         return min(there, default=n)
-
-    def got(self, j: int) -> None:
-        """As of ``Leaves``: nothing has been added to any leaf."""
 
     def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """As of ``Leaves``."""

@@ -127,6 +127,9 @@ class Cell:
     def detached(self, value: Any) -> tuple[Any, Sequence[bool]]:
         """An output to send without its graph, and for each tensor whether it needs a gradient."""
         flags: Sequence[bool]
+        if type(value) is Tensor and self.recomputation is None:  # mostly it is so
+            self.ends.append([_end(value)] if value.requires_grad else [])
+            return value.detach(), (value.requires_grad,)
         if type(value) is Tensor:
             flags, there = (value.requires_grad,), value.detach()
         else:

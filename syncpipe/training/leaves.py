@@ -89,6 +89,7 @@ class Leaves:
 
     Attributes:
         parameters: for each stage those that are its own.
+        waits: for each those whose first gradient is still to come; None before it went back.
 
     Raises:
         RuntimeError: a layer starts collectives of its own in backward.
@@ -112,7 +113,7 @@ class Leaves:
                 self._known[j].update(map(id, call.ties.leaves[j]))
         #: The nodes of leaves that are known, so that nobody walks there again.
         self._nodes: list[set[Any]] = [set() for _ in stages]
-        self._fresh: list[list[Tensor] | None] = [None for _ in stages]
+        self.waits: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(self.parameters):
             for parameter in parameters:
                 self._own(j, parameter)
@@ -152,9 +153,9 @@ class Leaves:
         Raises:
             RuntimeError: another worker adds to the gradient of one of them.
         """
-        fresh = self._fresh[j]
+        fresh = self.waits[j]
         if fresh is None:
-            fresh = self._fresh[j] = self._without_grad(j, self.parameters[j])
+            fresh = self.waits[j] = self._without_grad(j, self.parameters[j])
         if not new:
             return
         for leaf in new:
@@ -172,7 +173,7 @@ class Leaves:
         is on its way to another stage, or waits for its weight half, the next micro-batch would be
         added to it in place.
         """
-        fresh = self._fresh[j]
+        fresh = self.waits[j]
         if fresh:
             for leaf in fresh:
                 if type(leaf.grad) is Tensor and is_shared(leaf.grad):
@@ -180,7 +181,7 @@ class Leaves:
             rest = [leaf for leaf in fresh if leaf.grad is None]
             if len(rest) < len(fresh):
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
-                self._fresh[j] = rest
+                self.waits[j] = rest
 
     looks = False  #: whether the graph of a cell is looked at when it has gone forward
 
@@ -196,9 +197,10 @@ class Leaves:
             cell: the cell.
         """
         new = self.new(j, map(_NODE_OF, roots), cell.border)
-        if new or self._fresh[j] is None:
+        if new or self.waits[j] is None:
             self.claim(j, new)
-        go_back_of(cell, roots, grads)
+        run = go_back if cell.halves is None else cell.halves.go_back
+        run(roots, grads)
 
     def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of leaves that are copies of others; not there any more."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -56,6 +57,7 @@ class Parcel(NamedTuple):
 
 #: A :class:`Parcel` from a tuple of all that is in it, without a way through Python.
 _parcel: Callable[[tuple[Any, ...]], Parcel] = partial(tuple.__new__, Parcel)
+_VALUE = itemgetter(0)
 
 
 class TrainingTask:
@@ -146,8 +148,8 @@ class TrainingTask:
         rematerialize = i < call.rematerialized[j]
         if rematerialize:
             outputs, recomputation = run.forward_without_storing(i, given, inputs, marks, target)
-            if any(tensor.requires_grad for tensor in tensors_in(outputs)):
-                cell.recomputation = recomputation  # else nothing goes back: it is frozen
+            if call.state.grad and _goes_back(outputs):  # else nothing does: it is frozen
+                cell.recomputation = recomputation
             del recomputation
         else:
             outputs = run.forward(i, given, marks, target)
@@ -242,7 +244,7 @@ class TrainingTask:
             cell.ends += map(ends_of, self._ties.receivers[j])
         if tuple(map(len, cell.ends)) != cell.expected:
             raise RuntimeError(
-                f"{run.stage.describe(i)} gave other outputs when it was recomputed. Its layers "
+                f"{run.words} {i} gave other outputs when it was recomputed. Its layers "
                 "must do the same both times; if one depends on a global or counts its calls, let "
                 "it ask syncpipe.is_recomputing(), or use checkpoint='never'."
             )
@@ -250,7 +252,7 @@ class TrainingTask:
 
     def _backward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
         cell, run = self._cells[j].pop(i), self.call.runs[j]
-        grads: list[Any] = [value for value, _, _, _ in parcels]
+        grads: list[Any] = list(map(_VALUE, parcels))
         parcels.clear()
         go_back = self._go_back
         if (i, j) in self._splits:
@@ -263,9 +265,10 @@ class TrainingTask:
                 go_back(j, i, cell, grads)
             else:
                 run.backward(i, go_back, j, i, cell, grads)
-            self._leaves.got(j)
+            if self._leaves.waits[j]:
+                self._leaves.got(j)
         except BaseException as error:
-            annotate(error, f"in backward of {run.stage.describe(i)}")
+            annotate(error, f"in backward of {run.words} {i}")
             raise
         border = cell.border
         if cell.target is not None:
@@ -309,7 +312,8 @@ class TrainingTask:
         halves = self._halves[j].pop(i, None)
         if halves is not None:
             halves.accumulate()
-            self._leaves.got(j)
+            if self._leaves.waits[j]:
+                self._leaves.got(j)
         return []
 
     def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
@@ -329,6 +333,13 @@ class TrainingTask:
         grads = [None if grad is None else compact(grad) for grad in border.grads]
         self.call.release_to_caller(j, grads)
         return grads
+
+
+def _goes_back(outputs: Inputs) -> bool:
+    """Whether any output needs a gradient."""
+    if type(outputs[0]) is Tensor and not outputs[1]:
+        return outputs[0].requires_grad
+    return any(tensor.requires_grad for tensor in tensors_in(outputs))
 
 
 def _unpacked(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:

@@ -67,7 +67,9 @@ class LossHead:
         # With one stage no border notices a backward by loss_fn that retains the graph.
         alone = leaves.parameters[0] if leaves and len(leaves.parameters) == 1 else []
         self._probe = next((p for p in reversed(alone) if p.requires_grad), None)
-        self._draws: dict[int, int] = {}  # generators that the loss function draws from
+        #: For each worker the generators that the loss function draws from; PyTorch's own do not.
+        quiet = objective is not None and objective.quiet
+        self._draws: dict[int, int] = dict.fromkeys(self._replicas, 0) if quiet else {}
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None
         self.extra_gradients: dict[int, dict[Tensor, Tensor]] = {j: {} for j in self._replicas}
         self.goes_back = False
@@ -196,13 +198,13 @@ class LossHead:
         originals = [self._call.originals.get(id(leaf), leaf) for leaf in leaves]
         self._leaves.register(j, originals)
         aside = self.extra_gradients[j]
-        for leaf, grad in zip(originals, grads, strict=True):
+        for leaf, seen, grad in zip(originals, leaves, grads, strict=True):
             if grad is None:
                 continue
             if leaf in aside:
                 aside[leaf] += grad
             else:  # memory of its own: two gradients may be one tensor, or expanded
-                aside[leaf] = torch.zeros_like(grad) + grad
+                aside[leaf] = torch.zeros_like(seen) + grad
             self._call.release_to_caller(j, aside[leaf])
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncpipe.data import compact, described, distinct, map_tensors
 from syncpipe.runtime.streams import moved
@@ -73,6 +73,15 @@ class Objective:
     def function(self) -> Any:
         """The loss function."""
         return self._loss.function
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is one of PyTorch's that never draw, without hooks, which might."""
+        function: Any = self._loss.function
+        hooked = isinstance(function, nn.Module) and (
+            function._forward_hooks or function._forward_pre_hooks
+        )
+        return self._loss.exact and not hooked
 
     def call(self, given: tuple[Any, Any]) -> Any:
         """Calls the loss function with output and target."""

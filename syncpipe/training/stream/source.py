@@ -129,13 +129,15 @@ class Losses:
     Attributes:
         known: None: each objective knows its own weights.
         call: calls the loss function with output and target.
+        quiet: whether it never draws.
         found: by mini-batch the loss, detached, and the metrics, or None.
     """
 
     known = None
 
     def __init__(self, source: StreamSource, loss: Loss) -> None:
-        self.call = Objective(loss, m=1, total=1).call
+        any_one = Objective(loss, m=1, total=1)
+        self.call, self.quiet = any_one.call, any_one.quiet
         self.found: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
         self._source = source
         self._noted: dict[int, tuple[Any, ...]] = {}

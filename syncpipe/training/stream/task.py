@@ -54,7 +54,7 @@ class StreamLeaves(Leaves):
 
     def renewed(self, j: int) -> None:
         """Call after an update: gradients begin anew."""
-        self._fresh[j] = None
+        self.waits[j] = None
 
 
 class StreamTask(TrainingTask):
