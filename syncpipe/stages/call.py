@@ -189,8 +189,9 @@ class Call(MiniBatch):
         if len(stages) > pipeline.n:
             self._wait_for_caller()
             self.replicas = CallReplicas(
-                pipeline.replicas, pipeline.numbers, self.runs, self.lane_of, self.state
-            )
+                pipeline.replicas, pipeline.numbers, self.runs, self.lane_of, self.state,
+                self.instead, self.originals,
+            )  # fmt: skip
         for run, others in zip(self.runs, self.instead, strict=True):
             if others or run.stage in shallow:
                 stand_in(run, others, shallow)

@@ -140,9 +140,8 @@ class StageRun:
         Returns:
             The output of the last layer with the skips for other stages.
         """
-        wrapped = self.stage.changes.any or self.swaps or self.shallow or marks
-        wrapped = wrapped or profiler._is_profiler_enabled or (self.first and self.writes)
-        if self._plain and not wrapped:
+        plain = self._plain and not (self.stage.changes.any or self.swaps or self.shallow or marks)
+        if plain and not (profiler._is_profiler_enabled or (self.first and self.writes)):
             outputs = self._layers(self.partition, i, None, False, inputs[0]), ()  # mostly
             self._count()
             return outputs

@@ -355,6 +355,8 @@ class CallReplicas:
         runs: by number.
         lanes: by number, the lane of its worker, which waits for the caller already.
         state: the caller's.
+        instead: as for :class:`CallTies`.
+        originals: likewise.
 
     Attributes:
         trained: by number what gets gradients, in one order on all of a stage.
@@ -367,6 +369,8 @@ class CallReplicas:
         runs: Sequence[StageRun],
         lanes: Sequence[Lane],
         state: CallerState,
+        instead: Sequence[dict[int, Tensor]],
+        originals: dict[int, Tensor],
     ) -> None:
         self._owners = [runs[those[0]] for those in numbers if len(those) > 1]
         self.trained: dict[int, list[Tensor]] = {}
@@ -378,10 +382,12 @@ class CallReplicas:
                 continue
             check_replicated(runs[j].stage)
             tensors = list({id(t): t for _, _, t in _places(runs[j].partition)}.values())
-            self.trained[j] = [t for t in tensors if state.grad and t.requires_grad]
+            trained = [t for t in tensors if state.grad and t.requires_grad]
+            self.trained[j] = [instead[j].get(id(t), t) for t in trained]
             for number, replica in zip(others, more, strict=True):
                 replica.follow(tensors, lanes[j], lanes[number], state)
-                self.trained[number] = list(map(replica.of, self.trained[j]))
+                self.trained[number] = list(map(replica.of, trained))
+                originals.update(zip(map(id, self.trained[number]), trained, strict=True))
                 self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:
                 places = _places(stage.partition)

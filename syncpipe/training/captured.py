@@ -36,6 +36,7 @@ class Captured:
         stages = call.pipeline.stages
         self._found: list[dict[int, Tensor]] = [{} for _ in stages]
         self._known: list[set[int]] = [set() for _ in stages]  # those in modules, by identity
+        self._used: list[set[int]] = [set() for _ in stages]  # those in the graph of any cell
         self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
         self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
         self._places: list[tuple[dict[str, Any], str, Any, bool]] = []
@@ -48,7 +49,7 @@ class Captured:
     looks = True
 
     def look(self, j: int, outputs: Any, border: Border) -> None:
-        """Looks for leaves that are in no module, in the graph of a cell of stage ``j``.
+        """Looks for leaves in the graph of a cell of stage ``j``, also such that are in no module.
 
         Raises:
             RuntimeError: it goes on into another cell's.
@@ -59,8 +60,11 @@ class Captured:
             known.update(map(id, [*inside, *self._call.instead[j].values(), ANCHOR]))
         for node in nodes_of([t.grad_fn for t in tensors_in(outputs) if t.requires_grad]):
             kind = type(node)
-            if kind is AccumulateGrad and id(node.variable) not in known:
+            if kind is AccumulateGrad:
                 leaf = node.variable
+                self._used[j].add(id(leaf))
+                if id(leaf) in known:
+                    continue
                 if leaf._backward_hooks:
                     raise RuntimeError(
                         f"{described(leaf)}, which requires grad and has hooks, is used by "
@@ -78,7 +82,8 @@ class Captured:
         """Call after the last forward.
 
         Returns:
-            The tensors that get gradients, each once.
+            The tensors that get gradients, each once. As on the plain model, hooks of those that
+            are in no cell's graph do not run.
         """
         call, n = self._call, self._call.pipeline.n
         given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
@@ -105,6 +110,10 @@ class Captured:
                         self._own[j].append(leaf)
             if ties is not None and j < n:
                 self._own[j] += ties.leaves[j]
+        if not any(self._nested):  # where a graph does not show all leaves
+            leaves = {leaf for used in self._used for leaf in used}
+            used = {id(call.originals[k]) if k in call.originals else k for k in leaves}
+            given = {k: found for k, found in given.items() if k in used}
         self._given = list(given.values())
         return [tensor for tensor, _ in self._given]
 

@@ -239,9 +239,9 @@ class Scenario:
 def world(monkeypatch) -> AutogradWorld:
     """A world that the library works in: devices are told apart, and graph nodes are tagged."""
     world = AutogradWorld()
-    driver, task = syncpipe.training.forward, syncpipe.training.task
+    driver, end = syncpipe.training.forward, syncpipe.training.cell._end
     scatter, gather = driver.scatter, driver.gather
-    ends_of, captured = task.ends_of, syncpipe.training.captured.captured
+    captured = syncpipe.training.captured.captured
     sums = syncpipe.training.captured.Captured.sums
     real = torch.Tensor.device
 
@@ -265,9 +265,9 @@ def world(monkeypatch) -> AutogradWorld:
 
         return apply
 
-    def tagged_ends_of(value):
-        world.tag(tensors_in(value))
-        return ends_of(value)
+    def tagged_end(tensor):
+        world.tag([tensor])
+        return end(tensor)
 
     def acted(roots, grads, leaves, *, keep):
         with world.nested(), world.going_back():
@@ -288,8 +288,7 @@ def world(monkeypatch) -> AutogradWorld:
     monkeypatch.setattr(driver, "gather", watched_gather)
     monkeypatch.setattr(driver._Node, "apply", tagged(driver._Node.apply))
     monkeypatch.setattr(driver._Pass, "apply", tagged(driver._Pass.apply))
-    for module in (task, syncpipe.training.cell):
-        monkeypatch.setattr(module, "ends_of", tagged_ends_of)
+    monkeypatch.setattr(syncpipe.training.cell, "_end", tagged_end)
     monkeypatch.setattr(syncpipe.training.captured, "captured", acted)
     monkeypatch.setattr(syncpipe.training.captured.Captured, "sums", watched_sums)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)

@@ -62,14 +62,10 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
-    ends_of, go_back = syncpipe.training.task.ends_of, syncpipe.training.leaves.go_back
+    go_back = syncpipe.training.leaves.go_back
     backward = torch.autograd.backward
     loss = syncpipe.training.loss.head.LossHead._loss
     real = torch.Tensor.device
-
-    def tagged_ends_of(value):
-        world.tag(tensors_in(value))
-        return ends_of(value)
 
     def tagged_loss(self, *args):
         root, share = loss(self, *args)
@@ -92,12 +88,6 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         block = world.block_of(tensor)
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
-    for module in (
-        syncpipe.training.task,
-        syncpipe.training.cell,
-        syncpipe.training.loss.head,
-    ):
-        monkeypatch.setattr(module, "ends_of", tagged_ends_of)
     monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
     for module in (
         syncpipe.training.leaves,

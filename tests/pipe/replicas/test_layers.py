@@ -237,6 +237,11 @@ def test_hooks_of_a_parameter_see_a_gradient_of_each_replica():
     pipe(x).sum().backward()
     assert len(sums) == 1
     assert torch.equal(sums[0], weight.grad)
+    found = weight.grad
+    pipe.zero_grad()
+    linear = nn.Sequential(*pipe)
+    linear(x).sum().backward()
+    torch.testing.assert_close(weight.grad, found)
 
 
 def test_hooks_of_layers_run_for_all_micro_batches():
@@ -379,3 +384,28 @@ def test_dropout_may_begin_later():
             pipe[1].p = p
             found.append(pipe.train_batch(x, loss_fn=torch.mean))
     assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_hooks_of_a_parameter_that_nobody_used_do_not_run(checkpoint, replicas):
+    """As on the plain model, where backward does not come there."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.used if x.dim() else self.unused)(x)
+
+    grads: list[torch.Tensor] = []
+    pipe = Pipe(
+        nn.Sequential(Either(), nn.Linear(3, 3)), [1, 1], replicas=replicas, chunks=2,
+        devices=[f"cpu:{k}" for k in range(sum(replicas))], checkpoint=checkpoint,
+    )  # fmt: skip
+    for parameter in pipe.parameters():
+        parameter.register_hook(lambda grad: grads.append(grad * 2))
+    pipe(torch.randn(4, 3)).sum().backward()
+    assert len(grads) == 4
+    assert pipe[0].unused.weight.grad is None
