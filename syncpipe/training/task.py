@@ -93,6 +93,7 @@ class TrainingTask:
         self._splits, self._watch = splits, watch
         self._first = [stage.j == 0 for stage in stages]
         self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
+        self._several = len(call.pipeline.numbers[-1]) > 1  # compute losses of a mini-batch
         self.targets_travel = source.lazy and call.pipeline.n > 1
         self._cells: list[dict[int, Cell]] = [{} for _ in stages]
         self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
@@ -223,7 +224,7 @@ class TrainingTask:
         target, ready = (self._source.target(i), None) if came is None else came.value
         if target is not None:
             target = self.call.to_stage(target, j, ready)
-        if len(self._pipeline.numbers[-1]) > 1:
+        if self._several:
             self._head.first_size(self._source.size(0))
         self._head.take(j, i, output, target, self._source.size(i), cell)
 
