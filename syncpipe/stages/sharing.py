@@ -318,15 +318,16 @@ class Replica:
             lane: its own.
             state: the caller's.
         """
-        copies, before, self._leaves = self._copies.begun(state), self._leaves, {}
+        copies, leaves = self._copies.begun(state), {}
         for tensor in tensors:
             leaf = copies.leaf(tensor, owner, lane)
-            _, last = before.get(id(tensor), (tensor, leaf))
+            _, last = self._leaves.get(id(tensor), (tensor, leaf))
             if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
                 if place_of(last) != place_of(leaf):
                     last.data = leaf.data
                 leaf = last.requires_grad_(tensor.requires_grad)  # a call around this one has it
-            self._leaves[id(tensor)] = tensor, leaf
+            leaves[id(tensor)] = tensor, leaf
+        self._leaves = leaves  # at once: another thread may call the pipe
         self.follow_modes()
 
     def follow_modes(self) -> None:
