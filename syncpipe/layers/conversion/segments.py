@@ -15,6 +15,8 @@ Ellipsis there.
 
 from __future__ import annotations
 
+import builtins
+import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -41,6 +43,8 @@ __all__ = ["Code", "Segment", "Value", "code_of", "segments"]
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
 _grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
 
+#: Names that arguments cannot have in generated code.
+_TAKEN = {*dir(builtins), *keyword.kwlist, *_custom_builtins, "self"}
 #: A value: its node in training, and that in evaluation; None where it is not there.
 Value = tuple[fx.Node | None, fx.Node | None]
 
@@ -221,11 +225,13 @@ def code_of(segment: Segment, mode: int, output: Any) -> Code:
     attributes: dict[str, Any] = {}
     device: list[fx.Node] = []
     arguments = [*segment.takes, *(value for _, value in segment.pops)]
-    names: list[str] = []
-    for value in arguments:
+    functions = [node.target for nodes in segment.nodes for node in nodes]
+    taken = {*_TAKEN, *(fn.__name__ for fn in functions if isinstance(fn, Function))}
+    for k, value in enumerate(arguments):
         name = next(node.meta["name"] for node in value if node is not None)
-        names.append(f"{name}_{len(names)}" if name in names else name)
-        argument = graph.placeholder(names[-1])
+        name = f"{name}_{k}" if name in taken else name
+        taken.add(name)
+        argument = graph.placeholder(name)
         if (own := value[mode]) is not None:
             known[own] = argument
 

@@ -171,6 +171,23 @@ class Carries(Pair):
         return x + small if self.training else x
 
 
+class Wraps(nn.Module):
+    def forward(self, x: Tensor) -> Output:
+        return Output(x * 2)
+
+
+class UsesAttributes(Pair):
+    """Hands on what is an attribute of something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wraps = Wraps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.wraps(self.a(x)).logits
+        return self.wraps(self.b(logits)).logits + logits
+
+
 class Twice(torch.autograd.Function):
     """Has a backward that is not that of its forward."""
 
@@ -381,6 +398,7 @@ CASES = {
     "transformer": Case(Transformer, tokens, 29),
     "other in training": Case(Modes, rows(), 2),
     "carries in training": Case(Carries, rows(), 2),
+    "attributes": Case(UsesAttributes, rows(), 4),
     "own backward": Case(OwnBackward, rows(), 2),
     "writes into its input": Case(WritesIntoInput, rows(), 2),
     "without gradients": Case(WithoutGradients, rows(), 2),
