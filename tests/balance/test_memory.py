@@ -150,6 +150,13 @@ class Wide(nn.Module):
         return x + x.detach().repeat(1, 10)[:, : x.shape[1]]
 
 
+class Stops(nn.Module):
+    """Nothing goes back through it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()[:, :1] * 1.0
+
+
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_a_linear_layer_has_both_gradients_and_that_of_its_weight(device: str | None) -> None:
     first, second = nn.Linear(30, 50, bias=False), nn.Linear(50, 70, bias=False)
@@ -167,6 +174,11 @@ def test_what_else_is_alive_meanwhile() -> None:
     x = torch.rand(8, 5, 6).requires_grad_()
     # Output, its gradient, and that of the input; then only one of these: it is stored before.
     assert peaks(nn.Sigmoid(), nn.Flatten(), x=x) == [8 * 30 * 3, 8 * 30]
+    # The input of the second is the first one's, which stores it.
+    assert peaks(nn.Sigmoid(), Stops(), x=leaf) == [8 * 30 * 3, 8]
+    # Input, hidden values, both gradients, and that of one weight at a time: it is added to.
+    two = nn.Sequential(nn.Linear(30, 50, bias=False), nn.Linear(50, 30, bias=False))
+    assert peaks(two, x=leaf) == [2 * 8 * 30 + 2 * 8 * 50 + 30 * 50]
     assert peaks(nn.Embedding(9, 5), x=torch.ones(8, 3, dtype=torch.long))[0] > 0
     assert peaks(nn.ReLU(), x=torch.rand(8, 3)) == [2 * 8 * 3]  # nothing goes back
 
