@@ -26,23 +26,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 
 class Queued:
-    """A kernel on the stream that is the current one; on the CPU it is through at once."""
+    """A kernel on a stream of its own, after what is on the stream that is the current one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._event = device, torch.Event(device)
-        self._event.record(torch.accelerator.current_stream(device))
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        stream = torch.Stream(self._device)
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            acc.sleep()
+            tensor.mul_(2)
+        tensor.record_stream(stream)
+        self._event = stream.record_event()
 
     def wait(self, *_: Any) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
 def all_reduce(tensor: Tensor, **_: Any) -> Any:
-    if tensor.device.type == "cpu":
-        tensor.mul_(2)
-        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    acc.sleep()
+    if tensor.device.type != "cpu":
+        return Queued(tensor)
     tensor.mul_(2)
-    return Queued(tensor.device)
+    return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
 
 class OfTwins(Peers):
