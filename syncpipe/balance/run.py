@@ -25,7 +25,7 @@ import os
 import statistics
 import time as clock
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -61,7 +61,8 @@ AGREE, TINY, AGAIN = 1.2, 2e-5, 12
 OUT = 4
 #: A run that takes so many seconds at most takes no time.
 QUICK = 1e-3
-#: Bytes of layers that are measured together: several times the caches of processors and GPUs.
+#: Bytes of layers that are measured together: several times the caches of processors and GPUs,
+#: and no more than an eighth of what is free on the device.
 WINDOW = 256_000_000
 
 #: Marks a moment; and the seconds between two of these, read when both have happened.
@@ -438,7 +439,7 @@ class Profiler:
         measured: list[dict[str, Any]] = []
         skips: list[SkipProfile] = []
         window: list[list[Visit]] = []
-        held = 0
+        held, most = 0, _window(self._home)
         for index, (name, layer) in enumerate(self._layers):
             assert layer is not None
             numbers, visits = self._observed(index, name, layer)
@@ -446,7 +447,7 @@ class Profiler:
             window.append(visits)
             held += sum(numbers[f"{what}_bytes"] for what in ("parameter", "buffer"))
             held += sum(lane.keeping.stored[index] for lane in self._lanes)
-            if held >= WINDOW or index == len(self._layers) - 1:
+            if held >= most or index == len(self._layers) - 1:
                 self._time(index + 1 - len(window), measured, window)
                 window, held = [], 0
             for key in layer_skips(layer).popped:
@@ -625,3 +626,13 @@ def _needs_values(error: BaseException) -> bool:
     if isinstance(error, NotImplementedError):
         return True
     return isinstance(error, RuntimeError) and "meta tensor" in str(error).lower()
+
+
+def _window(device: torch.device) -> float:
+    """Bytes of layers that are measured together on a device."""
+    if device.type in ("cpu", "meta"):
+        return WINDOW
+    with suppress(AttributeError, RuntimeError):
+        free: int = torch.get_device_module(device.type).mem_get_info(device)[0]
+        return min(WINDOW, free / 8)
+    return WINDOW

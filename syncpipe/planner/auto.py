@@ -343,9 +343,16 @@ def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
         for name, size in taken.items()
     )
     words = "measured" if used else "planned"
+    stages, chunks = (
+        f"{number} {what}{plural * (number > 1)}"
+        for number, what, plural in (
+            (len(found.balance), "stage", "s"),
+            (found.chunks, "micro-batch", "es"),
+        )
+    )
     return "\n".join(
         [
-            f"fits: {len(found.balance)} stages, {found.chunks} micro-batches; {words}: {memory}",
+            f"fits: {stages}, {chunks}; {words}: {memory}",
             f"speed: {_speed(found)}",
             f"limited by: {_limit(found)}",
         ]

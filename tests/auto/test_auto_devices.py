@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from syncpipe import Pipe
+from syncpipe.planner.machine import clear_cache
 from tests import simulated
 from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
 from tests.support import accelerator as acc
@@ -114,3 +115,18 @@ def test_a_step_that_is_out_of_memory_is_tried_with_less(unequal, capsys):
     )  # fmt: skip
     assert max(tries) > tries[-1] == 128 // pipe.chunks
     assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("size", "width", "depth"), [(40e6, 600, 4), (100e6, 1400, 8)])
+def test_devices_smaller_than_what_is_usually_measured_at_once(unequal, size, width, depth):
+    """Copies for the bandwidth, and layers that are timed one after another."""
+    clear_cache()
+    with ExitStack() as stack:
+        for device in unequal:
+            stack.enter_context(simulated.capacity(device, int(size)))
+        pipe = Pipe.auto(
+            Residual(width, depth), torch.randn(4, 24), batch_size=8, devices=unequal,
+            optimizer=torch.optim.SGD, timeout=0.0,
+        )  # fmt: skip
+        assert sum(len(stage) for stage in pipe.partitions) == len(pipe)
+    clear_cache()
