@@ -24,7 +24,6 @@ _BACKWARD = (
     "loss_fn must not call backward(): train_batch runs it, once for each micro-batch. Return the "
     "loss. (torch.autograd.grad of the loss by the output is possible)"
 )
-_SECOND = "backward through the graph a second time"  # of PyTorch, when loss_fn has freed the graph
 
 
 class LossHead:
@@ -187,12 +186,7 @@ class LossHead:
         leaves.claim(j, new)
         if not begin.open and pending.output is not None:
             raise RuntimeError(_BACKWARD)
-        try:
-            go_back_of(pending, [root], [grad], inputs)
-        except RuntimeError as error:
-            if _SECOND in str(error):
-                raise RuntimeError(_BACKWARD) from error
-            raise
+        go_back_of(pending, [root], [grad], inputs)
 
     def _put_aside(self, j: int, leaves: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         originals = [self._call.originals.get(id(leaf), leaf) for leaf in leaves]
