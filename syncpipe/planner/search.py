@@ -37,7 +37,7 @@ __all__ = [
 #: So many of the best drafts for each number of stages are improved, with so many actions to play.
 _IMPROVED, _WORK = 32, 1_000_000
 #: if they are at most so many times as slow as the best.
-_PROMISING = 1.05
+_PROMISING = 1.2
 #: So many of those that are cut anew near the best one are improved.
 _AROUND = 5
 _MOST_DEVICES = 64
