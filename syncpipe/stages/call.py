@@ -34,6 +34,7 @@ from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import CallReplicas, CallTies, stand_in
+from syncpipe.stages.swaps import knows_itself
 
 __all__ = ["Call", "EntryEvent", "MiniBatch", "needs_graph", "sent"]
 
@@ -178,13 +179,6 @@ class Call(MiniBatch):
                 ties, pipeline.shared, self.lane_of, pipeline.edges, self.state, self.instead,
                 self.originals, in_order=graph,
             )  # fmt: skip
-            last = pipeline.worker_of[pipeline.n - 1]  # where the loss function runs
-            watched = [
-                j
-                for j, others in enumerate(self.instead)
-                if others and pipeline.worker_of[j] != last and not (graph or self.inline)
-            ]
-            shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
         self.replicas: CallReplicas | None = None
         if len(stages) > pipeline.n:
             self._wait_for_caller()
@@ -192,6 +186,19 @@ class Call(MiniBatch):
                 pipeline.replicas, pipeline.numbers, self.runs, self.lane_of, self.state,
                 self.instead, self.originals,
             )  # fmt: skip
+        if any(self.instead):
+            # Other threads that call the pipe look at its modules, too: where these can be copied.
+            last = pipeline.worker_of[pipeline.n - 1]  # where the loss function runs
+            watched = [
+                j
+                for j, others in enumerate(self.instead)
+                if others
+                and (
+                    not any(map(knows_itself, self.runs[j].partition.modules()))
+                    or (pipeline.worker_of[j] != last and not (graph or self.inline))
+                )
+            ]
+            shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
         for run, others in zip(self.runs, self.instead, strict=True):
             if others or run.stage in shallow:
                 stand_in(run, others, shallow)

@@ -25,7 +25,7 @@ runs, a replica is a stage of its own, over shallow copies of the modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -39,6 +39,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.data import place_of
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.ties import Tie, check_modes, find_ties, move_tensors
+from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane, same_memory
 from syncpipe.runtime.thread_state import CallerState
@@ -177,14 +178,14 @@ class SharedTensors:
         return ties
 
     def copies_of_modules(
-        self, ties: Sequence[Tie], runs: Sequence[StageRun], watched: Iterable[int]
+        self, ties: Sequence[Tie], runs: Sequence[StageRun], watched: Sequence[int]
     ) -> dict[Stage, ShallowCopy]:
         """For stages whose modules others run or look at meanwhile, copies of these.
 
         Args:
             ties: what stages share.
             runs: all stages.
-            watched: those at whose modules others may look.
+            watched: those at whose modules others look.
         """
         homes: dict[nn.Module, set[int]] = {}
         for place in chain.from_iterable(tie.places for tie in ties):
@@ -299,7 +300,7 @@ class Replica:
     """
 
     def __init__(self, original: Partition) -> None:
-        self._copy, self._copies = ShallowCopy(original), Copies()
+        self._copy, self._copies, self._lock = ShallowCopy(original), Copies(), forkable()
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, and own
 
     @property
@@ -318,17 +319,18 @@ class Replica:
             lane: its own.
             state: the caller's.
         """
-        copies, leaves = self._copies.begun(state), {}
-        for tensor in tensors:
-            leaf = copies.leaf(tensor, owner, lane)
-            _, last = self._leaves.get(id(tensor), (tensor, leaf))
-            if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
-                if place_of(last) != place_of(leaf):
-                    last.data = leaf.data
-                leaf = last.requires_grad_(tensor.requires_grad)  # a call around this one has it
-            leaves[id(tensor)] = tensor, leaf
-        self._leaves = leaves  # at once: another thread may call the pipe
-        self.follow_modes()
+        with self._lock:  # several threads may call the pipe
+            copies, leaves = self._copies.begun(state), {}
+            for tensor in tensors:
+                leaf = copies.leaf(tensor, owner, lane)
+                _, last = self._leaves.get(id(tensor), (tensor, leaf))
+                if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
+                    if place_of(last) != place_of(leaf):
+                        last.data = leaf.data
+                    leaf = last.requires_grad_(tensor.requires_grad)  # another call has it
+                leaves[id(tensor)] = tensor, leaf
+            self._leaves = leaves
+            self.follow_modes()
 
     def follow_modes(self) -> None:
         """Goes by the modules as they are now; the tensors stay."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from syncpipe.layers.batchnorm import ORIGINAL
 
-__all__ = ["ShallowCopy", "Swap", "swaps_of"]
+__all__ = ["ShallowCopy", "Swap", "knows_itself", "swaps_of"]
 
 _MISSING = object()
 #: A dict, a name in it, and what to put there.
@@ -115,3 +115,9 @@ class ShallowCopy:
 
 
 _KNOWING = ("forward", "_compiled_call_impl")
+
+
+def knows_itself(module: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own, so that it cannot be copied."""
+    own = [module.__dict__.get(name) for name in _KNOWING]
+    return any(value is not None and type(value) is not MethodType for value in own)
