@@ -239,3 +239,24 @@ def test_a_buffer_may_change_for_the_first_time_in_a_later_call(mode, run):
         assert torch.equal(layers[1].peak, other[1].peak)
         for p, q in zip(pipe.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+
+
+class Counting(nn.Module):
+    """Changes its buffer from the second micro-batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        y = x * self.count.clone()
+        if float(x.detach()[0, 0]) > 0:
+            self.count.add_(1)
+        return y
+
+
+def test_a_buffer_that_changes_in_a_later_micro_batch_is_what_it_was_in_those_before():
+    x = torch.arange(4.0)[:, None].repeat(1, 3).requires_grad_()
+    pipe = pipe_of(nn.Sequential(Counting(), nn.Identity()), checkpoint="always")
+    pipe(x).sum().backward()
+    assert x.grad[:, 0].tolist() == [1.0, 1.0, 2.0, 3.0]
