@@ -1,12 +1,12 @@
 """Other tensors in modules, for one run of a cell.
 
-A stage that is not the owner of a tied weight computes with a leaf of its own, and so does one
-whose weights have several versions. They are put into the modules for the run and taken out after
-it, by one function. Nobody else runs these modules meanwhile: the lock of the stage is held.
+A stage that is not the owner of a tied weight computes with a leaf of its own, as does a replica,
+and a stage whose weights have several versions. Where other threads run these modules or look at
+them (another call, the loss function, which may go through all parameters), the cell runs on
+shallow copies of the modules, as ``torch.nn.parallel.replicate`` makes them.
 
-Where other threads run these modules (replicas, a module that is in several stages) or look at them
-(the loss function, which may go through all parameters), a stage has shallow copies of the modules,
-as ``torch.nn.parallel.replicate`` makes them.
+Versions of a stream, and leaves for modules whose ``forward`` is their own (compiled), are put into
+the modules themselves and taken out after the run; the lock of the stage is held meanwhile.
 """
 
 from __future__ import annotations
