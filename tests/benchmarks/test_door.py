@@ -31,8 +31,6 @@ def test_every_benchmark_is_listed_and_names_select(capsys: pytest.CaptureFixtur
         (["overheads"], "no benchmark 'overheads'"),
         (["schedules.ideals"], "no benchmark 'schedules.ideals'"),
         (["schedules", "--repeats", "1"], "--repeats: '1' is not a whole number from 2"),
-        (["planning", "--profiles", "a", "--profile-samples", "1", "2"], "2 numbers for 1 "),
-        (["planning", "--profiles", "no/such.json"], "no/such.json"),
     ],
 )
 def test_wrong_arguments(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

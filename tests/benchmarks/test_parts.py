@@ -27,7 +27,7 @@ RATIOS = {
     "sleeping": ["times as fast as turns", "ms"],
     "transformer": ["times as fast as turns", "ms"],
     "tiny": ["over the loop", "ms"],
-    "time": ["search ms", "plan ms", "ms"],
+    "time": ["search ms", "plan ms"],
     "predicted": ["measured / predicted", "machine"],
     "small_layers": ["over alone", "over DDP(pipe)", "ms"],
 }
