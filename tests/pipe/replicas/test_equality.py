@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from syncpipe.schedules import one_f_one_b
@@ -25,6 +27,7 @@ from tests.support.models import (
     linear_model,
     step,
 )
+from tests.support.running import in_threads
 from tests.support.training import any_schedule, assert_same_step, pipe_step, weigh
 
 specs = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6).map(tuple).map(Spec)
@@ -184,3 +187,29 @@ def test_micro_batches_of_an_iterator_come_in_order():
     assert torch.equal(loss, expected)
     assert torch.equal(output, pipe(x))
     assert_same_tree(found, [p.grad for p in pipe.parameters()], "gradients")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_threads_may_call_one_pipe_at_once(checkpoint):
+    """Each has outputs and gradients of its own input, whoever puts leaves into modules meanwhile."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    plain = nn.Sequential(*layers).double()
+    pipe = dealt(copy.deepcopy(plain), [1, 2], [2, 2], chunks=4, checkpoint=checkpoint)
+    together = threading.Barrier(3, timeout=60)
+
+    def work(x: Tensor) -> None:
+        leaf = x.clone().requires_grad_()
+        expected = leaf.detach().clone().requires_grad_()
+        plain(expected).square().sum().backward(inputs=[expected])
+        try:
+            for _ in range(40):
+                together.wait()
+                output = pipe(leaf)
+                (found,) = torch.autograd.grad(output.square().sum(), leaf)
+                torch.testing.assert_close(found, expected.grad)
+        except BaseException:
+            together.abort()
+            raise
+
+    in_threads(work, *(torch.randn(8, 4, dtype=torch.float64) for _ in range(3)))
