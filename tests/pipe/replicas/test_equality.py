@@ -191,7 +191,7 @@ def test_micro_batches_of_an_iterator_come_in_order():
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_threads_may_call_one_pipe_at_once(checkpoint):
-    """Each has outputs and gradients of its own input, whoever puts leaves into modules meanwhile."""
+    """Each gets the gradients of its own input."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
     plain = nn.Sequential(*layers).double()
