@@ -371,6 +371,7 @@ def run_seeded(
     value: Any,
     *,
     observe: bool,
+    module: nn.Module | None = None,
     mark: bool = False,
 ) -> tuple[Any, Turn]:
     """Runs a layer that draws its own random numbers for one micro-batch.
@@ -382,14 +383,14 @@ def run_seeded(
         layer: the layer, or a function.
         value: its input.
         observe: find out from which generators it draws, or whose states it uses.
+        module: what the layer calls; None: it is a function.
         mark: note where those of accelerators stand in the end, which tells how much was drawn.
 
     Returns:
         The layer's output, and what was seen.
     """
-    module: Any = getattr(layer, "layer", layer)
-    modules_can_hold = bool(generators.in_modules) and isinstance(module, nn.Module)
-    if observe and modules_can_hold and _is_known(module):
+    modules_can_hold = bool(generators.in_modules) and module is not None
+    if observe and module is not None and modules_can_hold and _is_known(module):
         which, observe = generators.in_modules, False
     picked = generators.pick(which)
     turn = Turn(picked or generators.pick(generators.all), _cell_seed(*cell), observe=observe)

@@ -488,8 +488,9 @@ class StageRun:
         if which:
             cell = (self.seed, stage.first + k, i)
             value, seen = run_seeded(
-                stage.generators, which, cell, layer, value, observe=first, mark=drawn is not None
-            )
+                stage.generators, which, cell, layer, value, observe=first,
+                module=stage.partition[k], mark=drawn is not None,
+            )  # fmt: skip
             ends = seen.ends
             if first or seen.nests:
                 stage.learn(seen, k)

@@ -27,14 +27,14 @@ from tests.support.running import (
 
 
 class Nested(nn.Module):
-    """Dropout deep inside, and a function that draws."""
+    """Dropout deep inside of a layer that it calls ``layer``, and functions that draw."""
 
     def __init__(self):
         super().__init__()
-        self.body = nn.ModuleDict({"a": nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3))})
+        self.layer = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)))
 
     def forward(self, x):
-        return F.dropout(self.body["a"](x), 0.2, self.training) + torch.randn(6)
+        return F.dropout(self.layer(x), 0.2, self.training) + torch.randn(6)
 
 
 def many_random_layers(size=12):
