@@ -261,12 +261,12 @@ def _others(plan: Plan) -> list[tuple[str, float | None, str]]:
 def _alternatives(plan: Plan) -> list[str]:
     others = _others(plan)
     lines = ["Alternatives"][: len(others)]
-    width = max((len(name) for name, *_ in others), default=0)
     for name, time, note in others:
-        told = "does not fit"
+        told = "     does not fit"
         if time is not None:
             told = f"{duration(time):>9}  {_more(time, plan.step_time):>6}"
-        lines.append(f"  {name.ljust(width)}  {told:<17}  {note}".rstrip())
+        words = f"{told}  {name}" + f": {note}" * bool(note)
+        lines += textwrap.wrap(words, _WIDTH, subsequent_indent=" " * 19)
     if len(plan.balance) == 1:
         return lines
     if not plan.compared:
