@@ -1,4 +1,8 @@
-"""``verify``: the check that a user can run before the first long training."""
+"""``verify``: the check that a user can run before the first long training.
+
+Runs are compared: of the plain model, and of the pipe under its drivers and schedules. All of them
+start from the same weights, buffers and random state, with copies of the same inputs.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,46 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 from operator import setitem
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncpipe.compare import Comparison, compare
+from syncpipe.data import NoChunk, clones, described, flatten, gather, map_tensors, unflatten
+from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.interrupts import undone
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
-from syncpipe.training.loss.known import known_loss
-from syncpipe.training.sources import input_and_target
-from syncpipe.verification.layers import Observation, observe
+from syncpipe.state import State
+from syncpipe.training.leaves import leaves_of
+from syncpipe.training.loss.known import Loss, known_loss
+from syncpipe.training.loss.objective import Objective
+from syncpipe.training.sources import FromMiniBatch, Source, input_and_target
+from syncpipe.training.train import objective_of
+from syncpipe.verification.plain import (
+    Layer,
+    Observation,
+    PlainRun,
+    by_name,
+    layers_of,
+    observe,
+    placed,
+)
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
-from syncpipe.verification.runs import Result, Runs
 
 __all__ = ["verify"]
 
 _PLAIN = "the plain model, micro-batches beside the mini-batch"
 _LOSS = "the plain model, a loss for each micro-batch beside one for all"
 _PIPE = "the pipe beside the plain model on micro-batches"
-_BACK = ("backward", "backward_input")
 _ON_ACCELERATORS = 5e-3  # TF32, and sums in any order
+_T = TypeVar("_T")
+Values = dict[str, dict[str, Any]]
 
 
 def verify(
@@ -108,7 +127,7 @@ def verify(
             pipe._loss_counts, pipe._watched = copy(pipe._loss_counts), True
             pipe._source(input, target, None)  # refuses what train_batch would refuse
             pair = input_and_target(input, target)
-            return _Check(Runs(pipe, *pair, loss, options), asked).report()
+            return _Check(pipe, *pair, loss, options).report(asked)
 
         # The loss was checked with these arguments, not with others, and the first call of all is
         # still to come.
@@ -130,119 +149,150 @@ def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
     return [*SCHEDULES, *([] if named else [own])]
 
 
-class _Check:
-    """One call of :func:`verify`."""
+class _Plain(NamedTuple):
+    """What the plain model computed on micro-batches.
 
-    def __init__(self, runs: Runs, schedules: list[ScheduleLike]) -> None:
-        self._runs, self._schedules = runs, schedules
-        self._plain: dict[tuple[int, ...], Result] = {}
+    Attributes:
+        values: for each column of the report values by name.
+        output: the outputs, put together.
+        apart: why they cannot be put together; empty if they can.
+        draws: whether the loss function drew random numbers.
+    """
+
+    values: Values
+    output: Any
+    apart: str
+    draws: bool
+
+
+class _Check:
+    """One call of :func:`verify`. Each run leaves everything behind as it was.
+
+    Args:
+        pipe: the pipe.
+        input: of the mini-batch.
+        target: likewise.
+        loss: the loss function, and how much micro-batches count.
+        options: ``loss_fn`` and what goes with it for ``train_batch``.
+    """
+
+    def __init__(
+        self, pipe: Pipe, input: Any, target: Any, loss: Loss, options: dict[str, Any]
+    ) -> None:
+        self._pipe, self._pipeline = pipe, pipe._ready()
+        self._input, self._target = input, target
+        self._loss, self._options = loss, options
+        self._layers = layers_of(self._pipeline)
+        self._m = self._source(pipe.chunks).m
+        self._model = nn.Module()  # tied tensors have their first name in it
+        self._model._modules.update({layer.name: layer.module for layer in self._layers})
+        if isinstance(loss.function, nn.Module):
+            self._model._modules["loss_fn"] = loss.function
+        stages = {f"stage {each.stage.j}": each.stage.partition for each in self._layers}
+        modules: dict[str, Any] = {**stages, **self._model._modules}
+        self._state = State(modules, leave=[pipe])
+        self._others: list[Tensor] = []  # leaves that belong to no layer
+        # The last bit depends on how many threads compute it: layers of CPU workers share them.
+        self._share = self._threads = torch.get_num_threads()
+        if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
+            self._share = self._pipeline.engine.share()
+        self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
+        self._rounding = _rounding(self._layers)
         self._seen: list[Observation] = []
+        self._made: dict[tuple[int, ...], _Plain] = {}
         self._findings: dict[tuple[str, ...], Finding] = {}
-        self._rounding = _rounding(runs)
-        pipe = runs.pipe
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
             f"syncpipe.verify: {len(pipe)} layers on {', '.join(map(str, pipe.devices))}; "
-            f"balance={pipe.balance}, {replicas}{runs.m} micro-batches, "
+            f"balance={pipe.balance}, {replicas}{self._m} micro-batches, "
             f"checkpoint={pipe.checkpoint!r}"
         )
 
-    def report(self) -> Report:
-        runs, notes = self._runs, self._report.notes
-        self._micro_batches()
-        last_first = tuple(reversed(range(runs.m)))
-        run = self._run("pipe(x)", "pipe", _PIPE)
-        expected = self._tried(run, partial(self._expected, last_first))
-        if expected is not None and expected.apart:
-            run.not_applicable = f"its outputs cannot be put together: {expected.apart}"
-            notes.append("outputs are not compared, but losses, gradients and buffers are")
-        elif expected is not None and len(runs.layers) in expected.drew:
-            run.not_applicable = "loss_fn draws random numbers, which it does outside of the pipe"
-        elif expected is not None:
-            self._compared(run, runs.forward, last_first)
-        for schedule in self._schedules:
-            run = self._run(shown(schedule).strip("'"), "pipe", _PIPE)
+    def report(self, schedules: list[ScheduleLike]) -> Report:
+        notes = self._report.notes
+        self._check_micro_batches()
+        order = tuple(reversed(range(self._m)))
+        run = self._run("pipe(x)")
+        if (expected := self._tried(run, partial(self._expected, order))) is not None:
+            if expected.apart:
+                run.not_applicable = f"its outputs cannot be put together: {expected.apart}"
+                notes.append("outputs are not compared, but losses, gradients and buffers are")
+            elif expected.draws:
+                why = "loss_fn draws random numbers, which it does outside of the pipe"
+                run.not_applicable = why
+            else:
+                self._compare(run, self._forward, expected, self._threads)
+        for schedule in schedules:
+            run = self._run(shown(schedule).strip("'"))
             try:
-                plan = build(schedule, runs.m, runs.pipeline.placement)
+                plan = build(schedule, self._m, self._pipeline.placement)
             except ValueError as error:
                 run.not_applicable = str(error)
                 continue
-            order = [
-                a.i for row in plan.actions for a in row if a.j == plan.n - 1 and a.kind in _BACK
-            ]
-            if (expected := self._tried(run, partial(self._expected, tuple(order)))) is not None:
-                train = partial(runs.train, schedule, not expected.apart)
-                self._compared(run, train, tuple(order))
-        if not runs.pipe.training:
+            last = [a for row in plan.actions for a in row if a.j == plan.n - 1]
+            order = tuple([a.i for a in last if a.kind in ("backward", "backward_input")])
+            if (expected := self._tried(run, partial(self._expected, order))) is not None:
+                train = partial(self._train, schedule, not expected.apart)
+                self._compare(run, train, expected)
+        if not self._pipe.training:
             notes.append(
                 "the pipe is in eval() mode, and was checked in that: call train() first to check "
                 "what training does"
             )
         return self._report
 
-    # --- the plain model -------------------------------------------------------------------------
-
-    def _micro_batches(self) -> None:
+    def _check_micro_batches(self) -> None:
         """Whether micro-batches give what the mini-batch gives, and their losses its loss."""
-        run = self._run("micro-batches", "plain", _PLAIN)
+        run = self._run("micro-batches", _PLAIN)
         try:
-            whole, failed = self._runs.alone(self._observed)
+            whole, failed = self._alone(self._observed)
         except BaseException as error:
             annotate(error, "in verify: the plain model, on the whole mini-batch")
             raise
         if failed is not None:
             self._fail(run, failed)
-        seen, notes = self._seen, self._report.notes
-        run.outputs = _worst([o.comparison for o in seen if not o.draws])
-        if drawing := [str(o.layer) for o in seen if o.draws]:
+        notes, quiet = self._report.notes, [each for each in self._seen if not each.draws]
+        order = ("none", "equal", "rounding", "different")
+        found = [each.comparison for each in quiet]
+        worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=None)
+        run.outputs = worst or Comparison()
+        if drawing := [str(each.layer) for each in self._seen if each.draws]:
             notes.append(
                 "the mini-batch as a whole cannot be compared with its micro-batches, for random "
                 f"numbers are drawn by {', '.join(drawing)}: instead each other layer was, by "
                 "itself, on the same inputs"
             )
-        off = next((o for o in seen if not o.draws and not o.comparison.same), None)
-        if off is not None:
+        if off := next((each for each in quiet if not each.comparison.same), None):
             what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
             self._find(run, what, str(off.layer), off.reason(cut=True))
-        run = self._run("loss of each micro-batch", "plain", _LOSS)
-        apart = self._tried(run, partial(self._expected, tuple(range(self._runs.m))))
-        if apart is None:
+        run = self._run("loss of each micro-batch", _LOSS)
+        plain = self._tried(run, partial(self._expected, tuple(range(self._m))))
+        if plain is None:
             return
-        if len(self._runs.layers) in apart.drew:
+        if plain.draws:
             notes.append(
                 "the loss of the mini-batch cannot be compared with those of its micro-batches, "
                 "for loss_fn draws random numbers"
             )
             return
-        if not apart.apart:
-            whole = self._runs.alone(partial(self._runs.loss_of, apart.output))
-        run.loss = compare(apart["loss"], {"loss": whole}, self._rounding)
+        if not plain.apart:
+            whole = self._alone(partial(self._loss_of, plain.output))
+        run.loss = compare(plain.values["loss"], {"loss": whole}, self._rounding)
         if not run.loss.same:
-            parts, all_at_once = float(apart["loss"]["loss"]), float(whole)
-            self._find(
-                run,
-                f"put together they make {parts:.6g}, all outputs at once {all_at_once:.6g}; "
-                "gradients are off likewise",
-                "",
-                _reason_of_loss(self._runs, parts, all_at_once),
+            parts, at_once = float(plain.values["loss"]["loss"]), float(whole)
+            what = (
+                f"put together they make {parts:.6g}, all outputs at once {at_once:.6g}; "
+                "gradients are off likewise"
             )
+            self._find(run, what, "", _reason_of_loss(self._loss, self._m, parts, at_once))
 
-    def _observed(self) -> tuple[Tensor, Exception | None]:
-        output, failed = observe(self._runs, self._seen)
-        return self._runs.loss_of(output), failed
+    # --- what is found ---------------------------------------------------------------------------
 
-    def _expected(self, order: tuple[int, ...]) -> Result:
-        if order not in self._plain:
-            self._plain[order] = self._runs.plain(order)
-        return self._plain[order]
-
-    # --- runs beside it --------------------------------------------------------------------------
-
-    def _run(self, name: str, kind: str, beside: str) -> Run:
-        self._report.runs.append(Run(name, beside, kind))
+    def _run(self, name: str, beside: str = _PIPE) -> Run:
+        self._report.runs.append(Run(name, beside, "pipe" if beside == _PIPE else "plain"))
         return self._report.runs[-1]
 
-    def _tried(self, run: Run, make: Callable[[], Result]) -> Result | None:
+    def _tried(self, run: Run, make: Callable[[], _T]) -> _T | None:
         """The result; None if it failed."""
         try:
             return make()
@@ -257,44 +307,215 @@ class _Check:
         reason = _reason_of_error(run.error, self._seen)
         self._find(run, f"raised {run.error}", "", reason, words)
 
-    def _compared(self, run: Run, make: Callable[..., Result], order: tuple[int, ...]) -> None:
+    def _compare(
+        self, run: Run, make: Callable[[], Values], expected: _Plain, threads: int | None = None
+    ) -> None:
         """Runs the pipe beside the plain model; says what differs, where first, and why."""
-        if (found := self._tried(run, make)) is None:
+        made = self._tried(run, partial(self._state.restored, make, self._devices, threads))
+        if made is None:
             return
-        expected = self._expected(order)
         for column in COLUMNS:
-            setattr(run, column, compare(found[column], expected[column], self._rounding))
+            found = compare(made[column], expected.values[column], self._rounding)
+            setattr(run, column, found)
         if not run.different:
             return
-        where, culprit = "", next((o for o in self._seen if o.suspicious), None)
+        where, reason = "", "not found: each layer gives the same in the pipe as plainly"
         names = {name.split(".")[0] for name in run.gradients.names}
-        if culprit is not None:
-            where = f"{culprit.layer}"
-        elif off := [layer for layer in self._runs.layers if layer.name in names]:
+        if culprit := next((each for each in self._seen if each.suspicious), None):
+            where, reason = str(culprit.layer), culprit.reason(cut=False)
+        elif off := [layer for layer in self._layers if layer.name in names]:
             where = f"{off[-1]}, by its gradients"  # the last one goes back first
-        reason = "not found: each layer gives the same in the pipe as plainly"
         column = run.different[0]
         what = f"{column} differ from the plain model's, {_far(getattr(run, column))}"
-        self._find(run, what, where, reason if culprit is None else culprit.reason(cut=False))
+        self._find(run, what, where, reason)
 
     def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
         """One finding for all runs of the pipe in which it is the same."""
-        who = "" if run.kind == "pipe" else run.name
-        new = Finding([], what, where, reason)
-        finding = self._findings.setdefault((who, where, reason, error), new)
-        finding.runs.append(run.name)
-        if finding is new:
-            self._report.findings.append(new)
+        key = "" if run.kind == "pipe" else run.name, where, reason, error
+        if key not in self._findings:
+            self._findings[key] = Finding([], what, where, reason)
+            self._report.findings.append(self._findings[key])
+        self._findings[key].runs.append(run.name)
+
+    # --- what is run -----------------------------------------------------------------------------
+
+    def _alone(self, run: Callable[[], _T]) -> _T:
+        """Calls a function of the plain model, and puts all back."""
+        try:
+            return self._state.restored(run, self._devices, self._share)
+        except BaseException as error:
+            annotate(error, "in the plain model, which verify runs beside the pipe")
+            raise
+
+    def _observed(self) -> tuple[Tensor, Exception | None]:
+        cut, whole = self._source(self._pipe.chunks), self._source(1).pull(0)
+        pieces = [cut.pull(i) for i in range(cut.m)]
+        output, failed = observe(self._layers, whole, pieces, self._pipe, self._seen)
+        return self._loss_of(output), failed
+
+    def _loss_of(self, output: Any) -> Tensor:
+        """The loss of a mini-batch's outputs, all at once."""
+        loss, source = Loss(self._loss.function, self._loss.reduction), self._source(1)
+        objective = Objective(loss, m=1, total=source.total)
+        return self._root(objective, source, 0, output, _call).detach()
+
+    def _expected(self, order: tuple[int, ...]) -> _Plain:
+        if order not in self._made:
+            self._made[order] = self._alone(partial(self._plain, order))
+        return self._made[order]
+
+    def _plain(self, order: Sequence[int]) -> _Plain:
+        """The plain model, whose micro-batches go back in an order."""
+        inputs, given = self._leaves_of_input()
+        source = self._source(self._pipe.chunks, given)
+        run, objective = PlainRun(self._layers), self._objective(source)
+        outputs, shares, left = [], {}, list(order)
+        call = partial(run.seeded, len(self._layers))
+        for i in range(source.m):
+            output = run.forward(i, map_tensors(clones, source.pull(i)))
+            outputs.append(_detached(output))
+            shares[i] = self._root(objective, source, i, output, partial(call, i))
+            if not self._others:
+                self._find_others(shares[i], inputs)
+            while left and left[0] in shares:
+                share = shares.pop(left.pop(0))
+                if share.requires_grad:
+                    torch.autograd.backward(share)
+                for leaf in self._leaves():  # two may have one memory for their first gradients
+                    leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+                del share
+        run.commit()
+        self._scale(objective, inputs)
+        try:
+            output, apart = gather(outputs), ""
+        except ValueError as error:
+            output, apart = {}, str(error)
+        values = self._values(output, objective.loss(), inputs)
+        return _Plain(values, output, apart, len(self._layers) in run.drew)
+
+    def _forward(self) -> Values:
+        """``pipe(x)``, and the backward of its micro-batches' losses."""
+        inputs, given = self._leaves_of_input()
+        args, kwargs = call_arguments(self._pipe, given)
+        output = self._pipe(*args, **kwargs)
+        kept, source = _detached(output), self._source(self._pipe.chunks)
+        objective, sizes = self._objective(source), source.sizes
+
+        def piece(i: int, tensors: list[Tensor]) -> list[Tensor]:
+            return [torch.split(t, [n * len(t) // sum(sizes) for n in sizes])[i] for t in tensors]
+
+        torch.set_num_threads(self._share)
+        pieces = [map_tensors(partial(piece, i), output) for i in range(source.m)]
+        roots = [self._root(objective, source, i, p, _call) for i, p in enumerate(pieces)]
+        torch.set_num_threads(self._threads)
+        torch.autograd.backward([root for root in roots if root.requires_grad])
+        self._scale(objective, inputs)
+        return self._values(kept, objective.loss(), inputs)
+
+    def _train(self, schedule: Any, outputs: bool) -> Values:
+        """``train_batch`` under a schedule."""
+        inputs, given = self._leaves_of_input()
+        options = {**self._options, "schedule": schedule, "verify": False}
+        target = _fresh(self._target)
+        found = self._pipe.train_batch(given, target, return_outputs=outputs, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        return self._values(found[1] if outputs else {}, found[0], inputs)
+
+    # --- inputs, losses, gradients ---------------------------------------------------------------
+
+    def _source(self, chunks: int, input: Any = None) -> Source:
+        """The mini-batch, cut into so many micro-batches; copies, where no input is given."""
+        input = _fresh(self._input) if input is None else input
+        return FromMiniBatch(batch_input(self._pipe, input), _fresh(self._target), chunks)
+
+    def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
+        """Leaves by name, and the input made of them, into which layers may write."""
+        input = _fresh(self._input)
+        inputs = {
+            name: leaf.requires_grad_()
+            for name, leaf in by_name("input", input).items()
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        }
+        return inputs, map_tensors(clones, input)
+
+    def _objective(self, source: Source) -> Objective:
+        objective = objective_of(self._loss, source)
+        objective.known = placed(objective.known, self._layers[-1].stage.device)
+        return objective
+
+    def _root(self, objective: Objective, source: Source, i: int, output: Any, run: Any) -> Tensor:
+        """What a micro-batch goes back from."""
+        given = output, placed(source.target(i), self._layers[-1].stage.device)
+        return objective.root(i, run(objective.call, given), source.size(i), *given)
+
+    def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
+        """Makes gradients those of the mini-batch, where its weight is known only in the end."""
+        if (factor := objective.factor()) is None:
+            return
+        for leaf in [*self._leaves(), *inputs.values()]:
+            if leaf.grad is not None:
+                leaf.grad.mul_(placed(factor, leaf.device))
+
+    def _leaves(self) -> list[Tensor]:
+        return [*self._state.leaves, *self._others]
+
+    def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Finds what gets gradients besides parameters and inputs."""
+        known = set(map(id, [*self._leaves(), *inputs.values()]))
+        for leaf in leaves_of([root.grad_fn]):
+            if id(leaf) not in known:
+                self._state.add_leaf(leaf)
+                leaf.grad = None
+                self._others.append(leaf)
+
+    def _values(self, output: Any, loss: Tensor, inputs: dict[str, Tensor]) -> Values:
+        gradients = {name: p.grad for name, p in self._model.named_parameters()}
+        for k, leaf in enumerate(self._others):
+            gradients[f"tensor {k} of no layer, {described(leaf)}"] = leaf.grad
+        found: Values = {
+            "outputs": by_name("output", output),
+            "loss": {"loss": loss},
+            "gradients": gradients,
+            "input_gradients": {name: x.grad for name, x in inputs.items()},
+            "buffers": dict(self._model.named_buffers()),
+        }
+        return {column: _copied(values) for column, values in found.items()}
 
 
-def _reason_of_loss(runs: Runs, parts: float, whole: float) -> str:
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Values in the CPU's memory, without those that there are not."""
+    return {
+        name: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v
+        for name, v in values.items()
+        if v is not None
+    }
+
+
+def _call(function: Callable[[Any], Any], given: Any) -> Any:
+    return function(given)
+
+
+def _detached(tree: Any) -> Any:
+    return map_tensors(lambda tensors: [t.detach().clone() for t in tensors], tree)
+
+
+def _fresh(tree: Any) -> Any:
+    """A copy in memory that is laid out the same way; without gradients."""
+    leaves, structure = flatten(tree)
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, NoChunk):
+            leaves[k] = NoChunk(_fresh(leaf.tensor))
+    return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))
+
+
+def _reason_of_loss(loss: Loss, m: int, parts: float, whole: float) -> str:
     """Why the losses of micro-batches, put together, are not the loss of the mini-batch."""
-    close, m, reduction = 1e-3 * abs(whole), runs.m, runs.loss.reduction
+    close, reduction = 1e-3 * abs(whole), loss.reduction
     if reduction == "mean" and abs(parts * m - whole) <= close:
         return "the loss is a sum over samples, and was taken for a mean: loss_reduction='sum'"
     if reduction == "sum" and abs(parts - whole * m) <= close * m:
         return "the loss is a mean over samples, and was taken for a sum: loss_reduction='mean'"
-    if runs.loss.exact:
+    if loss.exact:
         return "the outputs of micro-batches are not parts of those of the mini-batch"
     return (
         "the loss is no mean over samples. A mean over what is not masked needs weight=, such as "
@@ -339,16 +560,10 @@ def _far(comparison: Comparison) -> str:
     return f"{comparison.at}{more} by up to {comparison.distance:.1e} of its largest value"
 
 
-def _worst(found: Sequence[Comparison]) -> Comparison:
-    order = ["none", "equal", "rounding", "different"]
-    worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=Comparison())
-    return worst
-
-
-def _rounding(runs: Runs) -> float:
+def _rounding(layers: list[Layer]) -> float:
     """What passes for rounding, because of where and in what it is computed."""
-    devices = {layer.device.type for layer in runs.layers}
-    tensors = [p for layer in runs.layers for p in layer.module.parameters()]
+    devices = {layer.stage.device.type for layer in layers}
+    tensors = [p for layer in layers for p in layer.module.parameters()]
     coarse = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in tensors)
     if coarse or any(torch.is_autocast_enabled(kind) for kind in devices):
         return 5e-2

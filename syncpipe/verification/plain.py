@@ -1,0 +1,318 @@
+"""The plain model: the layers one after another by hand, and what each of them does by itself.
+
+It has nothing of the pipe's but three things, which are what a pipe means: values move to the
+device of each layer; a layer that draws random numbers is seeded as in a pipe, by (draw of the
+call, layer, micro-batch); deferred batch normalisations leave their statistics to the mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncpipe.compare import Comparison, compare
+from syncpipe.data import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
+from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
+from syncpipe.layers.unpack import Unpacked
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random_numbers import Generators, draw_seed, never_draws, run_seeded
+from syncpipe.runtime.streams import same_memory
+from syncpipe.skip.store import Store, use_store
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.stage import CELL, Stage
+from syncpipe.state import State
+
+__all__ = ["Layer", "Observation", "PlainRun", "by_name", "layers_of", "observe", "placed"]
+
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # these change as they should
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a pipe: its place in the whole model, its name there, itself, where it runs."""
+
+    index: int
+    name: str
+    module: nn.Module
+    stage: Stage
+
+    def call(self) -> Callable[[Any], Any]:
+        """How it is called. Tied weights of another device come here, and gradients go back."""
+        call = Unpacked(self.module) if self.stage.partition.unpack else self.module
+        tensors = chain(self.module.named_parameters(), self.module.named_buffers())
+        here = self.stage.device
+        away = {f"0.{name}": t for name, t in tensors if not same_memory(t.device, here)}
+        if not away:
+            return call
+        holder = nn.Sequential(self.module)  # its tensors can be replaced during a call
+        holder.__dict__["forward"] = call
+        return lambda value: torch.func.functional_call(holder, placed(away, here), (value,))
+
+    def __str__(self) -> str:
+        """As in messages of the pipe."""
+        return f"layer {self.index} ({self.name!r}: {type(self.module).__name__})"
+
+
+def layers_of(pipeline: Pipeline) -> list[Layer]:
+    """The layers of a pipeline in order."""
+    return [
+        Layer(stage.first + k, name, module, stage)
+        for stage in pipeline.stages[: pipeline.n]
+        for k, (name, module) in enumerate(zip(stage.names, stage.partition, strict=True))
+    ]
+
+
+def placed(tree: Any, device: torch.device) -> Any:
+    """A tree on a device; gradients find back."""
+    return map_tensors(
+        lambda ts: [t if same_memory(t.device, device) else t.to(device) for t in ts], tree
+    )
+
+
+def by_name(root: str, tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
+
+
+class PlainRun:
+    """One run of the plain model. It begins with a draw from the caller's generator, as a call.
+
+    Args:
+        layers: the layers.
+
+    Attributes:
+        drew: the layers that drew random numbers; the loss function comes after the last one.
+    """
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers, self._seed = layers, draw_seed()
+        self._statistics: dict[int, MiniBatchStatistics] = defaultdict(MiniBatchStatistics)
+        self.drew: set[int] = set()
+
+    def forward(self, i: int, value: Any) -> Any:
+        """The output for a micro-batch. Hooks of partitions run around their layers."""
+        store: Store = {}
+
+        def through(layers: Iterable[Layer], value: Any) -> Any:
+            for layer in layers:
+                value = self.layer(layer, i, value, store)
+            return value
+
+        for stage, layers in groupby(self._layers, lambda layer: layer.stage):
+            token = CELL.set((stage.partition, partial(through, layers)))
+            try:
+                value = stage.partition(placed(value, stage.device))
+            finally:
+                CELL.reset(token)
+        return value
+
+    def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
+        """A layer's output for a micro-batch."""
+        stage = layer.stage
+        store.update({key: placed(skip, stage.device) for key, skip in store.items()})
+        collecting = collect(self._statistics[stage.j]) if stage.defers else nullcontext()
+        try:
+            with use_store(store), collecting:
+                value, call = placed(value, stage.device), layer.call()
+                quiet = never_draws(layer.module)
+                return call(value) if quiet else self.seeded(layer.index, i, call, value)
+        except BaseException as error:
+            annotate(error, f"in {layer}, micro-batch {i}, run plainly")
+            raise
+
+    def seeded(self, index: int, i: int, function: Callable[[Any], Any], value: Any) -> Any:
+        """What a layer gives for a micro-batch; or the loss function, as one more layer."""
+        last = self._layers[-1].index
+        generators = Generators(self._layers[min(index, last)].stage.device)
+        cell = self._seed, index, i
+        result, seen = run_seeded(generators, generators.all, cell, function, value, observe=True)
+        if seen.draws:
+            self.drew.add(index)
+        return result
+
+    def commit(self) -> None:
+        """All micro-batches went forward: running statistics move."""
+        for statistics in self._statistics.values():
+            statistics.commit()
+
+
+class Observation(NamedTuple):
+    """What is seen of a layer that runs plainly, on the mini-batch and on its micro-batches.
+
+    Attributes:
+        layer: the layer.
+        comparison: of its outputs for the micro-batches with that for the mini-batch.
+        repeats: it gives the same twice for the same input and random numbers.
+        draws: it draws random numbers as PyTorch's layers do, so that these have to differ.
+        writes: it modifies its input in place.
+        changed: by kind, what its forwards changed in it.
+    """
+
+    layer: Layer
+    comparison: Comparison
+    repeats: bool
+    draws: bool
+    writes: bool
+    changed: dict[str, list[str]]
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether a pipe can make it give something else."""
+        return self.writes or (not self.repeats and "buffer" not in self.changed)
+
+    @property
+    def cut(self) -> bool:
+        """Whether it gives something else for micro-batches."""
+        return not (self.draws or self.comparison.same)
+
+    def reason(self, *, cut: bool) -> str:
+        """Why it gives something else.
+
+        Args:
+            cut: for micro-batches; otherwise in the pipe.
+        """
+        norms = [
+            f"{name!r}: {type(part).__name__}" if name else type(part).__name__
+            for name, part in self.layer.module.named_modules()
+            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        ]
+        if cut and norms:
+            deferred = all("Deferred" in norm for norm in norms)
+            return (
+                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own "
+                "mean and variance. That is what micro-batches mean, and often does no harm; "
+                + ("" if deferred else "deferred_batch_norm=True at least for running statistics; ")
+                + "LayerNorm and GroupNorm do not look at other samples, nor does BatchNorm in "
+                "eval()"
+            )
+        kinds = {kind: _few(names) for kind, names in self.changed.items()}
+        if own := kinds.get("generator"):
+            return (
+                f"it draws from a generator of its own ({own}): for each micro-batch anew, "
+                "and again when it is recomputed; let it draw from PyTorch's own generator "
+                "(torch.rand_like(x) and the like, no generator=)"
+            )
+        if not self.repeats and (state := kinds.get("attribute")):
+            return (
+                f"it keeps state ({state} changes in forward), which depends on how often it "
+                "ran before, and recomputation runs it once more: register it as a buffer, or "
+                "change it only if not syncpipe.is_recomputing()"
+            )
+        if not self.repeats and kinds:
+            return (
+                f"it keeps state in parameters or buffers ({', '.join(kinds.values())}) that its "
+                "output depends on, and they change with each micro-batch"
+            )
+        if not self.repeats:
+            return (
+                "it does not give the same twice: it depends on something that is not in its "
+                "module (a global, a file, the time, a thread), or on memory without a value"
+            )
+        if self.writes:
+            return (
+                "it works in place, on memory that others use as well: let it work on a copy (for "
+                "an activation: inplace=False)"
+            )
+        if cut:
+            return (
+                "its output for a sample depends on the other samples of the mini-batch: a mean, a "
+                "maximum or a softmax over dimension 0, attention between samples, a shape or a "
+                "number that it takes from the batch"
+            )
+        return "not found: by itself it gives the same for the same input"
+
+
+@torch.no_grad()
+def observe(
+    layers: list[Layer], whole: Any, pieces: list[Any], leave: Any, seen: list[Observation]
+) -> tuple[Any, Exception | None]:
+    """Runs each layer on the mini-batch, and on the micro-batches that it consists of.
+
+    A layer after one that draws or differs gets the joined micro-batches as its mini-batch, so each
+    is seen by itself.
+
+    Args:
+        layers: the layers.
+        whole: the mini-batch.
+        pieces: its micro-batches.
+        leave: what is no layer's own.
+        seen: gets an observation for each layer.
+
+    Returns:
+        The output for the mini-batch, and what a layer raised on a micro-batch.
+    """
+    failed: Exception | None = None
+    run = PlainRun(layers)
+    store: Store = {}
+    stores: list[Store] = [{} for _ in pieces]
+    for layer in layers:
+        state = State({"": layer.module}, leave=[leave])
+        twice = partial(_twice, run, layer, whole, store)
+        (again, _), (whole, store) = state.restored(twice, [layer.stage.device])
+        if failed is not None:
+            continue
+        pieces = [placed(piece, layer.stage.device) for piece in pieces]
+        entering = tensors_in(pieces[0])
+        versions = [tensor._version for tensor in entering]
+        try:
+            pieces = [run.layer(layer, i, piece, stores[i]) for i, piece in enumerate(pieces)]
+        except Exception as error:
+            failed = error
+            continue
+        joined, comparison = _joined(whole, pieces)
+        changed: dict[str, list[str]] = {}
+        for kind, name in state.changes():
+            if not name.endswith((*_RUNNING, "_hooks")):
+                changed.setdefault(kind, []).append(name)
+        repeats = compare(by_name("", again), by_name("", whole)).same
+        writes = [tensor._version for tensor in entering] != versions
+        draws = layer.index in run.drew
+        seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
+        if draws or not comparison.same:
+            whole = joined
+    return whole, failed
+
+
+def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
+    """What a layer gives for copies, into which it may write, with the skips after it; twice."""
+    found = []
+    for _ in range(2):
+        value, skips = map_tensors(clones, (whole, list(store.values())))
+        after = dict(zip(store, skips, strict=True))
+        found.append((run.layer(layer, 0, value, after), after))
+    return found
+
+
+def _joined(whole: Any, pieces: list[Any]) -> tuple[Any, Comparison]:
+    """Outputs of micro-batches as one of the mini-batch, and how they compare."""
+    leaves, structure = flatten(whole)
+    rows = [flatten(piece)[0] for piece in pieces]
+    if any(len(row) != len(leaves) for row in rows):
+        return whole, Comparison("different", words="trees of other structures")
+    expected, actual = {}, {}
+    for k, name in enumerate(leaf_names("output", whole)):
+        parts, leaf = [row[k] for row in rows], leaves[k]
+        tensors = all(isinstance(part, Tensor) for part in [*parts, leaf])
+        if tensors and leaf.dim() == 0:
+            continue  # a mean over samples, say, which is in the loss
+        if tensors and all(p.dim() for p in parts) and sum(map(len, parts)) == len(leaf):
+            expected[name], actual[name] = leaf, torch.cat(parts)
+            leaves[k] = actual[name]
+            continue
+        for i, part in enumerate(parts):
+            expected[f"{name} for micro-batch {i}"] = leaf
+            actual[f"{name} for micro-batch {i}"] = part
+    return unflatten(leaves, structure), compare(actual, expected)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
