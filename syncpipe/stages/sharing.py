@@ -380,6 +380,8 @@ class CallReplicas:
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
         #: Stages that go by what they knew of their draws, and that.
         self._trusting: list[tuple[Stage, list[int], int]] = []
+        #: Stages whose draws this call shows, if it comes to its end, in which mode.
+        self._seen: list[tuple[Stage, Any]] = []
         for (j, *others), more in zip(numbers, replicas, strict=True):
             if not more:
                 continue
@@ -406,7 +408,9 @@ class CallReplicas:
             module.training and (not isinstance(module, _DropoutNd) or module.p > 0)
             for module in run.partition.modules()
         ]
-        if run.stage.is_new(("replica", run.grad, *flags)):
+        mode = ("replica", run.grad, *flags)
+        if mode not in run.stage.seen:
+            self._seen.append((run.stage, mode))
             return
         run.stage.backward_draws |= owner.stage.backward_draws
         run.through[0] = run.m + 1
@@ -445,6 +449,8 @@ class CallReplicas:
                     )
             if stage.backward_draws & ~backward:
                 raise RuntimeError(_drew("a backward", stage))
+        for stage, mode in self._seen:
+            stage.seen.add(mode)
         for owner in self._owners:
             if owner.statistics is not None:
                 owner.statistics.commit()

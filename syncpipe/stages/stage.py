@@ -62,6 +62,7 @@ class Stage:
         backward_draws: the generators that any backward ever drew from.
         nests: whether a layer uses a pipe.
         changes: what its forwards change.
+        seen: the modes in which it ran.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Stage:
         self.backward_draws = 0
         self.nests = False
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
-        self._looked: set[Any] = set()
+        self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
         if whole is not None:
             self.number = whole.number
@@ -134,9 +135,9 @@ class Stage:
 
     def is_new(self, mode: Any) -> bool:
         """Whether it runs for the first time in a mode."""
-        if mode in self._looked:
+        if mode in self.seen:
             return False
-        self._looked.add(mode)
+        self.seen.add(mode)
         return True
 
     def learn(self, seen: Turn, k: int | None = None) -> None:

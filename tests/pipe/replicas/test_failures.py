@@ -12,6 +12,7 @@ from syncpipe import Pipe
 from tests.pipe.replicas.dealing import dealt
 from tests.support.interrupts import interrupted
 from tests.support.models import linear_model
+from tests.support.running import Noise
 from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import Grads, mean
 
@@ -107,3 +108,14 @@ def test_evaluation_inside_of_a_step_leaves_replicas_in_their_modes():
         found = losses(replicas)
         torch.testing.assert_close(found, plain)
         assert torch.equal(found[0], plain[0])
+
+
+def test_layers_that_a_failed_call_did_not_reach_may_draw_in_the_next():
+    pipe = dealt(nn.Sequential(nn.Linear(3, 3), Noise()), [2], [2], chunks=CHUNKS)
+    with pytest.raises(RuntimeError, match="shapes"):
+        pipe(torch.ones(CHUNKS, 2))
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(pipe(torch.ones(CHUNKS, 3)))
+    assert torch.equal(*results)
