@@ -78,7 +78,7 @@ def test_a_delay_is_enough_to_see_a_missing_wait():
     x = torch.ones(100, device=A)
     main, side = torch.accelerator.current_stream(A), torch.Stream(device=A)
     main.synchronize()
-    with simulated.delays(1000, stream=main):  # longer than a busy host takes for the next lines
+    with simulated.delays(3000, stream=main):  # longer than a busy host takes for the next lines
         y = x * 2
         with on(side):
             z = y + 1

@@ -166,7 +166,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (Collects, (X,), ValueError, rf"{CUT}its forward sets the attribute seen"),
     (Casts, (X,), ValueError, rf"{CUT}.*another mode .*autocast"),
     (Outside, (X,), ValueError, rf"{CUT}it passes a Tensor that is made anew.*:\n .*noise"),
-    (ByChance, (X,), ValueError, rf"{CUT}.*Python's random numbers:\n .*random\.random"),
+    (ByChance, (X,), ValueError, rf"{CUT}.*Python's random numbers:\n .*between"),
     (UsesCache, (X,), ValueError, r"DynamicCache that is made anew.*\n.*\n.*with use_cache=False"),
     (DropsLayers, (X,), ValueError, r"depends on the values.*\n.*\n.*set layerdrop=0\.0"),
     (MasksSpeech, (X,), ValueError, r"mask_hidden_states.*\n.*apply_spec_augment = False"),
