@@ -26,7 +26,7 @@ from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
 from syncpipe.layers.conversion.sequential import call_input, sequential
 from syncpipe.layers.placement import check_devices, default_devices, move_layers, resolve_workers
 from syncpipe.planner.machine import RESERVE, machine_of
-from syncpipe.planner.planning import NoPlan, Plan, plan
+from syncpipe.planner.planning import NoPlan, Plan, count_of, plan
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.worker import Worker
 from syncpipe.state import unchanged
@@ -67,6 +67,17 @@ def auto(
         )
     if target is not None and loss_fn is None:
         raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
+    batch_size = count_of("batch_size", batch_size)
+    if any(tensor.is_meta for tensor in tensors_in((sample, sample_kwargs))):
+        raise ValueError(
+            "the sample is on meta, and Pipe.auto runs the model with it: give one that has values "
+            "(the model may be on meta)"
+        )
+    if weights is not None and not any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError(
+            f"weights={weights!r} is for a model on meta, which this one is not: load it by "
+            "syncpipe.checkpoints.load(pipe, ...)"
+        )
     scale = param_scale_of(optimizer)
     room = Room.of(devices, memory, model)
     layers = _layers(model, sample, sample_kwargs, len(room.devices))

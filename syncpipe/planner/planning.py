@@ -28,7 +28,7 @@ from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, c
 from syncpipe.schedules.simulation import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
-__all__ = ["NoPlan", "Plan", "StagePlan", "measured_for", "plan"]
+__all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]
 
 #: The parameter, its gradient and Adam's two moments.
 _ADAM = 4.0
@@ -149,12 +149,12 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
         NoPlan: no plan fits into memory (a ``ValueError``): the message says which stage misses by
             how much, and what would make it fit.
     """
-    batch_size = _count("batch_size", batch_size)
-    stages = None if stages is None else _count("stages", stages)
+    batch_size = count_of("batch_size", batch_size)
+    stages = None if stages is None else count_of("stages", stages)
     if isinstance(chunks, Iterable) and not isinstance(chunks, str):
-        chunks = [_count("chunks", number) for number in chunks]
+        chunks = [count_of("chunks", number) for number in chunks]
     elif chunks is not None:
-        chunks = _count("chunks", chunks)
+        chunks = count_of("chunks", chunks)
     if not isinstance(devices, int | str | Machine):
         devices = check_devices(devices)
     check_schedule(schedule)
@@ -191,7 +191,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
     )
 
 
-def _count(name: str, number: Any) -> int:
+def count_of(name: str, number: Any) -> int:
     """A whole number, at least 1."""
     try:
         count = -1 if isinstance(number, bool) else operator.index(number)

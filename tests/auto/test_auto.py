@@ -299,3 +299,18 @@ def test_the_auxiliary_loss_of_experts_is_an_output_that_the_loss_function_adds(
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_arguments_that_it_cannot_use() -> None:
+    model, x = Residual(8, 2), torch.randn(4, 8)
+    for changed, error, match in (
+        ({"batch_size": "8"}, TypeError, "batch_size='8': must be a whole number"),
+        ({"batch_size": 2.5}, TypeError, "batch_size=2.5: must be a whole number"),
+        ({"weights": "folder"}, ValueError, "weights='folder' is for a model on meta"),
+    ):
+        with pytest.raises(error, match=match):
+            Pipe.auto(model, x, **{"batch_size": 4, "devices": TWO, **changed})
+    with pytest.raises(ValueError, match="the sample is on meta"):
+        Pipe.auto(model.to("meta"), x.to("meta"), batch_size=4, devices=TWO)
+    with pytest.raises(ValueError, match="no samples in it: dimension 0 has length 0"):
+        Pipe.auto(Residual(8, 2), x[:0], batch_size=4, devices=TWO)

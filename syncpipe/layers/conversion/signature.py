@@ -60,6 +60,10 @@ class Signature:
                 f"arguments of {name}.forward{self.parameters}, as for one call of the model"
             )
         self.batch = len(cut[0])
+        if not self.batch:
+            raise ValueError(
+                f"the sample for {name} has no samples in it: dimension 0 has length 0"
+            )
         self.is_cut = [
             isinstance(t, Tensor) and t.dim() > 0 and len(t) == self.batch for t in tensors.values()
         ]
