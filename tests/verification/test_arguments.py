@@ -97,3 +97,10 @@ def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
 def test_no_target() -> None:
     pipe = pipe_of(linear(), linear(), linear())
     assert verify(pipe, torch.randn(8, 6), loss_fn=lambda y: y.square().mean()).ok
+
+
+def test_a_target_that_needs_a_gradient() -> None:
+    pipe, y = pipe_of(linear(), linear(), linear()), torch.randn(8, 6, requires_grad=True)
+    report = verify(pipe, torch.randn(8, 6), y, loss_fn=F.mse_loss)
+    assert report.ok, report
+    assert y.grad is None
