@@ -3,7 +3,8 @@
     python -m benchmarks [NAME ...] [--quick] [--repeats N] [--folder DIR] [--list]
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
-``data_parallel``, ``one_call``) or one part of it (``schedules.ideal``); without one all are run.
+``data_parallel``, ``one_call``, ``converted``) or one part of it (``schedules.ideal``); without one
+all are run.
 Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes
 and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
 ``picture`` draws the README's schedules. What a machine with GPUs is for is ``python -m benchmarks
@@ -18,26 +19,26 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks import gpu
-from benchmarks.common import QUICK, Group, Part, report
-from benchmarks.data_parallel import GROUP as DATA_PARALLEL
-from benchmarks.memory.parts import GROUP as MEMORY
-from benchmarks.one_call import GROUP as ONE_CALL
-from benchmarks.overhead import GROUP as OVERHEAD
-from benchmarks.peers.parts import GROUP as PEERS
-from benchmarks.planning.parts import GROUP as PLANNING
-from benchmarks.schedules.parts import GROUP as SCHEDULES
+from benchmarks import (
+    converted,
+    data_parallel,
+    gpu,
+    memory,
+    one_call,
+    overhead,
+    peers,
+    planning,
+    schedules,
+)
+from benchmarks.common import QUICK, Group, Options, Part, report
 from syncpipe.commands.arguments import whole_number
 from syncpipe.commands.demo import threads
 from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
 from syncpipe.timeline import Timeline, save_comparison
 
-GROUPS = {
-    group.name: group
-    for group in (OVERHEAD, MEMORY, SCHEDULES, PLANNING, PEERS, DATA_PARALLEL, ONE_CALL)
-}
+MODULES = (overhead, memory, schedules, planning, peers, data_parallel, one_call, converted)
+GROUPS: dict[str, Group] = {module.GROUP.name: module.GROUP for module in MODULES}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -84,16 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = "for the pages (%(default)s)"
     add("--folder", type=Path, default=Path("benchmark-report"), metavar="DIR", help=words)
     add("--list", action="store_true", help="print the names, and measure nothing")
-    for group in GROUPS.values():
-        group.arguments(parser)
     args = parser.parse_args(argv)
     if args.names == ["picture"]:
         save_comparison(RESULTS / "schedules.svg", timelines())
         return 0
     try:
         chosen = selected(args.names)
-        options = {name: GROUPS[name].options(args) for name in chosen}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
     if args.list:
         print("\n".join(f"{name}.{part}" for name, parts in chosen.items() for part in parts))
@@ -108,16 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     command = ["python -m benchmarks", *args.names, *["--quick"] * args.quick]
     command += [f"--repeats {args.repeats}"] if args.repeats else []
+    options = Options(args.quick, args.repeats)
     for name, parts in chosen.items():
         group = GROUPS[name]
-        jobs = {part: partial(_measured, group, part, options[name]) for part in parts}
+        jobs = {part: partial(_measured, group, part, options) for part in parts}
         remarks = [QUICK] * args.quick
         page = args.folder / f"{name}.md"
         report(group.title, " ".join(command), remarks, jobs, page, group.versions)
     return 0
 
 
-def _measured(group: Group, part: str, options: Any) -> Part | Sequence[Part]:
+def _measured(group: Group, part: str, options: Options) -> Part | Sequence[Part]:
     with threads(1) if group.one_thread else nullcontext():
         return group.parts[part](options)
 

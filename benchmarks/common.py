@@ -1,8 +1,7 @@
-"""What the measurements share: options, rounds, spreads, agreement, the machine, the report."""
+"""What the measurements share: options, rounds, spreads, the machine, the report."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -17,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import syncpipe
 
 #: A remark for what was measured with too little of everything.
 QUICK = "Quick: small sizes and few rounds. These numbers say nothing."
-
-#: What a training step leaves: the loss, and the gradients of all parameters in order.
-Outcome = tuple[Tensor, list[Tensor]]
 
 
 # -- what there is to measure ----------------------------------------------------------------------
@@ -55,20 +50,14 @@ class Group:
     Attributes:
         name: on the command line, and of the page.
         title: stands above the page.
-        doc: what the group says about itself.
         parts: what there is to measure, by name.
-        options: from the parsed arguments to the options of the parts.
-        arguments: adds the group's own ones.
         versions: libraries whose versions the page names.
         one_thread: whether everything runs on one intra-op thread.
     """
 
     name: str
     title: str
-    doc: str | None
     parts: Mapping[str, Callable[[Any], Part | Sequence[Part]]]
-    options: Callable[[argparse.Namespace], Any] = lambda args: Options(args.quick, args.repeats)
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     versions: Sequence[str] = ()
     one_thread: bool = True
 
@@ -150,46 +139,6 @@ def timed(step: Callable[[], Any], times: int = 1) -> Callable[[], float]:
     return job
 
 
-def calibrated(step: Callable[[], object], least: float) -> Callable[[], float]:
-    """A job of as many steps as take about ``least`` seconds."""
-    for _ in range(3):
-        step()
-    start = time.perf_counter()
-    for _ in range(5):
-        step()
-    once = (time.perf_counter() - start) / 5
-    return timed(step, max(1, round(least / once)))
-
-
-# -- whether they do the same ----------------------------------------------------------------------
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    """Of all parameters in order; each has one."""
-    found = []
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            raise SystemExit(f"{name} got no gradient; nothing measured")
-        found.append(parameter.grad.clone())
-    return found
-
-
-def check(label: str, outcome: Outcome, expected: Outcome) -> None:
-    """Refuses to measure something that computes something else.
-
-    Raises:
-        SystemExit: the loss or a gradient is not the plain loop's, by ``torch.allclose``; the
-            absolute tolerance is relative to the largest entry of the tensor.
-    """
-    pairs = zip([outcome[0], *outcome[1]], [expected[0], *expected[1]], strict=True)
-    for k, (got, wanted) in enumerate(pairs):
-        largest = float(wanted.abs().max())
-        same = got.shape == wanted.shape and largest > 0
-        if not (same and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5 * largest)):
-            what = f"gradient {k - 1}" if k else "the loss"
-            raise SystemExit(f"{label}: {what} is not the plain loop's; nothing measured")
-
-
 # -- where it was measured ------------------------------------------------------------------------
 
 
@@ -248,6 +197,7 @@ class Part:
         rows: of the table; columns by name, numbers and spreads as they are.
         targets: what was aimed for, and what was measured.
         notes: what a reader should know besides.
+        over: what stands below the table.
     """
 
     title: str
@@ -256,6 +206,12 @@ class Part:
     rows: list[dict[str, Any]] = field(default_factory=list)
     targets: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    over: str = "Median (quartiles) over the rounds."
+
+    def tell(self, note: str) -> None:
+        """Adds a note, once."""
+        if note not in self.notes:
+            self.notes.append(note)
 
     def aim(self, aim: str, met: bool, measured: str) -> None:
         """Adds a target."""
@@ -265,7 +221,7 @@ class Part:
         """A section of the report."""
         lines = [f"## {self.title}", "", self.setting, ""]
         if self.rows:
-            lines += [*_table(self.rows), "", "Median (quartiles) over the rounds.", ""]
+            lines += [*_table(self.rows), "", self.over, ""]
             lines += [f"- **{name}**: {text}" for name, text in self.definitions.items()]
         lines += [f"- {note}" for note in self.notes]
         if self.targets:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import Group, Options, Part, Spread, check, rounds
+from benchmarks.common import Group, Options, Part, Spread, rounds
 from benchmarks.ranks import RANKS, Ranks, missing
-from benchmarks.schedules.model import Problem, mlp
+from benchmarks.tasks import Outcome, Task, check, mlp, plain
 from syncpipe import Pipe
 from syncpipe.distributed import data_parallel
 
@@ -68,11 +68,11 @@ class Work(NamedTuple):
     """What a process does.
 
     Attributes:
-        problem: the model, and the mini-batches of all.
+        task: the model, and the mini-batches of all.
         stages: of each pipe; a worker for each.
     """
 
-    problem: Problem
+    task: Task
     stages: int
 
     def prepared(
@@ -81,8 +81,8 @@ class Work(NamedTuple):
         """The model of a process, and a training step of it."""
         way, _, accumulate = what.rpartition(" x")
         k = int(accumulate)
-        model = copy.deepcopy(self.problem.model)
-        mine = [t.chunk(RANKS)[rank].chunk(k) for t in (self.problem.x, self.problem.target)]
+        model = copy.deepcopy(self.task.model)
+        mine = [t.chunk(RANKS)[rank].chunk(k) for t in (self.task.x, self.task.target)]
         batches = list(zip(*mine, strict=True))
         if way != DDP_LOOP:
             each = len(model) // self.stages
@@ -183,7 +183,7 @@ _STEPS: dict[str, Callable[..., Callable[[], list[Tensor]]]] = {
 
 def _work(size: Size, stages: int) -> Work:
     """In a process of its own."""
-    return Work(mlp(size.layers, size.width, RANKS * size.rows), stages)
+    return Work(mlp(size.layers, size.width, RANKS * size.rows, size.m), stages)
 
 
 def measured(full: Size, options: Options) -> Part:
@@ -216,26 +216,26 @@ def measured(full: Size, options: Options) -> Part:
     if why is not None:
         part.notes = [f"Not measured: {why}."]
         return part
-    whole = mlp(size.layers, size.width, RANKS * size.rows)
+    whole = mlp(size.layers, size.width, RANKS * size.rows, size.m)
+    expected = whole.outcome(plain(whole)[0])
     for stages in (1, 2):
         with Ranks(1, _work, size, stages) as ranks:
             for k, ways in WAYS.items():
                 jobs: dict[str, Callable[[], float]] = {}
                 for way in ways:
                     if not (way.endswith("zb_h1") and stages == 1):
-                        _check(ranks, f"{way} x{k}", k, size, whole)
+                        _check(ranks, f"{way} x{k}", k, size, expected)
                         jobs[way] = partial(ranks.step, f"{way} x{k}", size.m, size.times)
                 label = f"data_parallel, {stages} workers, {k} mini-batches"
                 _report(part, stages, k, rounds(jobs, repeats, label))
     return part
 
 
-def _check(ranks: Ranks, what: str, k: int, size: Size, whole: Problem) -> None:
+def _check(ranks: Ranks, what: str, k: int, size: Size, expected: Outcome) -> None:
     """Refuses to measure what does not leave the plain model's gradients."""
     outcomes = ranks.outcomes(what, size.m)
     if what.startswith(ALONE):
         return
-    expected = whole.expected(size.m)
     loss = torch.stack([found[0] for found in outcomes]).mean() / k
     for _, gradients in outcomes:
         check(what, (loss, gradients), expected)
@@ -261,7 +261,6 @@ def _report(part: Part, stages: int, k: int, samples: dict[str, list[float]]) ->
 GROUP = Group(
     "data_parallel",
     "Two processes, one model",
-    __doc__,
     {
         "large_layers": partial(measured, LARGE),
         "small_layers": partial(measured, SMALL),

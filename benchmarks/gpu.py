@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import QUICK, Options, Part, Spread, check, gradients, report, rounds, timed
-from benchmarks.papers.fake_memory import actual_peaks
-from benchmarks.peers import gpu as peers
-from benchmarks.schedules.model import Problem, linears, loop_step, mlp
-from syncpipe import Pipe, Worker, plan
+from benchmarks import peers
+from benchmarks.common import QUICK, Options, Part, Spread, report, rounds, timed
+from benchmarks.counted import actual_peaks
+from benchmarks.planning import PREDICTED, beside_measured
+from benchmarks.tasks import LOOP, Peer, Task, called, check, linears, mlp, plain, trained
+from syncpipe import Pipe, Worker
 
 SECONDS = 480.0
 ROOT = Path(__file__).parents[1]
@@ -85,65 +87,57 @@ def tests(number: int, quick: bool) -> Part:
 
 def overhead(quick: bool) -> Part:
     """Layers that compute next to nothing."""
-    return _timed("Overhead", linears(4, 64, 8), 4 if quick else 16, quick, 1 if quick else 20)
+    return _timed("Overhead", linears(4, 8, 64, 4 if quick else 16), quick, 1 if quick else 20)
 
 
 def workers(quick: bool) -> Part:
     """Layers of real size."""
-    problem = mlp(4, 64, 32) if quick else mlp(8, 4096, 4096)
-    return _timed("One worker and several", problem, 4 if quick else 8, quick, 1)
+    task = mlp(4, 64, 32, 4) if quick else mlp(8, 4096, 4096, 8)
+    return _timed("One worker and several", task, quick, 1)
 
 
-def _timed(title: str, problem: Problem, m: int, quick: bool, times: int) -> Part:
+def _moved(task: Task, device: torch.device) -> Task:
+    x, target = task.x.to(device), task.target.to(device)
+    return replace(task, model=task.model.to(device), x=x, target=target)
+
+
+def _timed(title: str, task: Task, quick: bool, times: int) -> Part:
     devices = accelerators()
-    first = devices[0]
-    model, x, target = (each.to(first) for each in (problem.model, problem.x, problem.target))
+    first, m = devices[0], task.chunks
     places: dict[str, list[Any]] = {
         "1 worker": [first] * 2,
         "2 workers on one device": [Worker(first), Worker(first)],
     }
     if len(devices) > 1:
         places["2 devices"] = devices[:2]
-    plain = copy.deepcopy(model)
-    expected = loop_step(plain, x, target, m).cpu(), [g.cpu() for g in gradients(plain)]
-    jobs: dict[str, Callable[[], float]] = {
-        "plain loop": timed(_waiting(partial(loop_step, plain, x, target, m)), times)
-    }
-    half = len(model) // 2
+    plain_task = _moved(task, first)
+    loop = plain(plain_task)[0]
+    expected = plain_task.outcome(loop)
+    jobs = {LOOP: timed(_waiting(partial(plain_task.step, loop)), times)}
     for place, workers in places.items():
         for how in ("pipe(x)", "gpipe", "1f1b", "zb_h1"):
-            pipe = Pipe(
-                copy.deepcopy(model), [half, len(model) - half], devices=workers, chunks=m,
-                checkpoint="never",
-            )  # fmt: skip
-            step = partial(_step, pipe, x, target.to(pipe.devices[-1]), how)
-            outcome = step().cpu(), [g.cpu() for g in gradients(pipe)]
-            check(f"{place}, {how}", outcome, expected)
-            jobs[f"{place}, {how}"] = timed(_waiting(step), times)
+            each = replace(plain_task, model=copy.deepcopy(plain_task.model))
+            pipe = each.pipe(workers)
+            each = replace(each, target=each.target.to(pipe.devices[-1]))
+            step = trained(pipe, task.loss, schedule=how)
+            if how == "pipe(x)":
+                step = called(pipe, task.loss)
+            peer = Peer("", f"{place}, {how}", "", "", step)
+            check(peer.how, each.outcome(peer), expected)
+            jobs[peer.how] = timed(_waiting(partial(each.step, peer)), times)
     samples = rounds(jobs, 2 if quick else 9, title)
-    name = f"{len(model)} layers, {x.shape[0]} samples of {x.shape[1]}, {m} micro-batches, {first}"
     cell = "over micro-batches and two stages; of the plain loop as well, which has one."
-    part = Part(title, name, {"us/cell": cell})
+    part = Part(title, f"{task.name}, {m} micro-batches, {first}", {"us/cell": cell})
     for label, took in samples.items():
         part.rows.append(
             {
                 "what": label,
                 "ms": Spread.of([1e3 * seconds for seconds in took]),
                 "us/cell": Spread.of([1e6 * seconds / (2 * m) for seconds in took]),
-                "over the loop": Spread.ratio(took, samples["plain loop"]),
+                "over the loop": Spread.ratio(took, samples[LOOP]),
             }
         )
     return part
-
-
-def _step(pipe: Pipe, x: Tensor, target: Tensor, how: str) -> Tensor:
-    pipe.zero_grad()
-    if how == "pipe(x)":
-        loss = F.mse_loss(pipe(x), target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-    found: Tensor = pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=how)
-    return found
 
 
 def _waiting(step: Callable[[], Any]) -> Callable[[], None]:
@@ -151,10 +145,15 @@ def _waiting(step: Callable[[], Any]) -> Callable[[], None]:
 
     def run() -> None:
         step()
-        for device in accelerators():
-            torch.accelerator.synchronize(device)
+        synchronize()
 
     return run
+
+
+def synchronize() -> None:
+    """Waits for all of them."""
+    for device in accelerators():
+        torch.accelerator.synchronize(device)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def memory(quick: bool) -> Part:
          "ones to the byte); an allocator rounds, and a GPU has workspaces of its kernels."},
     )  # fmt: skip
     balance = [16] if len(devices) == 1 else [8, 8]
-    layers = mlp(8, width, 1).model
+    layers = mlp(8, width, 1, 1).model
 
     def batch(count: int, first: Any, last: Any) -> tuple[Tensor, Tensor]:
         return torch.randn(count, width, device=first), torch.randn(count, width, device=last)
@@ -212,27 +211,10 @@ def memory(quick: bool) -> Part:
 def planned(quick: bool) -> Part:
     """The planner's step, and the measured one."""
     devices = accelerators()
-    width, samples = (64, 32) if quick else (4096, 4096)
-    problem = mlp(4 if quick else 12, width, samples)
-    x, target = problem.x.to(devices[0]), problem.target.to(devices[-1])
-    found = plan(
-        problem.model.to(devices[0]), x, devices=devices, batch_size=samples,
-        timeout=0.2 if quick else 30.0, progress=False,
-        **({"memory": "1GB", "bandwidth": "10GB/s"} if quick else {}),
-    )  # fmt: skip
-    pipe = Pipe(problem.model, **found.options())
-    step = partial(_step, pipe, x.to(pipe.devices[0]), target, "1f1b")
-    took = rounds({"step": timed(_waiting(step))}, 2 if quick else 9, "plan")["step"]
-    part = Part(
-        "Planned and measured", f"{len(problem.model)} layers of {width}; {found.options()}"
-    )
-    part.rows.append(
-        {
-            "planned ms": 1e3 * found.step_time,
-            "measured ms": Spread.of([1e3 * seconds for seconds in took]),
-            "measured over planned": Spread.of([seconds / found.step_time for seconds in took]),
-        }
-    )
+    task = _moved(mlp(4, 64, 32, 4) if quick else mlp(12, 4096, 4096, 8), devices[0])
+    part = Part("Planned and measured", f"{task.name}, {len(devices)} devices", PREDICTED)
+    more = {"memory": "1GB", "bandwidth": "10GB/s"} if quick else {}
+    beside_measured(part, "MLP", task, devices, Options(quick), synchronize, **more)
     return part
 
 
@@ -246,7 +228,7 @@ PARTS: dict[str, Callable[[bool], Part]] = {
     "plan": planned,
     **{
         f"peers-{name.removeprefix('gpu-')}": lambda quick, run=run: run(Options(quick))
-        for name, run in peers.PARTS.items()
+        for name, run in peers.GPU_PARTS.items()
     },
 }
 

@@ -26,17 +26,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import syncpipe
 from benchmarks.common import Group, Options, Part, Spread, number
-from benchmarks.peers.check import gathered
-from benchmarks.peers.cpu import CPU
-from benchmarks.peers.libraries import CALL, LIBRARIES, LOOP, OURS, Peer, Task, called, ours
-from benchmarks.peers.measure import Meter, measured
+from benchmarks.peers import CPU, LIBRARIES, MODES, gathered, measured
+from benchmarks.tasks import CALL, LOOP, OURS, Peer, Task, called, linears, ours
 
-MODES = ("never", "always")
 WORKERS = (1, 2, 4, 8)
 #: Micro-batches, samples in each of these, width of the layers.
 CHUNKS, ROWS, FEATURES = 16, 16, 8
@@ -47,10 +42,7 @@ _PACKAGE = str(Path(syncpipe.__file__).parent)
 
 def tiny(stages: int) -> Task:
     """So many layers that compute next to nothing."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(stages)))
-    x, target = torch.randn(2, CHUNKS * ROWS, FEATURES)
-    return Task(model, x, target, F.mse_loss, CHUNKS, [1] * stages)
+    return linears(stages, FEATURES, CHUNKS * ROWS, CHUNKS, stages)
 
 
 def peers(task: Task, workers: int) -> Iterator[Peer]:
@@ -60,7 +52,7 @@ def peers(task: Task, workers: int) -> Iterator[Peer]:
     yield Peer(LOOP, CALL, "", "", joined)
     devices = [f"cpu:{j * workers // stages}" for j in range(stages)]
     place = "1 worker" if workers == 1 else f"{workers} workers"
-    yield from ours(task, {place: devices if workers > 1 else ["cpu"] * stages}, MODES, MODES)
+    yield from ours(task, {place: devices if workers > 1 else ["cpu"] * stages}, MODES)
 
 
 def calls_per_cell(step: Callable[[], object], cells: int) -> float:
@@ -114,20 +106,18 @@ def run(options: Options) -> Part:
 
 def _measure(part: Part, workers: int, stages: int, repeats: int, least: float) -> None:
     task = tiny(stages)
-    cells, before = task.chunks * stages, len(part.rows)
+    cells = task.chunks * stages
     found = gathered(task, part, peers(task, workers), CPU, MODES if workers == 1 else ())
-    for peer in found.peers:
-        if workers == 1 and peer.library == OURS:
-            for _ in range(2):
-                task.step(peer)
-            counted = calls_per_cell(partial(task.step, peer), cells)
-            found.extra[peer.label] = {"calls/cell": counted}
-    measured(found, Meter(), repeats, "overhead", {"stages": stages}, least)
-    rows = part.rows[before:]
+    first = {"stages": stages}
+    rows = measured(part, task, found, repeats, "overhead", first=first, least=least)
     loops = {row["how"]: row["ms"].samples for row in rows if row["library"] == LOOP}
+    mine = {tuple(peer.columns.values()): peer for peer in found if peer.library == OURS}
     for row in rows:
         row["us/cell"] = Spread.of([1e3 * took / cells for took in row["ms"].samples])
         row["over the loop"] = Spread.ratio(row["ms"].samples, loops[CALL * (row["how"] == CALL)])
+        peer = mine.get(tuple(row[name] for name in ("library", "how", "workers", "checkpoint")))
+        if workers == 1 and peer is not None:
+            row["calls/cell"] = calls_per_cell(partial(task.step, peer), cells)
 
 
 def _targets(part: Part) -> None:
@@ -151,7 +141,6 @@ def _targets(part: Part) -> None:
 GROUP = Group(
     "overhead",
     "What a pipe costs for each micro-batch and stage",
-    __doc__,
     {"overhead": run},
     versions=tuple(LIBRARIES),
 )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from benchmarks.common import Outcome, gradients
+from benchmarks.tasks import Outcome, gradients
 
 #: By name: the class of the schedule in ``torch.distributed.pipelining``.
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}

@@ -10,7 +10,10 @@ import pytest
 from benchmarks import __main__ as door
 from benchmarks.common import Part, Spread, rounds
 
-GROUPS = {"overhead", "memory", "schedules", "planning", "peers", "data_parallel", "one_call"}
+GROUPS = {
+    "overhead", "memory", "schedules", "planning", "peers", "data_parallel", "one_call",
+    "converted",
+}  # fmt: skip
 
 
 def test_every_benchmark_is_listed_and_names_select(capsys: pytest.CaptureFixture[str]) -> None:

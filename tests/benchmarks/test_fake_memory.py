@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.models.resnet import resnet
-from benchmarks.papers.fake_memory import actual_peaks
+from benchmarks.counted import actual_peaks
+from benchmarks.models import resnet
 
 SAMPLES, CHUNKS = 2, 4
 

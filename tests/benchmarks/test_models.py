@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.gpt2 import gpt2_small
-from benchmarks.models.resnet import resnet, resnet101, resnext101_32x8d
-from benchmarks.models.unet import unet
+from benchmarks.models import gpt2_small, resnet, resnet101, resnext101_32x8d, unet
 from syncpipe import Pipe
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
@@ -22,6 +20,7 @@ from tests.support.models import assert_equals_plain
 PUBLISHED: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], tuple[int, ...]]] = {
     "ResNet-101": (resnet101, "44.549160 M", (3, 224, 224), (1000,)),
     "ResNeXt-101 32x8d": (resnext101_32x8d, "88.791336 M", (3, 224, 224), (1000,)),
+    "GPT-2 small": (gpt2_small, "163.04 M", (), (1024, 50_257)),
     "GPT-2 small, tied": (partial(gpt2_small, tied=True), "124.439808 M", (), (1024, 50_257)),
     **{
         f"U-Net {size}": (partial(unet, 5, *size), count, (3, 192, 192), (1, 192, 192))

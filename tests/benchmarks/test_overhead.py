@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.overhead import CHUNKS, calls_per_cell, peers, tiny
-from benchmarks.peers.libraries import OURS
+from benchmarks.tasks import OURS
 
 #: By what is called and how: at most so many for each micro-batch and stage, with what a call costs
 #: once. These are what was counted with Python 3.11, and two more. Without that share they are 32,

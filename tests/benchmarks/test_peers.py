@@ -13,16 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncpipe.skip
+from benchmarks import peers
 from benchmarks.common import Options, Part
-from benchmarks.models.gpt2 import gpt2_small
-from benchmarks.models.resnet import resnet
-from benchmarks.models.unet import unet
-from benchmarks.peers import gpu
-from benchmarks.peers.check import Field, distance, gathered, outcome, too_far
-from benchmarks.peers.cpu import CPU, PLACES
-from benchmarks.peers.libraries import LIBRARIES, OURS, Peer, Task, missing, ours, plain
-from benchmarks.peers.measure import Meter, fitting
-from benchmarks.peers.skips import translated
+from benchmarks.models import gpt2_small, resnet, unet
+from benchmarks.peers import CPU, LIBRARIES, PLACES, fitting, gathered, missing
+from benchmarks.skips import translated
+from benchmarks.tasks import OURS, Peer, Task, check, distance, ours, plain
 
 IMAGES = partial(torch.rand, 4, 3, 64, 64)
 WITH_SKIPS = {
@@ -86,7 +82,7 @@ def test_other_libraries_train_the_same_layers(library, name):
     task = Task(model, x, target, F.mse_loss, 2, [half, len(model) - half])
     part = Part("", "")
     found = gathered(task, part, [], CPU, ["never", "always"])
-    assert [peer.library for peer in found.peers].count(library) == 2, part.notes
+    assert [peer.library for peer in found].count(library) == 2, part.notes
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -101,15 +97,17 @@ def test_missing_library(monkeypatch):
 def test_every_mistake_is_too_far():
     task = small_task().small()
     task.model.double()
-    loop = plain(task)[0]
-    expected = outcome(task, loop)
-    assert too_far(distance(expected, expected), expected) is None
-    for k in range(len(expected[1])):
-        wrong = [gradient * (1.001 if j == k else 1) for j, gradient in enumerate(expected[1])]
-        assert too_far(distance((expected[0], wrong), expected), expected) is not None
-    assert too_far(distance((expected[0] * 1.001, expected[1]), expected), expected) is not None
-    nan = [gradient * float("nan") for gradient in expected[1]]
-    assert too_far(distance((expected[0], nan), expected), expected) is not None
+    expected = task.outcome(plain(task)[0])
+    assert distance(expected, expected) == 0
+    wrong = [
+        (expected[0], [g * (1.001 if j == k else 1) for j, g in enumerate(expected[1])])
+        for k in range(len(expected[1]))
+    ]
+    wrong.append((expected[0] * 1.001, expected[1]))
+    wrong.append((expected[0], [gradient * float("nan") for gradient in expected[1]]))
+    for each in wrong:
+        with pytest.raises(SystemExit, match="wrong: its gradients are not the plain loop's"):
+            check("wrong", each, expected)
 
 
 def test_ours_has_to_agree():
@@ -134,9 +132,9 @@ def test_ours_has_to_agree():
 def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
     only_fake.GPipe = broken
     part, task = Part("", ""), small_task()
-    found = gathered(task, part, ours(task, PLACES, ["never"], ["never"]), CPU, ["never"])
-    assert "fake" not in {peer.library for peer in found.peers}
-    assert len(found.peers) == 2 + 2 * 4
+    found = gathered(task, part, ours(task, PLACES, ["never"]), CPU, ["never"])
+    assert "fake" not in {peer.library for peer in found}
+    assert len(found) == 2 + 2 * 4
     assert any(note in line for line in part.notes)
 
 
@@ -145,7 +143,7 @@ def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_a_line_that_says_so():
-    notes = [note for run in gpu.PARTS.values() for note in run(Options(quick=True)).notes]
+    notes = [note for run in peers.GPU_PARTS.values() for note in run(Options(quick=True)).notes]
     assert notes == ["Skipped: PyTorch finds no CUDA GPU here."] * 3
 
 
@@ -153,7 +151,7 @@ def test_out_of_memory_is_told_of():
     def too_much(x, target):
         raise torch.OutOfMemoryError("no")
 
-    found = Field(small_task(), Part("", ""))
-    found.peers = [Peer("large", "", "", "", too_much), plain(found.task)[0]]
-    assert fitting(found, Meter()) == found.peers[1:]
-    assert found.part.notes == ["Out of memory: large."]
+    task, part = small_task(), Part("", "")
+    large, loop = Peer("large", "", "", "", too_much), plain(task)[0]
+    assert fitting(part, task, [large, loop]) == [loop]
+    assert part.notes == ["Out of memory: large."]

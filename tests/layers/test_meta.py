@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory.host_bytes import HostBytes
+from benchmarks.counted import HostBytes
 from syncpipe import LayerSpec, Pipe, plan
 from syncpipe.balance import balance_by_time
 from tests.support.models import assert_same_tree, in_turn, step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.memory.host_bytes import HostBytes
+from benchmarks.counted import HostBytes
 from syncpipe import LayerSpec, Pipe, plan
 from syncpipe.balance import (
     balance_by_parameters,

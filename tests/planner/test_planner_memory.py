@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import syncpipe
-from benchmarks.papers.fake_memory import actual_peaks
+from benchmarks.counted import actual_peaks
 from syncpipe.balance import LayerProfile, Profile, profile
 from syncpipe.planner.chain import Chain
 

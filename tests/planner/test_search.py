@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.brute import case, compared
-from benchmarks.planning.profiles import random_profile
+from benchmarks.planning import case, compared, random_profile
 from syncpipe import plan
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Chain, Mode, costs_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory.host_bytes import HostBytes
+from benchmarks.counted import HostBytes
 from syncpipe import LayerSpec, Pipe, TiedLayerSpec
 from syncpipe.balance import profile
 from tests import simulated

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from benchmarks.models.converted import DOCUMENTED, compared
+from benchmarks.converted import DOCUMENTED, compared
 from syncpipe import sequential
 
 

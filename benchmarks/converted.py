@@ -1,7 +1,5 @@
 """Models of torchvision, timm and transformers, and hand-written ones, converted and compared.
 
-    python -m benchmarks.models.converted --write benchmarks/results/converted.md
-
 ``syncpipe.sequential`` makes layers of each, and a pipe of two stages runs them in micro-batches.
 Outputs and gradients are compared with those of the plain model that is fed the micro-batches.
 Random weights, small configurations.
@@ -9,27 +7,27 @@ Random weights, small configurations.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import common
-from benchmarks.models import handwritten
+from benchmarks import handwritten
+from benchmarks.common import Group, Options, Part
 from syncpipe import Pipe, sequential
 from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.sequential import Converted
 
-__all__ = ["DOCUMENTED", "MODELS", "Model", "main"]
+__all__ = ["DOCUMENTED", "MODELS", "Model"]
 
+HAND = "written by hand"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,7 +48,7 @@ class Model:
     def make(self, batch: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model, and arguments for so many samples."""
         found = handwritten
-        if self.package != "written by hand":
+        if self.package != HAND:
             found = __import__(self.package)
         if self.package == "torchvision":
             found = __import__("torchvision.models").models
@@ -129,7 +127,7 @@ def _decoder(name: str, **options: Any) -> Model:
 
 
 def _hand(name: str, sample: Callable[[int], Arguments]) -> Model:
-    return Model("written by hand", lambda m: getattr(m, name)(), sample)
+    return Model(HAND, lambda m: getattr(m, name)(), sample)
 
 
 def _tokens(batch: int) -> Arguments:
@@ -319,32 +317,19 @@ def compared(model: nn.Module, layers: Converted, args: Any, kwargs: Any) -> str
     return "to rounding"
 
 
-def row(name: str, made: Model) -> list[str]:
+def row(name: str, made: Model) -> dict[str, Any]:
     """What became of a model."""
     torch.manual_seed(0)
     model, args, kwargs = made.make(batch=2)
-    runs: list[int] = []
-    kind = type(model)
-    forward = kind.forward
+    told: dict[str, Any] = {"model": name}
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            kind.forward = _counting(forward, runs)  # type: ignore[method-assign]
             layers = sequential(model, *args, **kwargs)
         except Exception as error:
             said = str(error).partition("\n")[0]
-            return [
-                name,
-                "-",
-                f"{type(error).__name__}: {said}"[:150],
-                "-",
-                "-",
-                str(len(runs)),
-                "-",
-            ]
-        finally:
-            kind.forward = forward  # type: ignore[method-assign]
+            return told | {"left whole": f"{type(error).__name__}: {said}"[:150]}
     seconds = time.perf_counter() - start
     signature: Any = layers[0]._signature
     tall = [size for shape in signature.shapes for size in shape[1:]]
@@ -355,59 +340,44 @@ def row(name: str, made: Model) -> list[str]:
     except Exception as error:
         equal = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
     types = dict.fromkeys(type(model.get_submodule(w.path)).__name__ for w in layers.whole)
-    return [
-        name, str(len(layers)), ", ".join(types) or "none", "no" if pinned else "yes",
-        "yes" if None in tall else "no", str(len(runs)), equal, f"{seconds:.0f}",
-    ]  # fmt: skip
+    return told | {
+        "layers": len(layers),
+        "left whole": ", ".join(types) or "none",
+        "other batch": "no" if pinned else "yes",
+        "other sizes": "yes" if None in tall else "no",
+        "equal": equal,
+        "s": round(seconds),
+    }
 
 
-def _counting(forward: Callable[..., Any], runs: list[int]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(1)
-        return forward(*args, **kwargs)
-
-    counted.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return counted
-
-
-_HEAD = ("model", "layers", "left whole", "other batch", "other sizes", "runs", "equal", "s")
-_ABOUT = """# Converted models
-
-Written by `python -m benchmarks.models.converted`.
-
-```text
-{}
-```
-
-Random weights, small configurations, sample of 2. *Left whole*: modules with others inside that
-were not inlined. *Runs*: of the model, for the conversion and its check. *Equal*: outputs and
-gradients, in a pipe of two stages with micro-batches of 2 and 1 in `eval()`, and those of the plain
-model that is fed the micro-batches. *s*: seconds on a busy machine, no measurement.
-
-"""
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="models with this in their name")
-    parser.add_argument("--write", type=Path, help="a file for the report")
-    options = parser.parse_args(arguments)
-    text = _ABOUT.format(common.head(common.machine()))
-    text += f"| {' | '.join(_HEAD)} |\n{'|---' * len(_HEAD)}|\n"
-    print(text, end="")
-    for name, made in MODELS.items():
-        if options.only.lower() not in name.lower():
-            continue
+def run(package: str, options: Options) -> Part:
+    """Converts all of a package."""
+    part = Part(
+        f"Models of {package}" if package != HAND else "Models written by hand",
+        "Random weights, small configurations, sample of 2.",
+        {
+            "left whole": "modules with others inside that were not inlined.",
+            "equal": "outputs and gradients, in a pipe of two stages with micro-batches of 2 and 1 "
+            "in eval(), and those of the plain model that is fed the micro-batches.",
+            "s": "seconds of the conversion, no measurement.",
+        },
+        over="One run.",
+    )
+    found = [(name, made) for name, made in MODELS.items() if made.package == package]
+    for name, made in found[: 1 if options.quick else None]:
         try:
-            line = f"| {' | '.join(row(name, made))} |"
+            part.rows.append(row(name, made))
         except ImportError as error:
-            line = f"| {name} | not installed: {error} |"
-        print(line, flush=True)
-        text += line + "\n"
-        if options.write is not None:
-            options.write.write_text(text, encoding="utf-8")
+            part.tell(f"Not installed: {error}.")
+    return part
 
 
-if __name__ == "__main__":
-    main()
+GROUP = Group(
+    "converted",
+    "Converted models",
+    {
+        **{name: partial(run, name) for name in ("torchvision", "timm", "transformers")},
+        "handwritten": partial(run, HAND),
+    },
+    versions=("torchvision", "timm", "transformers"),
+)

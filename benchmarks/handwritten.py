@@ -6,17 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "CausalEncoder",
-    "Experts",
-    "PaddedEncoder",
-    "Recurrent",
-    "Sampled",
-    "SampledInside",
-    "Translator",
-    "UNet",
-]
-
 
 class UNet(nn.Module):
     """Goes down and up again, with a skip on each level."""

@@ -1,10 +1,10 @@
 """Memory: what making a pipe takes on the host and on the devices, and what a step takes.
 
-GPT-2 small and ResNet-50 on two devices: ``build`` (the model made whole on the host, on ``meta``,
-or layer by layer as specs), ``gpt2`` and ``resnet50`` (a step of it with nothing re-materialized,
-whole cells, layers, all but some operations; with activations on the host). The devices are
-accelerators; where there are none, simulated ones, whose memory is counted in the same way (they
-need a C++ compiler, and the tests' folder).
+GPT-2 small on two devices: ``build`` (the model made whole on the host, on ``meta``, or layer by
+layer as specs) and ``step`` (nothing recomputed, whole cells, layers, all but some operations; with
+activations on the host). The devices are accelerators; where there are none, simulated ones, whose
+memory is counted in the same way (they need a C++ compiler, and the tests' folder). ResNet-50 was
+measured likewise until commit 680da9d.
 """
 
 from __future__ import annotations
@@ -14,37 +14,52 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.common import Group, Options, Part
-from benchmarks.memory.host_bytes import HostBytes
-from benchmarks.memory.models import ENTRIES, Entry
-from syncpipe import LayerSpec, Pipe
+from benchmarks.counted import HostBytes
+from benchmarks.models import Attention, FeedForward, gpt2_layers
+from benchmarks.peers import next_token, sentences
+from syncpipe import LayerSpec, Pipe, Selective
 from syncpipe.runtime import offload
 
-__all__ = ["GROUP"]
-
 MB = 1e6
+CHUNKS = 4
+DRIVERS = ("pipe(x)", "1f1b")
+OPS = torch.ops.aten
+#: What ``checkpoint`` may be, by a name for the report.
+MODES: dict[str, Any] = {
+    "never": "never",
+    "always": "always",
+    "by layer": lambda layer: isinstance(layer, (Attention, FeedForward)),
+    "selective": Selective([OPS.mm.default, OPS.addmm.default, OPS.bmm.default]),
+    "offload": "offload",
+}
 
 
-def measured(model: str, what: str, quick: bool) -> dict[str, Any]:
-    """What a process of its own measures.
+def sizes(quick: bool) -> tuple[dict[str, int], tuple[int, int], tuple[int, int, int]]:
+    """Of GPT-2 small, its cut, and words, length and number of sequences."""
+    if quick:
+        return {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512}, (3, 4), (512, 64, 4)
+    return {}, (17, 10), (50_257, 128, 4)
+
+
+def measured(what: str, quick: bool) -> dict[str, Any]:
+    """What a process of its own measures: simulated devices cannot be unloaded.
 
     Raises:
         SystemExit: it failed.
     """
-    order = json.dumps({"model": model, "what": what, "quick": quick})
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory.parts", order],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "benchmarks.memory", what, *["quick"] * quick],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{model}, {what}: nothing measured\n{done.stderr}")
+        raise SystemExit(f"{what}: nothing measured\n{done.stderr}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -52,32 +67,30 @@ def measured(model: str, what: str, quick: bool) -> dict[str, Any]:
 def build(options: Options) -> Part:
     """Peaks of making a pipe."""
     part = Part(
-        "Building",
+        "Building GPT-2 small",
         "Two devices; bytes of tensors that are alive at most, in MB; one run.",
         {
             "host": "on the host, while the model and the pipe are made.",
             "device 0": "on the first device, likewise; its parameters and buffers at least.",
         },
     )
-    for name, make in ENTRIES.items():
-        entry, found = make(options.quick), measured(name, "build", options.quick)
-        for row in found["rows"]:
-            columns = {f"device {k}": peak / MB for k, peak in enumerate(row["device"])}
-            part.rows.append(
-                {"model": entry.name, "built": row["way"], "host": row["host"] / MB, **columns}
-            )
+    found = measured("build", options.quick)
+    for row in found["rows"]:
+        columns = {f"device {k}": peak / MB for k, peak in enumerate(row["device"])}
+        part.rows.append({"built": row["way"], "host": row["host"] / MB, **columns})
     part.notes.append(f"Devices: {', '.join(found['devices'])}.")
     return part
 
 
-def step(name: str, options: Options) -> Part:
-    """Peaks of a training step of a model."""
-    entry, found = ENTRIES[name](options.quick), measured(name, "step", options.quick)
+def step(options: Options) -> Part:
+    """Peaks of a training step of it."""
+    found = measured("step", options.quick)
+    _, balance, (_, length, rows) = sizes(options.quick)
     part = Part(
-        f"A step of {entry.name}",
-        f"Two devices ({', '.join(found['devices'])}), {entry.balance[0]} and "
-        f"{entry.balance[1]} layers; {entry.sample} in 4 micro-batches, float32. Bytes of "
-        "tensors that are alive at most, in MB.",
+        "A step of GPT-2 small",
+        f"Two devices ({', '.join(found['devices'])}), {balance[0]} and "
+        f"{balance[1]} layers; {rows} sequences of {length} tokens in 4 micro-batches, float32. "
+        "Bytes of tensors that are alive at most, in MB.",
         {
             "device 0": "on the first device, beyond its parameters and their gradients.",
             "host": "in copies of activations on the host.",
@@ -91,7 +104,7 @@ def step(name: str, options: Options) -> Part:
         beyond = [max(0, a - b) / MB for a, b in zip(row["device"], row["kept"], strict=True)]
         base.setdefault(driver, sum(beyond))
         if row["check"] != checks.setdefault(driver, row["check"]):
-            raise SystemExit(f"{entry.name}, {mode}: not the gradients of never")
+            raise SystemExit(f"{mode}: not the gradients of never")
         part.rows.append(
             {
                 "driver": driver,
@@ -110,9 +123,6 @@ def step(name: str, options: Options) -> Part:
 
 
 # -- in a process of its own -----------------------------------------------------------------------
-
-CHUNKS = 4
-DRIVERS = ("pipe(x)", "1f1b")
 
 
 def devices() -> list[torch.device]:
@@ -150,89 +160,76 @@ class Peaks:
         return [int(found["active_bytes.all.peak"]) for found in stats]
 
 
-def built(entry: Entry, places: list[torch.device]) -> list[dict[str, Any]]:
+def built(quick: bool, places: list[torch.device]) -> list[dict[str, Any]]:
     """Host and device peaks of making the pipe, in each way."""
+    size, balance, _ = sizes(quick)
+    makers = gpt2_layers(**size)
+
+    def whole() -> nn.Sequential:
+        return nn.Sequential(*[make() for make in makers])
 
     def on_meta() -> nn.Sequential:
         with torch.device("meta"):
-            return entry.build()
+            return whole()
 
     ways: dict[str, Callable[[], Any]] = {
-        "whole": entry.build,
+        "whole": whole,
         "meta": on_meta,
-        "spec": lambda: [LayerSpec(make) for make in entry.layers],
+        "spec": lambda: [LayerSpec(make) for make in makers],
     }
     rows = []
     for name, make in ways.items():
         peaks = Peaks(places)
         with HostBytes() as host:
-            pipe = Pipe(make(), entry.balance, devices=places, chunks=CHUNKS)
+            pipe = Pipe(make(), balance, devices=places, chunks=CHUNKS)
             most = host.most
         rows.append({"way": name, "host": most, "device": peaks.now()})
         del pipe
     return rows
 
 
-def stepped(entry: Entry, places: list[torch.device]) -> list[dict[str, Any]]:
+def stepped(quick: bool, places: list[torch.device]) -> list[dict[str, Any]]:
     """Host and device peaks of the second training step, for each driver and mode."""
-    host = HostBytes()
-    on_host = offload._on_host
+    size, balance, text = sizes(quick)
+    host, on_host = HostBytes(), offload._on_host
 
-    def counted(size: int) -> Tensor:
+    def counted(size: int) -> torch.Tensor:
         copy = on_host(size)
-        host.count(copy)
+        host.watch([copy])
         return copy
 
     offload._on_host = counted  # what a step has on the host is the copies
     rows = []
     for driver in DRIVERS:
-        for name, mode in entry.modes().items():
+        for name, mode in MODES.items():
             torch.manual_seed(0)
-            pipe = Pipe(entry.build(), entry.balance, devices=places, chunks=CHUNKS,
-                        checkpoint=mode)  # fmt: skip
-            x, target = entry.batch()
+            model = nn.Sequential(*[make() for make in gpt2_layers(**size)])
+            pipe = Pipe(model, balance, devices=places, chunks=CHUNKS, checkpoint=mode)
+            x, target = sentences(*text)
             x, target = x.to(places[0]), target.to(places[-1])
             for _ in range(2):
                 pipe.zero_grad()
                 host.most = host.alive
                 peaks = Peaks(places)
                 if driver == "pipe(x)":
-                    entry.loss(pipe(x), target).backward()
+                    next_token(pipe(x), target).backward()
                 else:
-                    pipe.train_batch(x, target, loss_fn=entry.loss, schedule=driver)
+                    pipe.train_batch(x, target, loss_fn=next_token, schedule=driver)
                 found = peaks.now()
             kept = [sum(2 * p.nbytes for p in part.parameters()) for part in pipe.partitions]
             if len(found) == 1:
                 kept = [sum(kept)]
             gradients = sum(float(p.grad.double().sum().cpu()) for p in pipe.parameters())
-            rows.append(
-                {"driver": driver, "mode": name, "host": host.most, "device": found,
-                 "kept": kept, "check": gradients}
-            )  # fmt: skip
+            row = {"driver": driver, "mode": name, "host": host.most, "device": found}
+            rows.append(row | {"kept": kept, "check": gradients})
             del pipe, x, target
     return rows
 
 
-GROUP = Group(
-    "memory",
-    "Memory of building a pipe, and of a step",
-    __doc__,
-    {"build": build, **{name: partial(step, name) for name in ENTRIES}},
-)
-
-
-def _child(argument: str) -> None:
-    """Measures what was asked for in a process of its own, and prints it as the last line.
-
-    Simulated devices cannot be unloaded, so nothing else may run in such a process.
-    """
-    order = json.loads(argument)
-    torch.manual_seed(0)
-    places = devices()
-    entry = ENTRIES[order["model"]](order["quick"])
-    rows = {"build": built, "step": stepped}[order["what"]](entry, places)
-    print(json.dumps({"devices": [str(place) for place in places], "rows": rows}))
-
+GROUP = Group("memory", "Memory of building a pipe, and of a step", {"build": build, "step": step})
 
 if __name__ == "__main__":
-    _child(sys.argv[1])
+    torch.manual_seed(0)
+    places = devices()
+    rows = {"build": built, "step": stepped}[sys.argv[1]]("quick" in sys.argv, places)
+    print(json.dumps({"devices": [str(place) for place in places], "rows": rows}))

@@ -1,1 +1,0 @@
-"""How much memory building a pipe takes, and a step of it."""

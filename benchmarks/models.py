@@ -1,0 +1,350 @@
+"""ResNet, ResNeXt, U-Net and GPT-2 of the papers, as lists of layers that a pipe can cut anywhere.
+
+The identity of a residual block travels as a skip, so that a partition may end inside of it::
+
+    Remember -> 1x1 -> 3x3 -> 1x1 -> Add
+        '--------- identity --------^
+
+That is also how torchgpipe cut ResNet-101 (Kim et al. 2020, https://arxiv.org/abs/2004.09910).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from syncpipe.skip import Namespace, pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Remember(nn.Module):
+    """Sends its input past the layers that follow, to the layer that pops "skip", and passes it on.
+
+    Give each of them a namespace, ``Remember().isolate(ns)``, the same as that of the other end.
+    """
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+def conv(
+    channels_in: int, channels: int, kernel: int, *, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    """A convolution that keeps the size but for its stride, and batch normalisation."""
+    convolution = nn.Conv2d(
+        channels_in, channels, kernel, stride, kernel // 2, groups=groups, bias=False
+    )
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
+
+
+class GlobalAverage(nn.Sequential):
+    """The mean over the pixels: from ``[N, C, H, W]`` to ``[N, C]``."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@skippable(pop=["skip"])
+class Add(nn.Module):
+    """Ends a block: adds its input, by way of the projection where the shape has changed.
+
+    The projection belongs to this end, so that what travels is what all blocks send: their input.
+    """
+
+    def __init__(self, projection: nn.Module) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        identity = yield pop("skip")
+        return torch.relu_(x + self.projection(identity))
+
+
+def _conv_relu(*args: Any, **kwargs: Any) -> nn.Sequential:
+    return conv(*args, **kwargs).append(nn.ReLU(inplace=True))
+
+
+def _block(
+    channels_in: int, width: int, channels: int, stride: int, groups: int
+) -> list[nn.Module]:
+    projected = channels_in != channels or stride != 1
+    projection = conv(channels_in, channels, 1, stride=stride) if projected else nn.Identity()
+    block = Namespace()
+    return [
+        Remember().isolate(block),
+        _conv_relu(channels_in, width, 1),
+        _conv_relu(width, width, 3, stride=stride, groups=groups),
+        conv(width, channels, 1),
+        Add(projection).isolate(block),
+    ]
+
+
+def resnet(
+    blocks: Sequence[int],
+    *,
+    channels: int = 64,
+    groups: int = 1,
+    group_width: int = 64,
+    num_classes: int = 1000,
+) -> nn.Sequential:
+    """A residual network of bottleneck blocks: from ``[N, 3, H, W]`` to ``[N, num_classes]``.
+
+    Source: He et al. 2015, "Deep Residual Learning for Image Recognition",
+    https://arxiv.org/abs/1512.03385, Table 1 and figure 5 (right); with groups, Xie et al. 2016,
+    "Aggregated Residual Transformations for Deep Neural Networks",
+    https://arxiv.org/abs/1611.05431, figure 3c.
+
+    Assumed: the 3x3 convolution of a block has the stride, as in torchvision. (He et al. give it
+    to the first 1x1; the number of parameters is the same.)
+
+    Args:
+        blocks: how many blocks each stage has. Each stage but the first halves height and width
+            and doubles the channels.
+        channels: that the stem puts out.
+        groups: of the 3x3 convolutions.
+        group_width: channels in each of the groups, where ``channels`` is 64 and for the first
+            stage; with one group, 64 makes it a ResNet.
+        num_classes: of the classifier.
+
+    Returns:
+        5 layers for each block and 4 more, the smallest of them a Remember.
+    """
+    layers: list[nn.Module] = [
+        _conv_relu(3, channels, 7, stride=2),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    before = channels
+    for stage, number in enumerate(blocks):
+        planes = channels * 2**stage
+        width = planes * groups * group_width // 64
+        for k in range(number):
+            stride = 2 if stage > 0 and k == 0 else 1
+            layers += _block(before, width, planes * 4, stride, groups)
+            before = planes * 4
+    return nn.Sequential(*layers, GlobalAverage(), nn.Linear(before, num_classes))
+
+
+def resnet101(num_classes: int = 1000) -> nn.Sequential:
+    """ResNet-101, 169 layers, for images of 224x224 pixels; see :func:`resnet`."""
+    return resnet((3, 4, 23, 3), num_classes=num_classes)
+
+
+def resnext101_32x8d(num_classes: int = 1000) -> nn.Sequential:
+    """ResNeXt-101 with 32 groups of 8 channels, 169 layers, for images of 224x224 pixels.
+
+    See :func:`resnet`. The paper has it as 32x4d and 64x4d; 32x8d is the one of Mahajan et al.
+    2018, https://arxiv.org/abs/1805.00932, and of torchvision.
+    """
+    return resnet((3, 4, 23, 3), groups=32, group_width=8, num_classes=num_classes)
+
+
+def small_resnext(classes: int = 10) -> nn.Sequential:
+    """A ResNeXt of 20 convolutions in a row, for images of shape ``[N, 1, 8, 8]``."""
+    layers: list[nn.Module] = [_conv_relu(1, 64, 3)]
+    for channels_in, width, channels, stride in (
+        (64, 64, 128, 1), (128, 64, 128, 1), (128, 64, 128, 1),
+        (128, 128, 256, 2), (256, 128, 256, 1), (256, 128, 256, 1),
+    ):  # fmt: skip
+        layers += _block(channels_in, width, channels, stride, 8)
+    return nn.Sequential(*layers, GlobalAverage(), nn.Linear(256, classes))
+
+
+@skippable(pop=["skip"])
+class Concatenate(nn.Module):
+    """Puts the channels of the encoder before those that come from below."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        skip = yield pop("skip")
+        return torch.cat([skip, x], dim=1)
+
+
+def _unet_conv(channels_in: int, channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, 3, padding=1, bias=False),
+        nn.InstanceNorm2d(channels),
+        nn.ReLU(inplace=True),
+    )
+
+
+def _convs(channels_in: int, inside: int, channels: int, number: int) -> list[nn.Module]:
+    """So many convolutions in a row; all but the last one have ``inside`` channels."""
+    widths = [channels_in, *[inside] * (number - 1), channels]
+    return [_unet_conv(widths[k], widths[k + 1]) for k in range(number)]
+
+
+def unet(
+    depth: int = 5,
+    num_convs: int = 5,
+    base_channels: int = 64,
+    *,
+    input_channels: int = 3,
+    output_channels: int = 1,
+) -> nn.Sequential:
+    """U-Net (B, C): from ``[N, input_channels, H, W]`` to ``[N, output_channels, H, W]``.
+
+    Source: Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+    Models", https://arxiv.org/abs/2004.09910, the section on experiments: five down-samplings and
+    as many up-samplings, B convolutions in a row between them, C channels in the first one. The
+    original is Ronneberger et al. 2015, https://arxiv.org/abs/1505.04597, figure 1.
+
+    The paper says no more than that. This is assumed, and gives all six published numbers of
+    parameters to the last digit:
+
+    - At height k from the top, the encoder has C * 2^k channels in all B convolutions. A stack
+      more, at the bottom, doubles the channels, and its last convolution halves them again.
+    - The decoder resizes (without parameters) and concatenates; its B convolutions at height k
+      have C * 2^(k-1) channels: as many as come from below after the next resizing at height k-1.
+      So the top of the decoder has C / 2.
+    - All convolutions are 3x3 with padding, without a bias, each followed by a normalization and
+      ReLU; one 1x1 convolution with a bias makes the output.
+    - The normalization is InstanceNorm without parameters: its result does not depend on how a
+      mini-batch is divided. BatchNorm, or biases, would not change the published digits either
+      (both together would). Max-pooling, nearest neighbours, and no dropout, of which the numbers
+      say nothing.
+
+    Args:
+        depth: number of down-samplings; height and width must be multiples of 2^depth, and more
+            than that, since InstanceNorm refuses single pixels.
+        num_convs: B, at least 1.
+        base_channels: C, an even number.
+        input_channels: of the image.
+        output_channels: of the segmentation.
+
+    Returns:
+        (2 * depth + 1) * num_convs + 4 * depth + 1 layers: each convolution is one, and so is each
+        Remember, pooling, resizing and concatenation. The skips are nested, one for each height.
+
+    Raises:
+        ValueError: numbers of which no such network can be made.
+    """
+    if num_convs < 1:
+        raise ValueError(f"num_convs={num_convs}: each stack needs at least one convolution")
+    if base_channels < 2 or base_channels % 2:
+        raise ValueError(f"base_channels={base_channels}: half of them must be a whole number")
+    channels = [base_channels * 2**k for k in range(depth)]
+    heights = [Namespace() for _ in range(depth)]
+    layers: list[nn.Module] = []
+    before = input_channels
+    for width, height in zip(channels, heights, strict=True):
+        layers += _convs(before, width, width, num_convs)
+        layers += [Remember().isolate(height), nn.MaxPool2d(2)]
+        before = width
+    layers += _convs(before, 2 * before, before, num_convs)
+    for width, height in zip(reversed(channels), reversed(heights), strict=True):
+        layers += [nn.Upsample(scale_factor=2), Concatenate().isolate(height)]
+        layers += _convs(before + width, width // 2, width // 2, num_convs)
+        before = width // 2
+    return nn.Sequential(*layers, nn.Conv2d(before, output_channels, 1))
+
+
+class Attention(nn.Module):
+    """``x + attention(norm(x))``, causal, with several heads: ``[N, T, width]`` to the same shape.
+
+    The residual stays inside: a cut there would have to send it as well as the output.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inward = nn.Linear(width, 3 * width)
+        self.outward = nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        heads = self.inward(self.norm(x)).view(samples, length, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.outward(mixed.transpose(1, 2).reshape(samples, length, width))
+
+
+class FeedForward(nn.Module):
+    """``x + outward(gelu(inward(norm(x))))``, position by position."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class LearnedEmbedding(nn.Module):
+    """Tokens ``[N, T]`` to vectors ``[N, T, width]``, with a parameter for each position."""
+
+    def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)  # as in the published code
+        nn.init.normal_(self.positions.weight, std=0.01)
+
+    def forward(self, tokens: Tensor) -> Any:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(positions)
+
+
+@skippable(stash=["table"])
+class LendingEmbedding(LearnedEmbedding):
+    """The same; it sends its table of tokens to the head."""
+
+    def forward(self, tokens: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("table", self.tokens.weight)
+        return super().forward(tokens)
+
+
+@skippable(pop=["table"])
+class BorrowedHead(nn.Module):
+    """The logits of the tokens, by the table of the embedding; no parameters of its own."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        table = yield pop("table")
+        return F.linear(x, table)
+
+
+def gpt2_layers(
+    *,
+    tied: bool = False,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 50_257,
+    length: int = 1024,
+) -> list[partial[nn.Module]]:
+    """What makes each layer of :func:`gpt2_small`."""
+    embedding = LendingEmbedding if tied else LearnedEmbedding
+    head = partial(BorrowedHead) if tied else partial(nn.Linear, width, vocabulary, bias=False)
+    blocks = [partial(Attention, width, heads), partial(FeedForward, width)] * layers
+    first, norm = partial(embedding, vocabulary, width, length), partial(nn.LayerNorm, width)
+    return [first, *blocks, norm, head]
+
+
+def gpt2_small(**sizes: Any) -> nn.Sequential:
+    """GPT-2 small: from tokens ``[N, T]`` to logits ``[N, T, vocabulary]``.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3
+    and Table 2, first row (12 layers, 768). The paper's 117 M is a slip; the model that it
+    published (https://github.com/openai/gpt-2) has 124.44 M parameters. No dropout, as in there.
+
+    ``tied=True`` is that model: the embedding sends its table to the head as a skip, and the
+    gradient comes back the same way with each micro-batch (154 MB of traffic each way). By default
+    the head has a table of its own, 38.60 M parameters more, and nothing large travels.
+
+    Args:
+        sizes: ``tied``, ``layers``, ``width``, ``heads``, ``vocabulary``, ``length``.
+
+    Returns:
+        2 * layers + 3 layers.
+    """
+    return nn.Sequential(*[make() for make in gpt2_layers(**sizes)])

@@ -1,1 +1,0 @@
-"""Bytes of a step, counted without values."""

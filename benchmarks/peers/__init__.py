@@ -1,1 +1,0 @@
-"""Other libraries for pipeline parallelism, side by side with this one."""

@@ -1,0 +1,423 @@
+"""Planning: how good plans are, how long they take, and whether predictions come true.
+
+Five parts: ``brute`` (plans beside the best of all, in small cases), ``stored`` (plans of chains of
+24 to 1000 layers beside those of commit 507340f, and how long they take), ``monotone`` (plans for
+memory that grows), ``counted`` (planned beside counted memory) and ``predicted`` (planned beside
+measured steps on two CPU workers). What stood here besides (other ways to run a model, layers that
+sleep, a model of 7 billion parameters, time by size) stood until commit 680da9d, cuts and plans
+beside torchgpipe's until c42da67; what they found is in ``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, combinations_with_replacement, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import syncpipe
+from benchmarks.common import Group, Options, Part, Spread, rounds, timed
+from benchmarks.counted import actual_peaks
+from benchmarks.peers import linear_task, resnext_task, transformer_task
+from benchmarks.tasks import LOOP, Peer, Task, checked, trained
+from syncpipe import Pipe
+from syncpipe.balance import balance_cost, profile
+from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.planner.chain import Chain, Mode
+from syncpipe.planner.draft import Terms, one_f_one_b_form
+from syncpipe.planner.machine import Machine
+from syncpipe.planner.search import search
+from syncpipe.planner.sizes import chunk_counts
+
+#: Of a parameter: itself, its gradient and Adam's state.
+PARAM_SCALE = 4.0
+#: The sizes of micro-batches that random profiles know; between them all is linear.
+SIZES = (1, 512)
+#: Seconds that a layer takes for no sample at all: launching kernels, Python.
+LAUNCH = 20e-6
+KINDS = ("no limit", "tight", "tight, slow links", "tight, unlike devices", "prime mini-batches")
+TASKS = {"MLP": linear_task, "ResNeXt with skips": resnext_task, "transformer": transformer_task}
+
+
+def random_profile(layers: int, seed: str, *, skips: int = 0) -> Profile:
+    """A profile with lognormal times and sizes, of the order of a CNN's on a large GPU.
+
+    Of each layer one sample takes 0.05 ms forward (median; sigma 1) besides what the layer takes
+    for none, and 1 to 2.5 times as long backward; its output has 0.4 MB, it stores 1 to 2 times
+    as much, and it has 2 MB of parameters.
+
+    Args:
+        layers: how many.
+        seed: the same one gives the same profile.
+        skips: how many there are, each from any layer to any later one.
+    """
+    draw = random.Random(f"{seed}/{layers}")
+
+    def linear(each: float, fixed: float = 0.0) -> dict[int, float]:
+        return {size: fixed + each * size for size in SIZES}
+
+    drawn, outputs = [], []
+    for index in range(layers):
+        forward, output = draw.lognormvariate(math.log(50e-6), 1), draw.lognormvariate(12.9, 1)
+        back = draw.uniform(1, 2.5)
+        outputs.append(linear(output))
+        drawn.append(
+            LayerProfile(
+                name=str(index),
+                forward=linear(forward, LAUNCH),
+                backward=linear(back * forward, back * LAUNCH),
+                output_bytes=outputs[-1],
+                stored_bytes=linear(draw.uniform(1, 2) * output),
+                parameter_bytes=int(draw.lognormvariate(math.log(2e6), 1)),
+            )
+        )
+    crossing = []
+    for index in range(skips):
+        stash, pop = sorted(draw.sample(range(layers), 2))
+        crossing.append(SkipProfile(f"skip {index}", stash, pop, outputs[stash]))
+    return Profile(tuple(drawn), tuple(crossing), input_bytes=linear(6e5))
+
+
+# -- beside the best of all ------------------------------------------------------------------------
+
+
+def case(kind: str, seed: int) -> tuple[Profile, Machine, int]:
+    """A random one: 2 to 6 layers, 2 to 4 devices, a mini-batch of up to 12 samples."""
+    draw = random.Random(f"brute {kind} {seed}")
+    several = draw.random() < 0.5  # sizes of micro-batches that were measured
+
+    def linear(each: float, fixed: float) -> dict[int, float]:
+        return {1: fixed + each, 16: fixed + 16 * each} if several else {4: 4 * each}
+
+    layers = []
+    for index in range(draw.randint(2, 6)):
+        forward, size = draw.lognormvariate(0, 0.7), draw.lognormvariate(0, 0.7)
+        back = draw.uniform(1, 2.5)
+        layers.append(
+            LayerProfile(
+                name=str(index),
+                forward=linear(forward, draw.uniform(0, 0.5)),
+                backward=linear(back * forward, draw.uniform(0, 0.5)),
+                output_bytes=linear(size, 0),
+                stored_bytes=linear(draw.uniform(1, 4) * size, 0),
+                parameter_bytes=draw.randint(0, 2),
+            )
+        )
+    batch = draw.choice((5, 7, 11)) if kind == "prime mini-batches" else draw.choice((4, 6, 8, 12))
+    profile, n = Profile(tuple(layers)), draw.randint(2, 4)
+    whole = sum(layer.stored_bytes[profile.sizes[-1]] for layer in layers) / profile.sizes[-1]
+    fixed = sum(layer.memory(PARAM_SCALE) for layer in layers)
+    limit = math.inf
+    if kind != "no limit":
+        limit = (whole * batch * draw.uniform(0.1, 0.8) + fixed * draw.uniform(1, 2)) / n
+    rate = draw.uniform(0.3, 3) if kind == "tight, slow links" else draw.uniform(2, 20)
+    machine = Machine.even(n, limit, rate)
+    if kind == "tight, unlike devices":
+        memory = [limit * draw.choice((0.7, 1, 2)) for _ in range(n)]
+        speed = tuple(draw.choice((0.5, 1.0, 2.0)) for _ in range(n))
+        machine = Machine(tuple(memory), machine.bandwidth, speed=speed)
+    return profile, machine, batch
+
+
+def everything(profile: Profile, machine: Machine, batch: int) -> Iterator[float]:
+    """The step times of all plans that fit: any cut, number of micro-batches and slots."""
+    terms = Terms(profile, machine, batch, PARAM_SCALE)
+    usual, extra = chunk_counts(terms.profile, len(machine), batch)
+    count = len(profile.layers)
+    for m in (*usual, *extra):
+        for n in range(1, min(count, len(machine)) + 1):
+            for borders in combinations(range(1, count), n - 1):
+                balance = tuple(b - a for a, b in pairwise((0, *borders, count)))
+                some = combinations_with_replacement(range(m, 0, -1), n)
+                for slots in some if n > 1 else [(1,)]:
+                    draft = terms.draft(one_f_one_b_form(m, slots), balance)
+                    if draft is not None and draft.excess <= 1:
+                        yield draft.time
+
+
+def compared(profile: Profile, machine: Machine, batch: int) -> float | None:
+    """The time of the plan over the best; None if nothing fits."""
+    best = min(everything(profile, machine, batch), default=math.inf)
+    found = search(Terms(profile, machine, batch, PARAM_SCALE))
+    assert bool(found) == (best < math.inf)
+    return found[0].time / best if found else None
+
+
+def brute(options: Options) -> Part:
+    """Counts how often it is the best."""
+    from tqdm import tqdm
+
+    count = 3 if options.quick else 100
+    part = Part(
+        "Plans beside the best of all",
+        f"{count} random profiles of each kind: 2 to 6 layers, 2 to 4 devices, mini-batches of 4 "
+        "to 12 samples, half of them measured with one size and half with two. All are tried: "
+        "every cut, number of stages and of micro-batches, 1F1B with any slots, no stage with more "
+        "than the one before it. Everything is predicted, nothing measured.",
+        {
+            "plans": "counted: the cases where something fits.",
+            "optimal": "counted: the plan is as fast as the best of all, but for rounding.",
+            "mean, worst": "predicted: step time of the plan over that of the best of all.",
+        },
+        over="Over all cases where something fits.",
+    )
+    every: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for kind, seed in tqdm([*itertools.product(KINDS, range(count))], "brute force", disable=None):
+        ratio = compared(*case(kind, seed))
+        if ratio is not None:
+            every[kind].append(ratio)
+    every["all"] = [ratio for ratios in every.values() for ratio in ratios]
+    for kind, ratios in every.items():
+        optimal = sum(ratio <= 1 + 1e-9 for ratio in ratios) / len(ratios)
+        row = {"cases": kind, "plans": len(ratios), "optimal": f"{optimal:.2%}"}
+        part.rows.append(row | {"mean": math.fsum(ratios) / len(ratios), "worst": max(ratios)})
+    part.aim("99 % of them optimal", optimal >= 0.99, f"{optimal:.2%}")
+    part.aim("the worst 1.02", max(every["all"]) <= 1.02, f"{max(every['all']):.4f}")
+    return part
+
+
+# -- beside other plans ----------------------------------------------------------------------------
+
+
+def planned(profile: Profile, n: int, memory: float, **more: Any) -> tuple[float, float, float]:
+    """Step time, the most memory of a stage, seconds of the processor; infinite if none fits."""
+    begin = time.process_time()
+    try:
+        found = syncpipe.plan(profile, devices=Machine.even(n, memory, 12e9), **more)
+    except ValueError:
+        return math.inf, math.inf, time.process_time() - begin
+    most = max(stage.memory for stage in found.stages)
+    return found.step_time, most, time.process_time() - begin
+
+
+def stored(options: Options) -> Part:
+    """Plans of chains beside those that are stored."""
+    old = json.loads((Path(__file__).parent / "results/plans_507340f.json").read_text())
+    part = Part(
+        "Plans beside those of commit 507340f",
+        "Random profiles, mini-batches of 512, 12 GB/s; limits on memory are parts of what the "
+        "largest stage took without a limit at that commit.",
+        {
+            "limits": "none, 0.7, 0.5, 0.35.",
+            "over stored": "step time over the stored plan's, for each limit.",
+            "cpu s": "seconds of the processor that planning took, for each limit.",
+        },
+        over="One run.",
+    )
+    every: list[float] = []
+    sizes = (
+        ((24, 1),) if options.quick else ((24, 3), (50, 3), (100, 3), (200, 3), (400, 1), (1000, 1))
+    )
+    for layers, seeds in sizes:
+        for seed, skips in itertools.product(range(seeds), (0,) if options.quick else (0, 20)):
+            draw = random.Random(f"{layers} {seed}")
+            n, chunks = draw.choice((4, 8, 16)), draw.choice((None, 16))
+            profile = random_profile(layers, f"x{seed}", skips=skips)
+            name = f"{layers} layers, {skips} skips, x{seed}"
+            ratios, seconds = [], []
+            for limit in (math.inf, 0.7, 0.5, 0.35)[: 2 if options.quick else 4]:
+                memory = math.inf if limit == math.inf else limit * old[f"{name}, inf"]["memory"]
+                step, _, took = planned(profile, n, memory, batch_size=512, chunks=chunks)
+                then = old[f"{name}, {limit}"]["step"]
+                ratios.append(1.0 if step == then else step / then)
+                seconds.append(took)
+            every += ratios
+            row = {"chain": name, "devices": n, "micro-batches": chunks or "free"}
+            row["over stored"] = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+            part.rows.append(row | {"cpu s": ", ".join(f"{took:.2f}" for took in seconds)})
+    slower = sum(ratio > 1.01 for ratio in every)
+    told = f"{slower} of {len(every)}, {max(every):.4f} at worst, {min(every):.4f} at best"
+    part.aim("none slower by more than 1 %", slower == 0, told)
+    return part
+
+
+def monotone(options: Options) -> Part:
+    """Counts plans that are slower though they have more memory."""
+    part = Part(
+        "Plans for memory that grows",
+        "Chains of 12 to 40 layers, a third with skips; from 0.15 of what a stage takes without a "
+        "limit, in steps of 6 %.",
+        over="One run.",
+    )
+    worse = compared = 0
+    for seed in range(1 if options.quick else 25):
+        draw = random.Random(f"memory {seed}")
+        layers, skips = draw.randint(12, 40), 5 * (seed % 3 == 0)
+        profile = random_profile(layers, f"memory {seed}", skips=skips)
+        n, chunks = draw.choice((3, 4, 6)), draw.choice((None, 8, 16))
+        free = planned(profile, n, math.inf, batch_size=128, chunks=chunks)[1]
+        limits = [free * 0.15 * 1.06**k for k in range(4 if options.quick else 37)]
+        times = [planned(profile, n, m, batch_size=128, chunks=chunks)[0] for m in limits]
+        ratios = [b / a for a, b in pairwise(times) if a < math.inf]
+        compared, worse = compared + len(ratios), worse + sum(r > 1.005 for r in ratios)
+        row = {"layers": layers, "skips": skips, "devices": n, "comparisons": len(ratios)}
+        part.rows.append(row | {"worst": max(ratios, default=1.0)})
+    part.aim("none slower by more than 0.5 %", worse == 0, f"{worse} of {compared}")
+    return part
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def counted(options: Options) -> Part:
+    """Planned beside counted memory."""
+    part = Part(
+        "Planned and counted memory",
+        "Steps of train_batch, equal numbers of layers for each stage, nothing or everything "
+        "recomputed. Counted on fake tensors, every storage that is alive: parameters, buffers, "
+        "gradients, mini-batch and all that the step makes; no optimizer.",
+        {
+            "gradients": "before the step: none, as after zero_grad(), or there, to be added to.",
+            "planned MB": "planned: Chain.memory of the largest stage, of a profile measured on "
+            "the CPU; with the gradients where they are there.",
+            "counted MB": "counted: the most bytes alive on its device at any time of the step.",
+        },
+        over="One run.",
+    )
+    for name, make in list(TASKS.items())[: 1 if options.quick else None]:
+        task = make(options.quick)
+        m, samples = task.chunks, len(task.x) // task.chunks
+        found = profile(task.model, task.x, sizes=[samples], time=False)
+        chain = Chain.of(found, samples, 2.0, len(task.x))
+        trained = [layer.parameter_bytes - layer.frozen_bytes for layer in found.layers]
+        ratios = []
+        for n, schedule, mode, there in itertools.product(
+            (1, 3), ("gpipe", "1f1b"), ("never", "always"), (False, True)
+        ):
+            balance = balance_cost([1] * len(chain), n)
+            slots = [m if schedule == "gpipe" else min(m, 2 * (n - s) - 1) for s in range(n)]
+            real = _counted(make, options.quick, balance, schedule, mode, there)
+            again: Mode = "recompute" if mode == "always" else "store"
+            ours = [
+                chain.memory(i, j, slots[s], slots[0], again) + sum(trained[i:j]) * there
+                for s, (i, j) in enumerate(pairwise(itertools.accumulate(balance, initial=0)))
+            ]
+            ratios.append(max(ours) / max(real))
+            row = {"model": name, "balance": "-".join(map(str, balance)), "schedule": schedule}
+            row |= {"checkpoint": mode, "gradients": "there" if there else "none"}
+            row |= {"planned MB": max(ours) / 1e6, "counted MB": max(real) / 1e6}
+            part.rows.append(row | {"planned / counted": ratios[-1]})
+        near = all(abs(ratio - 1) <= 0.1 for ratio in ratios)
+        told = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        part.aim(f"{name}: the planned peak within 10 % of what is counted", near, told)
+    return part
+
+
+def _counted(
+    make: Callable[[bool], Task], quick: bool, balance: Sequence[int], schedule: str, mode: str,
+    there: bool,
+) -> list[float]:  # fmt: skip
+    """Bytes of each stage; ``there``: with gradients before the step."""
+    with torch.device("meta"):
+        task = make(quick)
+    samples, layers = len(task.x) // task.chunks, list(task.model)
+
+    def batch(count: int, first: Any, last: Any) -> tuple[Tensor, Tensor]:
+        return tuple(  # type: ignore[return-value]
+            torch.empty(count, *t.shape[1:], dtype=t.dtype, device=device)
+            for t, device in ((task.x, first), (task.target, last))
+        )
+
+    own = [
+        sum(t.nbytes * (1 + (there and t.requires_grad)) for t in (*x.parameters(), *x.buffers()))
+        for x in layers
+    ]
+    peaks, _ = actual_peaks(
+        task.model, balance, batch, task.loss, samples=samples, m=task.chunks, schedule=schedule,
+        checkpoint=mode, fake=True, gradients=there,
+    )  # fmt: skip
+    ends = pairwise(itertools.accumulate(balance, initial=0))
+    held = [peak + float(sum(own[i:j])) for peak, (i, j) in zip(peaks, ends, strict=True)]
+    held[0] += task.x.nbytes
+    held[-1] += task.target.nbytes
+    return held
+
+
+# -- beside measured steps -------------------------------------------------------------------------
+
+
+def beside_measured(
+    part: Part, name: str, task: Task, devices: Sequence[Any], options: Options,
+    wait: Callable[[], Any] = lambda: None, **more: Any,
+) -> None:  # fmt: skip
+    """Plans a task, and measures the plan and the plain loop: a row for each."""
+    repeats, quick = options.rounds(9), options.quick
+    plan = syncpipe.plan(
+        task.model, task.x, devices=devices, batch_size=len(task.x), progress=False,
+        timeout=0.02 if quick else 5.0, **more,
+    )  # fmt: skip
+    one = Chain.of(plan.profile, plan.batch_size / plan.chunks, PARAM_SCALE)
+    plain = one.sums["time"][-1] * plan.chunks
+    model = copy.deepcopy(task.model)
+    task = replace(task, model=model, chunks=plan.chunks)
+    pipe = Pipe(model, **plan.options(), devices=plan.devices)
+    target = task.target.to(pipe.devices[-1])
+    step = trained(pipe, task.loss)
+    peer = Peer("", "the plan", "", "", lambda x, _: step(x.to(pipe.devices[0]), target))
+
+    def job(run: Callable[[], Any]) -> Callable[[], float]:
+        take = timed(lambda: (run(), wait()))
+
+        def second() -> float:  # the caches are those of a training, not of another job
+            run()
+            wait()
+            return take()
+
+        return second
+
+    steps = checked(task, [peer])
+    samples = rounds({label: job(run) for label, run in steps.items()}, repeats, name)
+    for label, predicted in ((LOOP, plain), ("the plan", plan.step_time)):
+        row = {"model": name, "what": label, "micro-batches": plan.chunks}
+        if label != LOOP:
+            row |= {"run": plan.schedule, "balance": "-".join(map(str, plan.balance))}
+        row["predicted ms"] = 1e3 * predicted
+        row["measured ms"] = Spread.of([1e3 * took for took in samples[label]])
+        times = samples[label]
+        row["measured / predicted"] = Spread.ratio(times, [predicted] * len(times))
+        part.rows.append(row)
+
+
+PREDICTED = {
+    "predicted ms": "the simulated step; of the plain loop the sum of the profile. Loss and "
+    "optimizer are not in it.",
+    "measured ms": "train_batch into gradients of None, with the loss, without an optimizer.",
+}
+
+
+def predicted(options: Options) -> Part:
+    """Planned beside measured steps."""
+    part = Part(
+        "Predicted and measured: pipes on two CPU workers",
+        "syncpipe.plan(model, sample), which profiles with one intra-op thread; then the plan, run "
+        f"by Pipe(**plan.options()) with one intra-op thread each; {options.rounds(9)} rounds.",
+        PREDICTED,
+        notes=["Two processors that both compute slow each other down; the planner knows none."],
+    )
+    for name, make in TASKS.items():
+        task = make(options.quick)
+        beside_measured(part, name, task, ["cpu:0", "cpu:1"], options, chunks=(4, 8))
+    return part
+
+
+GROUP = Group(
+    "planning",
+    "What planning takes, and what plans are worth",
+    {
+        "brute": brute,
+        "stored": stored,
+        "monotone": monotone,
+        "counted": counted,
+        "predicted": predicted,
+    },
+)

@@ -1,1 +1,0 @@
-"""How long planning takes, how good plans are, and whether predictions come true."""

@@ -1,1 +1,0 @@
-"""What schedules reach beside the ideal, the simulation, and one another."""

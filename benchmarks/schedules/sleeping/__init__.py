@@ -1,1 +1,0 @@
-"""Layers that sleep instead of computing, in the place of devices."""
