@@ -227,7 +227,7 @@ def check(case: Case) -> None:
             with inline():
                 expected = run_pipe(other, call, k, *entering)
             # Each of them goes back by itself, in `pipe(x)` in an order of autograd's.
-            rounded = {"grads"} if case.model.ties and "reentrant" in case.model.layers else set()
+            rounded = {"grads"} if "reentrant" in case.model.layers else set()
         else:
             expected = run_plain(case, other, call, k, schedule)
             rounded = to_rounding(case, call, schedule)
