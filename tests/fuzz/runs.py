@@ -260,6 +260,8 @@ def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:
         or (schedule is None and case.model.uses_twice)
     ):
         rounded |= {"grads"}
+    if schedule is None and "reentrant" in case.model.layers:
+        rounded |= {"grads"}
     if case.model.begins_in_place_on_a_view(case.balance):
         rounded |= {"grads", "input_grads"}
     if schedule is None:
