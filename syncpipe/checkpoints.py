@@ -178,6 +178,9 @@ class _Reader:
     ) -> None:
         self._files, self._path, self._init_fn = _files(path), path, init_fn
         self._opened: tuple[Any, Any] = (None, None)
+        #: What is not in the checkpoint, as it was before init_fn was called.
+        self._whole = set(map(id, layers.children()))
+        self._before: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         #: For each module, by id, how its tensors are called there, and in the checkpoint.
         self._sources: dict[int, dict[str, str]] = {}
         self._modules = list(layers.named_modules())  # kept, or ids would be those of others
@@ -186,6 +189,7 @@ class _Reader:
             for name, tensor in _own(module):
                 places.setdefault(id(tensor), []).append(names(f"{prefix}.{name}".lstrip(".")))
         missing = []
+        self._strict, self._missing = strict, dict[tuple[int, str], str]()
         for prefix, module in self._modules:
             own = self._sources[id(module)] = {}
             for name, tensor in _own(module):
@@ -194,6 +198,8 @@ class _Reader:
                     own[name] = source
                 elif name not in module._non_persistent_buffers_set:
                     missing.append(names(f"{prefix}.{name}".lstrip(".")))
+                    if not _loads_by_itself(module):
+                        self._missing[id(module), name] = missing[-1]
             if _loads_by_itself(module):
                 mark = names(f"{prefix}.x".lstrip("."))[:-1]
                 children = tuple(f"{mark}{name}." for name, _ in module.named_children())
@@ -215,10 +221,16 @@ class _Reader:
             )
 
     def __call__(self, module: nn.Module) -> None:
-        sources = self._sources.get(id(module), {})
         own = [name for name, _ in _own(module)]
+        if own and id(module) not in self._sources:
+            raise ValueError(
+                f"{self._path} cannot be read for a {type(module).__name__} that is none of the "
+                "modules that reader() was given: give it those of the pipe, after adapters were "
+                "added, and make another one instead of a copy"
+            )
+        sources = self._sources.get(id(module), {})
         if self._init_fn is not None and not (own and all(name in sources for name in own)):
-            self._init_fn(module)
+            self._init(module, self._init_fn)
         if not sources:
             return
         place = next((tensor.device for _, tensor in _own(module)), torch.device("cpu"))
@@ -229,6 +241,26 @@ class _Reader:
             raise RuntimeError(
                 f"{self._path}, {_some(list(sources.values()))}: {'; '.join(errors)}"
             )
+
+    def _init(self, module: nn.Module, init_fn: Callable[[nn.Module], Any]) -> None:
+        """Lets ``init_fn`` set what the checkpoint does not have, here or in a module below."""
+        for part in module.modules():
+            for name, tensor in _own(part):
+                if self._strict and (id(part), name) in self._missing:
+                    old = tensor, tensor._version, tensor.detach().clone()
+                    self._before.setdefault((id(part), name), old)
+        init_fn(module)
+        if id(module) not in self._whole:
+            return  # init_fn is called for children first, and may set them with their parent
+        for part in module.modules():
+            for name, tensor in _own(part):
+                before, version, values = self._before.pop((id(part), name), (None, 0, tensor))
+                if before is tensor and tensor._version == version and torch.equal(tensor, values):
+                    raise ValueError(
+                        f"{self._path} has no {self._missing[id(part), name]}, and init_fn does "
+                        "not set it: names= says how it is called there, and strict=False leaves "
+                        "it as the reset_parameters() of its module does"
+                    )
 
     def _read(self, name: str, place: torch.device) -> Tensor:
         """A tensor, straight to its device where safetensors knows that."""

@@ -319,6 +319,29 @@ def test_a_checkpoint_of_something_else_is_refused(name, tmp_path):
     assert torch.equal(model[0].weight, torch.ones(8, 4))
 
 
+def test_what_neither_the_checkpoint_nor_init_fn_has_is_no_random_number(tmp_path):
+    safetensors.save_file({"0.bias": torch.ones(8)}, tmp_path / "model.safetensors")
+    for init, message in (
+        (lambda module: None, r"has no 0\.weight, and init_fn does not set it"),
+        (nn.Module.requires_grad_, r"has no 0\.weight"),
+    ):
+        layers = nn.Sequential(nn.Linear(4, 8, device="meta"), nn.ReLU())
+        read = checkpoints.reader(layers, tmp_path, init_fn=init)
+        with pytest.raises(ValueError, match=message):
+            Pipe(layers, [1, 1], devices=TWO, init_fn=read)
+        assert layers[0].weight.is_meta
+    Pipe(layers, [1, 1], devices=TWO, init_fn=checkpoints.reader(
+        layers, tmp_path, init_fn=init, strict=False
+    ))  # fmt: skip
+
+
+def test_a_reader_fills_no_module_that_it_does_not_know(tmp_path):
+    checkpoints.save(listed(), tmp_path)
+    read = checkpoints.reader(listed("meta"), tmp_path)
+    with pytest.raises(ValueError, match=r"is none of the modules that reader\(\) was given"):
+        Pipe(listed("meta"), [1, 2], devices=TWO, init_fn=read)
+
+
 def test_what_else_is_wrong_with_it(tmp_path, monkeypatch):
     for path in (tmp_path, tmp_path / "none.safetensors"):
         with pytest.raises(FileNotFoundError, match=r"model\.safetensors|no checkpoint"):
