@@ -94,9 +94,11 @@ def test_all_is_as_it_was() -> None:
 
 
 @settings(max_examples=12)
-@given(at=st.integers(1, 26), interrupt=st.booleans())
+@given(at=st.integers(1, 22), interrupt=st.booleans())
 def test_after_errors_as_well(at: int, interrupt: bool) -> None:
-    pipe, (x, y) = a_pipe(), batch(8)
+    # Some of these layers compute something else each time. Where they are recomputed that is
+    # noticed only if another worker draws meanwhile, and then there are fewer forwards.
+    pipe, (x, y) = a_pipe(checkpoint="never"), batch(8)
     before = seen(pipe, x, y)
     Fails.at, Fails.error = at, KeyboardInterrupt if interrupt else ValueError
     raises = interrupt or at <= 2  # on the whole mini-batch
@@ -124,7 +126,7 @@ def test_after_an_error_in_the_loss() -> None:
 
 def test_the_next_step_is_what_it_would_have_been() -> None:
     def trained(check: bool) -> list[Tensor]:
-        pipe = a_pipe()
+        pipe = a_pipe(checkpoint="never")  # as above
         x, y = batch()
         optimizer = torch.optim.Adam(pipe.parameters())
         if check:
