@@ -256,15 +256,10 @@ MODELS: dict[str, Model] = {
         "pixel_values": torch.randn(batch, 3, 64, 64)}),
         text_config=_BERT, vision_config=_VIT),
     "U-Net": _hand("UNet", lambda batch: ((torch.randn(batch, 3, 16, 16),), {})),
-    "LSTM, batch first": _hand("Recurrent", _tokens),
     "encoder with a causal mask": _hand("CausalEncoder", _tokens),
     "encoder with padding": _hand("PaddedEncoder", _tokens),
     "nn.Transformer": _hand("Translator", _tokens),
-    "mixture of experts": _hand("Experts", lambda batch: ((torch.randn(batch, 8),), {})),
-    "VAE (if self.training)": _hand("Sampled", lambda batch: ((torch.randn(batch, 8),), {})),
-    "VAE (sampling in a module)": _hand(
-        "SampledInside", lambda batch: ((torch.randn(batch, 8),), {})
-    ),
+    "VAE (sampling in a module)": _hand("Sampled", lambda batch: ((torch.randn(batch, 8),), {})),
 }  # fmt: skip
 
 

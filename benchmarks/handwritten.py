@@ -30,20 +30,6 @@ class UNet(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
-    """A language model over an LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(30, 8), nn.Linear(8, 30)
-        self.lstm = nn.LSTM(8, 8, 2, batch_first=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Of tokens ``[N, L]``."""
-        y, _ = self.lstm(self.tokens(ids))
-        return self.out(y)
-
-
 class PaddedEncoder(nn.Module):
     """``nn.TransformerEncoder`` with padding."""
 
@@ -83,53 +69,23 @@ class Translator(nn.Module):
         return self.out(y)
 
 
-class Experts(nn.Module):
-    """A soft mixture of experts."""
+class Draw(nn.Module):
+    """Draws in training only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of rows ``[N, 8]``."""
-        shares = self.gate(x).softmax(-1)
-        mixed = torch.stack([expert(x) for expert in self.experts], -1)
-        return self.out((mixed * shares[:, None]).sum(-1))
-
-
-class Sampled(nn.Module):
-    """A variational autoencoder that draws in training only, in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
-        self.mean, self.variance = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows ``[N, 8]``."""
-        h = torch.relu(self.encoder(x))
-        mean, variance = self.mean(h), self.variance(h)
-        z = mean
-        if self.training:
-            z = mean + torch.randn_like(mean) * torch.exp(0.5 * variance)
-        return self.decoder(z), mean, variance
-
-
-class _Draw(nn.Module):
     def forward(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Of rows ``[N, 4]``."""
         if not self.training:
             return mean
         return mean + torch.randn_like(mean) * torch.exp(0.5 * variance)
 
 
-class SampledInside(Sampled):
-    """The same, with the drawing in a module of its own."""
+class Sampled(nn.Module):
+    """A variational autoencoder, with the drawing in a module of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.draw = _Draw()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.mean, self.variance, self.draw = nn.Linear(8, 4), nn.Linear(8, 4), Draw()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows ``[N, 8]``."""

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from benchmarks import ranks
 from benchmarks.common import Group, Options, Part, Spread, number, rounds
 from benchmarks.models import gpt2_small, resnet, resnext101_32x8d, small_resnext, unet
-from benchmarks.ranks import Ranks, Work
+from benchmarks.ranks import Ranks, Stages
 from benchmarks.skips import translated
 from benchmarks.tasks import (
     CALL,
@@ -180,7 +180,9 @@ def in_processes(task: Task, part: Part, others: Ranks, least: float) -> Iterato
         workers = f"{PARTITIONS} processes"
         peer = Peer(DISTRIBUTED, schedule, workers, "never", loop.step, take)
         try:
-            check(peer.label, others.outcome(schedule, task.chunks), expected)
+            parts = others.outcomes(schedule, task.chunks)
+            gradients = [gradient for _, part in parts for gradient in part]
+            check(peer.label, (parts[-1][0], gradients), expected)
         except SystemExit as error:
             part.tell(f"Not measured: {error}.")
             continue
@@ -446,16 +448,15 @@ def on_cpu(
             part.tell(f"Skipped: torch.distributed.pipelining: {why}.")
             measured(part, task, peers, repeats, title, least=least)
             return part
-        with Ranks(total // PARTITIONS or 1, _work, make, options.quick) as others:
+        with Ranks(total // PARTITIONS or 1, _stages, make, options.quick) as others:
             peers += in_processes(task, part, others, least)
             measured(part, task, peers, repeats, title, least=least)
     return part
 
 
-def _work(make: Callable[[bool], Task], quick: bool) -> Work:
+def _stages(make: Callable[[bool], Task], quick: bool) -> Stages:
     """In a process of its own."""
-    task = make(quick)
-    return Work(task.model, task.x, task.target, task.loss, task.balance[0])
+    return Stages(make(quick))
 
 
 def on_gpu(make: Callable[[bool], Task], title: str, options: Options) -> Part:

@@ -1,4 +1,4 @@
-"""Processes on this machine that take orders: ``torch.distributed.pipelining``, one for each stage.
+"""Processes on this machine that train together: an executor of one process for each rank.
 
 What they train is for whoever starts them to say: anything with a method ``prepared``.
 """
@@ -9,207 +9,142 @@ import inspect
 import os
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
-from benchmarks.tasks import Outcome, gradients
+from benchmarks.tasks import Outcome, Task, gradients
 
 #: By name: the class of the schedule in ``torch.distributed.pipelining``.
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 RANKS = 2
 _SECONDS = 120.0
+#: A training step of a rank; returns its loss, 0 where another rank has it.
+Step = Callable[[], Tensor]
 
 
 def missing() -> str | None:
     """Why there can be no ranks here; None if there can."""
     if not (distributed.is_available() and distributed.is_gloo_available()):
         return "this build of torch has no gloo"
-    try:
-        import torch.distributed.pipelining  # noqa: F401
-    except ImportError as error:
-        return f"torch.distributed.pipelining cannot be imported: {error}"
     return None
 
 
-class Work(NamedTuple):
-    """What the ranks train together.
-
-    Attributes:
-        model: the layers, all of them.
-        x: the mini-batch.
-        target: what ``loss`` takes as its second argument.
-        loss: a mean over the samples.
-        first: how many layers the first rank has; the second one has the others.
-    """
-
-    model: nn.Sequential
-    x: Tensor
-    target: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
-    first: int
-
-    def prepared(
-        self, rank: int, schedule: str, m: int
-    ) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
-        """The layers of a rank, and a training step of it."""
-        module = self.model[: self.first] if rank == 0 else self.model[self.first :]
-        return module, _made(rank, self, module, schedule, m)
-
-
 class Ranks:
-    """The processes, from the side of the one that measures.
-
-    ::
-
-        with Ranks(1, make_work, options) as ranks:
-            seconds = ranks.step("gpipe", 8)
-            loss, gradients = ranks.outcome("gpipe", 8)
+    """The processes, from the side of the one that measures; a context manager.
 
     Args:
         threads: intra-op threads of each process.
         make: what they train, by ``make(*arguments)`` in each process anew; a function at the top
-            level of a module.
+            level of a module. Its ``prepared(rank, what, m)`` gives the module of a rank, and a
+            training step of it.
         arguments: what it needs.
     """
 
     def __init__(self, threads: int, make: Callable[..., Any], *arguments: Any) -> None:
-        self.threads = threads
-        self._work = threads, partial(make, *arguments)
+        self._folder = tempfile.TemporaryDirectory()
+        begin = self._folder.name, threads, make, arguments
+        self._ranks = [
+            ProcessPoolExecutor(1, get_context("spawn"), _begin, (rank, *begin))
+            for rank in range(RANKS)
+        ]
 
     def __enter__(self) -> Ranks:
-        self._folder = tempfile.TemporaryDirectory()
-        spawn = get_context("spawn")
-        self._links: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(RANKS):
-            here, there = spawn.Pipe()
-            arguments = (rank, self._folder.name, *self._work, there)
-            process = spawn.Process(target=_live, args=arguments, daemon=True)
-            self._links.append(here)
-            self._processes.append(process)
-            process.start()
-            there.close()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for link in self._links:
-            link.close()  # which ends them
-        for process in self._processes:
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for rank in [rank.submit(_end) for rank in self._ranks]:
+            rank.exception(_SECONDS)
+        for each in self._ranks:
+            each.shutdown()
         self._folder.cleanup()
 
-    def step(self, schedule: str, m: int, times: int = 1) -> float:
+    def step(self, what: str, m: int, times: int = 1) -> float:
         """The time of one training step, the mean of so many: of the rank that took the longest."""
-        return max(self._order("step", schedule, m, times))
+        return max(took for took, _ in self._run(what, m, times))
 
-    def outcome(self, schedule: str, m: int) -> Outcome:
-        """What a training step leaves, where each rank has a part of the model."""
-        parts = self.outcomes(schedule, m)
-        return parts[-1][0], [gradient for part in parts for gradient in part[1]]
+    def outcomes(self, what: str, m: int) -> list[Outcome]:
+        """What a training step leaves in each rank."""
+        found = [outcome for _, outcome in self._run(what, m, 1, outcome=True)]
+        return [(torch.tensor(loss), list(map(torch.from_numpy, g))) for loss, g in found]
 
-    def outcomes(self, schedule: str, m: int) -> list[Outcome]:
-        """What it leaves in each rank."""
-        self._order("outcome", schedule, m, 1)
-        return [torch.load(Path(self._folder.name) / f"{rank}.pt") for rank in range(RANKS)]
-
-    def _order(self, *order: Any) -> list[float]:
-        for link in self._links:
-            link.send(order)
-        return [self._answer(rank) for rank in range(RANKS)]
-
-    def _answer(self, rank: int) -> float:
-        answer: Any = f"no answer within {_SECONDS:.0f} s"
-        if self._links[rank].poll(_SECONDS):  # true at the end of the process, too
-            try:
-                answer = self._links[rank].recv()
-            except EOFError:
-                answer = "the process ended without an answer"
-        if isinstance(answer, float):
-            return answer
-        raise SystemExit(f"rank {rank} failed; nothing measured\n{answer}")
-
-
-def _live(rank: int, folder: str, threads: int, make: Callable[[], Any], link: Connection) -> None:
-    """The whole life of a rank; the process ends in here.
-
-    Args:
-        rank: which one.
-        folder: where the ranks meet.
-        threads: how many intra-op threads it has.
-        make: what it trains with the others.
-        link: to the one that measures.
-    """
-    code = 1
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(threads)
-        meeting = f"file://{folder}/meet"
-        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-        _obey(rank, Path(folder) / f"{rank}.pt", make(), link)
-        distributed.destroy_process_group()
-        code = 0
-    except BaseException:
-        link.send(traceback.format_exc())
-    finally:
-        # A thread of gloo may still be letting go of a tensor, which aborts a process that ends
-        # in the usual way meanwhile: do not end in the usual way.
-        os._exit(code)
-
-
-def _obey(rank: int, file: Path, work: Any, link: Connection) -> None:
-    """Until the other end is closed: steps, timed; the outcome into the file where asked for."""
-    steps: dict[tuple[str, int], tuple[nn.Module, Callable[[], list[Tensor]]]] = {}
-    while True:
+    def _run(self, *order: Any, **more: Any) -> list[Any]:
+        running = [rank.submit(_run, *order, **more) for rank in self._ranks]
         try:
-            order, schedule, m, times = link.recv()
-        except EOFError:
-            return
-        if (schedule, m) not in steps:
-            steps[schedule, m] = work.prepared(rank, schedule, m)
-        module, step = steps[schedule, m]
-        distributed.barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            module.zero_grad()
-            losses = step()
-        took = (time.perf_counter() - start) / times
-        if order == "outcome":
-            torch.save((sum(losses, torch.zeros(())), gradients(module)), file)
-        link.send(took)
+            return [each.result(_SECONDS) for each in running]
+        except Exception as error:
+            raise SystemExit(f"a rank failed, nothing measured: {error!r}") from error
 
 
-def _made(
-    rank: int, work: Work, module: nn.Module, schedule: str, m: int
-) -> Callable[[], list[Tensor]]:
-    """A training step of this rank; returns the losses, where they are."""
-    from torch.distributed import pipelining
+# -- in each process -------------------------------------------------------------------------------
 
-    stage = pipelining.PipelineStage(module, rank, RANKS, work.x.device)
-    # A scaled loss is cheaper for it than its own way, scaled gradients.
-    runner = getattr(pipelining, SCHEDULES[schedule])(
-        stage, m, loss_fn=lambda y, t: work.loss(y, t) / m, scale_grads=False
-    )
-    quiet: dict[str, Any] = {}
-    if "return_outputs" in inspect.signature(runner.step).parameters:
-        quiet["return_outputs"] = False  # nor do we gather any
+_rank = 0
+_work: Any = None
+_steps: dict[tuple[str, int], tuple[nn.Module, Step]] = {}
 
-    def step() -> list[Tensor]:
-        losses: list[Tensor] = []
-        if rank == 0:
-            runner.step(work.x, **quiet)
-        else:
-            runner.step(target=work.target, losses=losses, **quiet)
-        return [loss.detach() for loss in losses]
 
-    return step
+def _begin(
+    rank: int, folder: str, threads: int, make: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    global _rank, _work
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(threads)
+    meeting = f"file://{folder}/meet"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    _rank, _work = rank, make(*arguments)
+
+
+def _end() -> None:
+    # A thread of gloo may still be letting go of a tensor, which aborts a process that ends in the
+    # usual way meanwhile: the executor finds its process gone.
+    distributed.destroy_process_group()
+    os._exit(0)
+
+
+def _run(what: str, m: int, times: int, outcome: bool = False) -> tuple[float, Any]:
+    """Seconds of a step; the loss and all gradients where they are asked for."""
+    if (what, m) not in _steps:
+        _steps[what, m] = _work.prepared(_rank, what, m)
+    module, step = _steps[what, m]
+    distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        module.zero_grad()
+        loss = step()
+    took = (time.perf_counter() - start) / times
+    return took, (float(loss), [g.numpy() for g in gradients(module)]) if outcome else None
+
+
+class Stages(NamedTuple):
+    """A task for ``torch.distributed.pipelining``, a stage on each rank; ``what``: its schedule."""
+
+    task: Task
+
+    def prepared(self, rank: int, schedule: str, m: int) -> tuple[nn.Module, Step]:
+        """The layers of a rank, and a training step of it."""
+        from torch.distributed import pipelining
+
+        task, first = self.task, self.task.balance[0]
+        module = task.model[:first] if rank == 0 else task.model[first:]
+        stage = pipelining.PipelineStage(module, rank, RANKS, task.x.device)
+        # A scaled loss is cheaper for it than its own way, scaled gradients.
+        runner = getattr(pipelining, SCHEDULES[schedule])(
+            stage, m, loss_fn=lambda y, t: task.loss(y, t) / m, scale_grads=False
+        )
+        quiet: dict[str, Any] = {}
+        if "return_outputs" in inspect.signature(runner.step).parameters:
+            quiet["return_outputs"] = False  # nor do we gather any
+
+        def step() -> Tensor:
+            losses: list[Tensor] = []
+            if rank == 0:
+                runner.step(task.x, **quiet)
+            else:
+                runner.step(target=task.target, losses=losses, **quiet)
+            return sum((loss.detach() for loss in losses), torch.zeros(()))
+
+        return module, step
