@@ -1,29 +1,287 @@
-"""A layer of a converted model: modules of the original at their paths, and code that calls them.
+"""Cuts what a model does into a chain of segments, and makes layers of them.
 
-the model                           transformer.h.0.ln_1.weight
-held by layer 3                 3 / transformer.h.0.ln_1.weight
-state_dict, named_parameters        transformer.h.0.ln_1.weight, in the order of the model
+Every leaf module begins a segment, and so does everything that uses a parameter by itself. Between
+two of these the cut is where the fewest bytes are on their way. A value that the next segment uses
+is handed to it; one that is used later goes there as a skip, and from there on to its next use, so
+it passes over the devices between::
+
+    layer 0 --- x, y ---> layer 1 --- z ---> layer 2 --- z ---> layer 3
+       \\----------------------- mask ----------------------/
+
+Training and evaluation are cut at the same leaf modules. What one of them does more, in an
+``if self.training``, is in the segment around it, and a value that one of them does not have is an
+Ellipsis there.
+
+A layer holds modules of the model at their paths, so that names are the model's::
+
+    held by layer 3                 3 / transformer.h.0.ln_1.weight
+    state_dict, named_parameters        transformer.h.0.ln_1.weight, in the order of the model
 """
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import pairwise
+from math import inf
 from textwrap import indent
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.layers.conversion.segments import Code, Segment
+from syncpipe.data import storage_of
 from syncpipe.layers.conversion.signature import Signature
+from syncpipe.layers.conversion.trace import (
+    DEVICE,
+    Call,
+    Function,
+    Tracer,
+    leaves_of,
+    map_tree,
+    nodes_of,
+)
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
 
-__all__ = ["ConvertedLayer", "Holder", "distribute", "in_order", "index_keys"]
+__all__ = ["ConvertedLayer", "Holder", "in_order", "index_keys", "layers_of"]
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
+_grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
+#: Names that arguments cannot have in generated code.
+_TAKEN = {*dir(builtins), *keyword.kwlist, *_custom_builtins, "self"}
+_FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+#: A value: its node in training, and that in evaluation; None where it is not there.
+_Value = tuple[fx.Node | None, fx.Node | None]
+
+
+@dataclass
+class _Segment:
+    """What a layer does in each mode, takes and gives, and gets and sends as skips by name.
+
+    The first one takes the inputs of the model; the last one gives its output, not a value.
+    """
+
+    nodes: list[list[fx.Node]]
+    takes: list[_Value] = field(default_factory=list)
+    gives: list[_Value] | None = field(default_factory=list)
+    pops: dict[str, _Value] = field(default_factory=dict)
+    stashes: dict[str, _Value] = field(default_factory=dict)
+
+
+class _Code(NamedTuple):
+    """A function of what a segment takes and pops, in one mode.
+
+    ``known`` is what it uses by a name, ``needed`` the places of arguments that only it has.
+    """
+
+    text: str
+    known: dict[str, Any]
+    needed: list[int]
+
+    def compiled(self) -> Callable[..., Any]:
+        names = {name: each.obj for name, each in _custom_builtins.items()} | self.known
+        exec(compile(self.text, "<syncpipe.sequential>", "exec"), names)
+        forward: Any = names["forward"]
+        return forward  # type: ignore[no-any-return]
+
+
+def layers_of(
+    model: nn.Module, training: Tracer, evaluation: Tracer, signature: Signature
+) -> list[ConvertedLayer]:
+    """The layers of a model, as many as there can be, that do what two traces say."""
+    segments, namespace = _segments(training, evaluation, model), Namespace()
+    outputs = [training.output, evaluation.output]
+    layers = [
+        ConvertedLayer(segment, outputs, namespace, None if k else signature)
+        for k, segment in enumerate(segments)
+    ]
+    _distribute(model, layers, segments)
+    return layers
+
+
+# Cutting
+
+
+class _Run:
+    """One trace as a list of nodes, and for each place in it what a cut before it costs.
+
+    That is the bytes on their way. No cut may be where memory is written that is used under another
+    name later: on another device that would be a copy, which does not see what is written.
+    """
+
+    def __init__(self, trace: Tracer, model: nn.Module) -> None:
+        live = trace.live
+        self.nodes = [n for n in [*trace.inputs, *trace.root.nodes()] if n in live]
+        self.place = {node: p for p, node in enumerate(self.nodes)}
+        self.outputs = [node for node in nodes_of(trace.output) if node in self.place]
+        self.starts = [node for node in self.nodes if _begins(node, model)]
+        last_use: dict[fx.Node, int] = {}
+        for p, node in enumerate(self.nodes):
+            last_use |= dict.fromkeys((u for u in node.all_input_nodes if u in self.place), p)
+        last_use |= dict.fromkeys(self.outputs, len(self.nodes))
+        self.costs = [0.0] * (len(self.nodes) + 2)
+        memory: dict[int, list[fx.Node]] = {}
+        for p, node in enumerate(self.nodes):
+            tensors = [t for t in leaves_of(node.meta["value"]) if isinstance(t, Tensor)]
+            for place in range(p + 1, last_use.get(node, 0) + 1):
+                self.costs[place] += max(1, sum(tensor.nbytes for tensor in tensors))
+            if isinstance(node.meta["value"], Tensor):
+                memory.setdefault(storage_of(node.meta["value"]), []).append(node)
+        for p, node in enumerate(self.nodes):
+            values = [used.meta["value"] for used in node.all_input_nodes if node.meta["writes"]]
+            for number in {storage_of(value) for value in values if isinstance(value, Tensor)}:
+                for alias in memory.get(number, []):
+                    if self.place[alias] < p < last_use.get(alias, 0):
+                        places = range(self.place[alias] + 1, p + 1)
+                        self.costs[places.start : places.stop] = [inf] * len(places)
+
+    def cut(self, before: fx.Node, after: fx.Node) -> int | None:
+        """The best place for a cut behind one node and not behind another, if there is one."""
+        places = range(self.place[before] + 1, self.place[after] + 1)
+        best = min(places, key=self.costs.__getitem__)
+        return best if self.costs[best] < inf else None
+
+
+def _begins(node: fx.Node, model: nn.Module) -> bool:
+    """Whether a segment may begin here."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return not node.meta["writes"] or next(module.parameters(), None) is not None
+    return any(isinstance(used.meta["value"], nn.Parameter) for used in node.all_input_nodes)
+
+
+def _segments(training: Tracer, evaluation: Tracer, model: nn.Module) -> list[_Segment]:
+    runs = [_Run(training, model), _Run(evaluation, model)]
+    inputs = list(zip(training.inputs, evaluation.inputs, strict=True))
+    twins = dict([*_twins(training.root, evaluation.root), *inputs])
+    begins = set(runs[1].starts)
+    starts = [(node, twins[node]) for node in runs[0].starts if twins.get(node) in begins]
+    cuts: list[list[int]] = [[0, 0]]
+    for before, after in pairwise(starts):
+        places = [run.cut(a, b) for run, a, b in zip(runs, before, after, strict=True)]
+        if None not in places:
+            cuts.append(places)  # type: ignore[arg-type]
+    cuts.append([len(run.nodes) for run in runs])
+    found = [
+        _Segment([run.nodes[a:b] for run, a, b in zip(runs, start, end, strict=True)])
+        for start, end in pairwise(cuts)
+    ]
+    _connect(found, runs, twins)
+    found[0].takes = [*inputs]
+    return found
+
+
+def _twins(a: Call, b: Call) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What two runs both do: pairs of nodes, in order."""
+
+    def names(call: Call) -> list[str]:
+        return [e.owner if isinstance(e, Call) else f"{e.op} {e.target!r}" for e in call.entries]
+
+    for i, j, size in SequenceMatcher(None, names(a), names(b), False).get_matching_blocks():
+        for one, two in zip(a.entries[i : i + size], b.entries[j : j + size], strict=True):
+            if isinstance(one, Call) and isinstance(two, Call):
+                yield from _twins(one, two)
+            elif isinstance(one, fx.Node) and isinstance(two, fx.Node):
+                yield one, two
+
+
+def _connect(found: list[_Segment], runs: list[_Run], twins: dict[fx.Node, fx.Node]) -> None:
+    """Finds out what goes from which segment to which."""
+    last = len(found) - 1
+    home = {node: k for k, segment in enumerate(found) for nodes in segment.nodes for node in nodes}
+    values: dict[fx.Node, _Value] = {}
+    for a, b in twins.items():
+        if home.get(a, -1) == home.get(b, -2):
+            values[a] = values[b] = (a, b)
+    for m, run in enumerate(runs):
+        for node in run.nodes:
+            values.setdefault(node, (None, node) if m else (node, None))
+    uses: dict[_Value, set[int]] = {value: set() for value in values.values()}
+    used = [(used, k) for node, k in home.items() for used in node.all_input_nodes]
+    for node, k in [*used, *((node, last) for run in runs for node in run.outputs)]:
+        if home.get(node, k) != k:
+            uses[values[node]].add(k)
+    found[last].gives = None
+    for number, (value, segments) in enumerate(uses.items()):
+        at = home[value[0] or value[1]]  # type: ignore[index]
+        for k in sorted(segments):
+            gives = found[at].gives
+            if k == at + 1 and gives is not None:
+                gives.append(value)
+                found[k].takes.append(value)
+            else:
+                found[at].stashes[f"{number}@{k}"] = found[k].pops[f"{number}@{k}"] = value
+            at = k
+
+
+# Writing
+
+
+def _written(segment: _Segment, mode: int, output: Any, keep: Callable[[str, Any], None]) -> _Code:
+    """The code of a segment in one mode (0: training). Names are dropped after their last use.
+
+    ``keep`` is told what the code uses as attributes of the layer that the model does not have.
+    """
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    device: list[fx.Node] = []
+    arguments = [*segment.takes, *segment.pops.values()]
+    functions = [node.target for nodes in segment.nodes for node in nodes]
+    taken = {*_TAKEN, *(fn.__name__ for fn in functions if isinstance(fn, Function))}
+    for k, value in enumerate(arguments):
+        name = next(node.meta["name"] for node in value if node is not None)
+        name = f"{name}_{k}" if name in taken else name
+        taken.add(name)
+        argument = graph.placeholder(name)
+        if (own := value[mode]) is not None:
+            known[own] = argument
+
+    def here(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            if leaf not in known:  # a parameter, a buffer or a constant
+                known[leaf] = graph.get_attr(str(leaf.target))
+                if leaf.meta["key"][0] == "object":
+                    keep(str(leaf.target), leaf.meta["value"])
+            return known[leaf]
+        if leaf is DEVICE:
+            given = next((n for n in known if isinstance(n.meta["value"], Tensor)), None)
+            if given is not None and not device:
+                device.append(graph.call_function(getattr, (known[given], "device")))
+            return device[0] if device else leaf
+        return leaf
+
+    before: fx.Node | None = None  # whether gradients were on, while they are off
+    for node in segment.nodes[mode]:
+        if node.op == "placeholder":
+            continue
+        if before is None and not node.meta["grad"]:
+            before = graph.call_function(_grad_now)
+            graph.call_function(_grad_off, (False,))
+        elif before is not None and node.meta["grad"]:
+            graph.call_function(_grad_off, (before,))
+            before = None
+        args, kwargs = map_tree(here, (node.args, node.kwargs))
+        known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
+    if before is not None:
+        graph.call_function(_grad_off, (before,))
+    if segment.gives is None:
+        graph.output(map_tree(here, output))
+    else:
+        given = [*segment.gives, *segment.stashes.values()]
+        values: list[Any] = [... if v[mode] is None else here(v[mode]) for v in given]
+        graph.output(tuple(values))
+    code = graph.python_code("self")
+    names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
+    needed = [k for k, value in enumerate(arguments) if value[1 - mode] is None]
+    return _Code(code.src.strip() + "\n", names, needed)
+
+
+# Layers
 
 
 class Holder(nn.Module):
@@ -34,44 +292,37 @@ class ConvertedLayer(Holder):
     """A run of modules of a model, with the code between them; ``print`` shows it.
 
     The modules are the model's own, at their paths. What it gives to later layers than the next
-    one are skips.
-
-    Args:
-        codes: what it does in training, and in evaluation.
-        segment: what it takes and gives.
-        namespace: of the skips.
-        signature: of the model, for the first layer.
+    one are skips. The first layer has the signature of the model.
     """
 
     _syncpipe_skippable = True
 
     def __init__(
         self,
-        codes: list[Code],
-        segment: Segment,
+        segment: _Segment,
+        outputs: list[Any],
         namespace: Namespace,
         signature: Signature | None,
     ) -> None:
         super().__init__()
-        self._codes, self._signature = codes, signature
-        self._takes = None if signature is not None else len(segment.takes)
+        self._signature, self._takes = signature, len(segment.takes)
         self._gives = None if segment.gives is None else len(segment.gives)
-        stashes, pops = ([name for name, _ in those] for those in (segment.stashes, segment.pops))
-        self._syncpipe_skips = Declaration(tuple(stashes), tuple(pops))
+        self._syncpipe_skips = Declaration(tuple(segment.stashes), tuple(segment.pops))
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
+        self._codes = [_written(segment, m, outputs[m], self._keep) for m in (0, 1)]
+        self._functions = [code.compiled() for code in self._codes]
         self._retyped = False
         self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
-        for name, value in {**codes[0].attributes, **codes[1].attributes}.items():
-            if isinstance(value, Tensor):
-                self.register_buffer(name, value, persistent=False)
-            else:
-                self.__dict__[name] = value
-            codes[0].attributes = codes[1].attributes = {}
-        self._ranks: dict[str, int] = {}  # the names in the model, in order
-        self._functions = [_compiled(code) for code in codes]
+        self._ranks: dict[str, float] = {}  # the names in the model, in order
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _named_as_in_the_model
         )
+
+    def _keep(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.register_buffer(name, value, persistent=False)
+        else:
+            self.__dict__[name] = value
 
     @property
     def _device(self) -> torch.device:
@@ -119,20 +370,15 @@ class ConvertedLayer(Holder):
 
     def hold(self, path: str, value: nn.Module | Tensor, *, persistent: bool = True) -> None:
         """Registers a module, parameter or buffer of the original at its path."""
-        at: nn.Module = self
+        at: Any = self
         *way, name = path.split(".")
         for part in way:
-            if at._modules.get(part) is None:
-                at._modules[part] = Holder()
-            at = at._modules[part]  # type: ignore[assignment]
-        if isinstance(value, nn.Module):
-            at._modules[name] = value
-        elif isinstance(value, nn.Parameter):
-            at._parameters[name] = value
-        else:
-            at._buffers[name] = value
-            if not persistent:
-                at._non_persistent_buffers_set.add(name)
+            at = at._modules.setdefault(part, Holder())
+        kind = {nn.Module: "_modules", nn.Parameter: "_parameters"}
+        own = next((kind[cls] for cls in kind if isinstance(value, cls)), "_buffers")
+        getattr(at, own)[name] = value
+        if own == "_buffers" and not persistent:
+            at._non_persistent_buffers_set.add(name)
         inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
         self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
 
@@ -160,11 +406,10 @@ class ConvertedLayer(Holder):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        kinds = {tensor.dtype for tensor in (*self.parameters(), *self.buffers())}
-        text = self._codes[0].text + self._codes[1].text
-        named = any(str(kind) in text for kind in _FLOATS)
         # Only a dtype that no parameter has can have been that of the parameters.
-        self._retyped = bool(named and self._dtypes and not self._dtypes & kinds)
+        gone = self._dtypes.isdisjoint(t.dtype for t in (*self.parameters(), *self.buffers()))
+        named = any(kind in code.text for kind in _FLOATS for code in self._codes)
+        self._retyped = named and gone and bool(self._dtypes)
         return self
 
     def _load_from_state_dict(
@@ -174,13 +419,9 @@ class ConvertedLayer(Holder):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __repr__(self) -> str:
-        texts = [code.text.rstrip() for code in self._codes]
-        if texts[0] == texts[1]:
-            del texts[1]
-        else:
-            texts = [
-                f"# in {m}\n{t}" for m, t in zip(("training", "evaluation"), texts, strict=True)
-            ]
+        texts = list(dict.fromkeys(code.text.rstrip() for code in self._codes))
+        if len(texts) > 1:
+            texts = ["# in training", texts[0], "# in evaluation", texts[1]]
         code, indexed = "", "\n".join(texts)
         while code != indexed:
             code, indexed = indexed, re.sub(r'getattr\(([\w.\[\]]+), "(\d+)"\)', r"\1[\2]", indexed)
@@ -191,15 +432,7 @@ class ConvertedLayer(Holder):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._functions = [_compiled(code) for code in self._codes]
-
-
-def _compiled(code: Code) -> Callable[..., Any]:
-    known: dict[str, Any] = {name: each.obj for name, each in _custom_builtins.items()}
-    known.update(code.known)
-    exec(compile(code.text, "<syncpipe.sequential>", "exec"), known)
-    function: Callable[..., Any] = known["forward"]
-    return function
+        self._functions = [code.compiled() for code in self._codes]
 
 
 def _named_as_in_the_model(layer: nn.Module, _: Any) -> None:
@@ -216,16 +449,62 @@ def _outer(prefix: str) -> str:
     return f"{head}." if head else ""
 
 
+def _distribute(model: nn.Module, layers: list[ConvertedLayer], segments: list[_Segment]) -> None:
+    """Gives each layer the modules, parameters and buffers that its segment uses.
+
+    What no layer uses goes to the last one, so that nothing is missing in a checkpoint; a module
+    that is in the model twice goes to the layer that has it.
+    """
+    ranks = _ranks(model)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    homes: dict[str, int] = {}
+    held: dict[Any, int] = {}
+
+    def hold(k: int, path: str, value: nn.Module | Tensor) -> None:
+        owner, _, name = path.rpartition(".")
+        unsaved = model.get_submodule(owner)._non_persistent_buffers_set
+        layers[k].hold(path, value, persistent=name not in unsaved)
+        homes[path] = held[value] = k
+
+    for k, segment in enumerate(segments):
+        layers[k]._ranks = ranks
+        for node in (node for nodes in segment.nodes for node in nodes):
+            for used in node.all_input_nodes:
+                if used.op == "get_attr" and used.target in tensors:
+                    hold(k, str(used.target), tensors[str(used.target)])
+            if node.op == "call_module":
+                hold(k, str(node.target), model.get_submodule(str(node.target)))
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(f"{path}.".startswith(f"{p}.") for p in homes if p not in tensors):
+            continue  # inside of what is held
+        if path and not any(p.startswith(f"{path}.") for p in homes):
+            hold(held.get(module, len(layers) - 1), path, module)
+            continue
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            own = f"{path}.{name}".lstrip(".")
+            if tensor is not None and own not in homes:
+                hold(held.get(tensor, len(layers) - 1), own, tensor)
+
+
+def _ranks(model: nn.Module) -> dict[str, float]:
+    """The place of each name of a model: its parameters, buffers, and what else it saves."""
+    known: dict[str, float] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in (*module._parameters, *module._buffers):
+            known[f"{path}.{name}".lstrip(".")] = len(known)
+    last = -1.0
+    for key in model.state_dict():
+        last = known.setdefault(key, last + 2**-20)
+    return known
+
+
 # What holds such layers
 
 
 def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Puts the index of the converted layer that holds it before each key of a model.
+    """Puts the index of the converted layer that holds it before each key of a model, in place.
 
-    Args:
-        state_dict: the dict to load, changed in place.
-        prefix: what stands before the keys of ``module`` in it.
-        module: the module that is loaded, whose children are the layers.
+    ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
     """
     found: dict[str, Any] = {}
     taken: set[str] = set()
@@ -259,55 +538,3 @@ def in_order(
         if not (remove_duplicate and named[name] in seen):
             yield name, named[name]
         seen.add(named[name])
-
-
-def distribute(model: nn.Module, layers: list[ConvertedLayer], segments: list[Segment]) -> None:
-    """Gives each layer the modules, parameters and buffers that its segment uses.
-
-    What no layer uses goes to the last one, so that nothing is missing in a checkpoint; a module
-    that is in the model twice goes to the layer that has it.
-    """
-    ranks = _ranks(model)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    unsaved = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    homes: dict[str, int] = {}
-    held: dict[Any, int] = {}
-
-    def hold(k: int, path: str, value: nn.Module | Tensor) -> None:
-        layers[k].hold(path, value, persistent=path not in unsaved)
-        homes[path] = held[value] = k
-
-    for k, segment in enumerate(segments):
-        layers[k]._ranks = ranks
-        for node in (node for nodes in segment.nodes for node in nodes):
-            for used in node.all_input_nodes:
-                if used.op == "get_attr" and used.target in tensors:
-                    hold(k, str(used.target), tensors[str(used.target)])
-            if node.op == "call_module":
-                hold(k, str(node.target), model.get_submodule(str(node.target)))
-    for path, module in model.named_modules(remove_duplicate=False):
-        if any(f"{path}.".startswith(f"{p}.") for p in homes if p not in tensors):
-            continue  # inside of what is held
-        if path and not any(p.startswith(f"{path}.") for p in homes):
-            hold(held.get(module, len(layers) - 1), path, module)
-            continue
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            own = f"{path}.{name}".lstrip(".")
-            if tensor is not None and own not in homes:
-                hold(held.get(tensor, len(layers) - 1), own, tensor)
-
-
-def _ranks(model: nn.Module) -> dict[str, int]:
-    """The place of each name of a model: its parameters, buffers, and what else it saves."""
-    names: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        own = f"{path}." if path else ""
-        names += [own + name for name in (*module._parameters, *module._buffers)]
-    known, last = {name: float(k) for k, name in enumerate(names)}, -1.0
-    for key in model.state_dict():
-        last = known.setdefault(key, last + 2**-20)
-    return {name: k for k, name in enumerate(sorted(known, key=known.__getitem__))}

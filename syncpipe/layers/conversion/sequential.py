@@ -1,4 +1,7 @@
-"""``syncpipe.sequential``: any ``nn.Module`` as an ``nn.Sequential``."""
+"""``syncpipe.sequential``: any ``nn.Module`` as an ``nn.Sequential``.
+
+model, sample -> trace -> inlined modules and leaves -> segments -> layers -> compare
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -15,19 +19,17 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import tensors_in
-from syncpipe.layers.conversion.inline import LAYERS, Progress, Traced, Whole, traced
+from syncpipe.layers.conversion.inline import Inlined, Whole
 from syncpipe.layers.conversion.layer import (
     ConvertedLayer,
     Holder,
-    distribute,
     in_order,
     index_keys,
+    layers_of,
 )
-from syncpipe.layers.conversion.segments import code_of, segments
 from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.trace import COLLECTED, guard, leaves_of
-from syncpipe.layers.on_meta import on_views
-from syncpipe.skip import Namespace
+from syncpipe.layers.conversion.trace import guard, leaves_of
+from syncpipe.runtime.interrupts import undone
 from syncpipe.state import unchanged
 
 __all__ = [
@@ -128,10 +130,9 @@ def sequential(
         raise ValueError(f"{name} is on meta, where nothing can be compared: say verify=False")
     if on_meta and not any(tensor.is_meta for tensor in tensors_in((sample_args, sample_kwargs))):
         again = partial(sequential, model, *sample_args, verify=False, **sample_kwargs)
-        return on_views(model, again)
+        return _on_views(model, again)
     signature = Signature(model.forward, name, sample_args, sample_kwargs)
-    with Progress(name) as progress:
-        layers, notes = unchanged(model, partial(_converted, model, signature, verify, progress))
+    layers, notes = unchanged(model, partial(_converted, model, signature, verify))
     for note in notes:
         warnings.warn(note, stacklevel=2)
     for module in layers.modules():
@@ -140,78 +141,40 @@ def sequential(
     return layers
 
 
-def _converted(
-    model: nn.Module, signature: Signature, verify: bool, progress: Progress
-) -> tuple[Converted, list[str]]:
+def _converted(model: nn.Module, signature: Signature, verify: bool) -> tuple[Converted, list[str]]:
     sample = signature.take_sample()
-    found = traced(model, signature, sample, progress)
-    layers = _layers(model, found, signature)
-    if _without_idle_guards(model, layers, found, signature):
-        layers = _layers(model, found, signature)
-    if verify:
-        _check_layers(model, layers, partial(signature.call, sample))
-    return layers, [*found.notes, *_large_modules(model, found)]
+    found = Inlined(model, signature, sample)
 
+    def layers() -> Converted:
+        return Converted(*layers_of(model, found.runs[True], found.runs[False], signature))
 
-def _layers(model: nn.Module, found: Traced, signature: Signature) -> Converted:
-    parts, namespace = segments(found.training, found.evaluation, model), Namespace()
-    layers = []
-    for k, segment in enumerate(parts):
-        runs = (found.training, found.evaluation)
-        codes = [code_of(segment, m, run.output) for m, run in enumerate(runs)]
-        layers.append(ConvertedLayer(codes, segment, namespace, None if k else signature))
-    distribute(model, layers, parts)
-    made = Converted(*layers)
-    made.whole = found.whole
-    return made
-
-
-def _without_idle_guards(
-    model: nn.Module, layers: Converted, found: Traced, signature: Signature
-) -> bool:
-    """Takes out guards of decisions that make no difference; whether there are any.
-
-    With one sample, say, something need not be expanded to the batch. Where the layers were seen to
-    give the same as the model all the same, nobody has to be kept from it.
-    """
-    nodes = [node for run in (found.training, found.evaluation) for node in run.live]
-    dropped = False
-    for tensors in found.unlike if not next(model.parameters()).is_meta else ():
-        lines: list[str] = []
-        token = COLLECTED.set(lines)
-        try:
-            call = partial(signature.call, tensors)
-            same = all(_compared(model, layers, call, mode).same for mode in (True, False))
-        except Exception:  # a size that must be the sample's, or that the model refuses
-            continue
-        finally:
-            COLLECTED.reset(token)
-        guards = [node for node in nodes if node.target is guard and node.args[2] in lines]
+    made = layers()
+    # Guards of decisions that make no difference go. With one sample, say, something need not be
+    # expanded to the batch. Where the layers give the same as the model all the same, nobody has to
+    # be kept from it.
+    for tensors, lines in found.unlike if not next(model.parameters()).is_meta else ():
+        guards = [
+            node
+            for run in found.runs.values()
+            for node in run.live
+            if node.target is guard and node.args[2] in lines
+        ]
         asked: list[Any] = [node.args[0] for node in guards]
-        if same and guards and all(node.target in (operator.eq, operator.ne) for node in asked):
+        if guards and all(node.target in (operator.eq, operator.ne) for node in asked):
             for node in guards:
-                node.meta["pure"] = dropped = True
-    return dropped
-
-
-def _large_modules(model: nn.Module, found: Traced) -> Iterator[str]:
-    """Says which module that was not inlined has most of the model."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    calls = [node for node in found.training.root.nodes() if node.op == "call_module"]
-    seconds = sum(node.meta["seconds"] for node in calls)
-    for path, line, reason in found.whole:
-        module = model.get_submodule(path)
-        if isinstance(module, LAYERS):
-            continue  # PyTorch's own, which nobody writes anew
-        share = sum(parameter.numel() for parameter in module.parameters()) / total
-        time = sum(node.meta["seconds"] for node in calls if node.target == path)
-        if share > 0.5 or (seconds > 0.1 and time > seconds / 2):
-            what = f"{share:.0%} of the parameters" if share > 0.5 else "more than half of the time"
-            yield (
-                f"{path} ({type(module).__name__}) is one layer and has {what}: "
-                f"{reason}" + (f":\n  {line}\n" if line else ". ") + "Where that can be in a "
-                "module of its own, the rest is cut (layers.whole lists all such modules)"
-            )
+                node.meta["pure"] = True
+            without, call = layers(), partial(signature.call, tensors)
+            try:
+                same = all(_compared(model, without, call, mode).same for mode in (True, False))
+            except Exception:  # a size that must be the sample's, or that the model refuses
+                same = False
+            made = without if same else made
+            for node in guards:
+                node.meta["pure"] = same
+    made.whole = found.whole
+    if verify:
+        _check_layers(model, made, partial(signature.call, sample))
+    return made, found.notes
 
 
 # Comparing
@@ -227,15 +190,15 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
         found = _compared(model, layers, call, training)
         if found.same:
             continue
-        held = [{name for name, _ in layer.named_modules()} for layer in layers]
         outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
         if outputs:
-            shared = {id(m): path for path, m in model.named_modules() if path}
-            located = _compared(model, layers, call, training, shared)
+            paths = {id(m): path for path, m in model.named_modules() if path}
+            located = _compared(model, layers, call, training, paths)
             path, what = located.names[0].partition("#")[0], outputs[0]
         else:
             what = found.names[-1]
             path = what.removeprefix(_GRADIENT).rpartition(".")[0]
+        held = [{name for name, _ in layer.named_modules()} for layer in layers]
         k = max((k for k, names in enumerate(held) if path in names), default=0)
         before = f", or in what layer {k - 1} hands to it" if k else ""
         shown = "\n".join(map(str, list(layers)[max(0, k - 1) : k + 1]))
@@ -252,70 +215,101 @@ def _compared(
     layers: nn.Module,
     call: _Arguments,
     training: bool,
-    shared: Mapping[int, str] | None = None,
+    paths: Mapping[int, str] | None = None,
 ) -> Comparison:
     """Compares outputs, buffers and, in training, gradients, with the same random numbers.
 
-    Args:
-        model: the model.
-        layers: and its layers.
-        call: makes the arguments.
-        training: the mode.
-        shared: the paths of modules whose outputs are compared before all else, in order.
+    Outputs of the modules with ``paths``, by their ids, come before all else, in order.
     """
     expected, actual = (
-        unchanged(module, partial(_values, module, call, training, shared or {}))
+        unchanged(module, partial(_values, module, call, training, paths or {}))
         for module in (model, layers)
     )
     return compare(actual, expected)
 
 
 def _values(
-    module: nn.Module, call: _Arguments, training: bool, shared: Mapping[int, str]
+    module: nn.Module, call: _Arguments, training: bool, paths: Mapping[int, str]
 ) -> dict[str, Any]:
     """What a run gives, by names for messages."""
     found: dict[str, Any] = {}
-    handles = []
-    for part in module.modules():
-        if (path := shared.get(id(part))) is not None:
 
-            def note(_: Any, args: Any, output: Any, path: str = path) -> None:
-                for leaf in leaves_of(output):
-                    found[f"{path}#{len(found)}"] = leaf
+    def note(part: nn.Module, _: Any, output: Any) -> None:
+        for leaf in leaves_of(output):
+            found[f"{paths[id(part)]}#{len(found)}"] = leaf
 
-            handles.append(part.register_forward_hook(note))
-    module.train(training)
+    handles = [m.register_forward_hook(note) for m in module.modules() if id(m) in paths]
     args, kwargs = call()
     try:
         with torch.set_grad_enabled(training):
-            outputs = leaves_of(module(*args, **kwargs))
+            outputs = leaves_of(module.train(training)(*args, **kwargs))
     finally:
         for handle in handles:
             handle.remove()
     found |= {f"output {k}": value for k, value in enumerate(outputs)}
     saved = module.state_dict().keys()
-    found |= {
-        f"the buffer {name}": buffer.detach().clone()
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-        if name in saved
-    }
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in saved:
+            found[f"the buffer {name}"] = buffer.detach().clone()
     roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    leaves: dict[str, Any] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    for k, leaf in enumerate(leaves_of((args, kwargs))):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[f"input {k}"] = leaf
+    inputs = {f"input {k}": leaf for k, leaf in enumerate(leaves_of((args, kwargs)))}
+    leaves = {
+        name: leaf
+        for name, leaf in [*module.named_parameters(), *inputs.items()]
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
     if training and roots and leaves:
-        given = torch.autograd.grad(
-            roots, list(leaves.values()), list(map(_cotangent, roots)), allow_unused=True
-        )
-        found |= {_GRADIENT + n: g for n, g in zip(leaves, given, strict=True)}
+        # Gradients that differ from element to element.
+        steps = [torch.arange(root.numel(), device=root.device) % 17 - 8 for root in roots]
+        given = [
+            (step / 8).reshape(root.shape).to(root.dtype)
+            for step, root in zip(steps, roots, strict=True)
+        ]
+        grads = torch.autograd.grad(roots, list(leaves.values()), given, allow_unused=True)
+        found |= {_GRADIENT + n: g for n, g in zip(leaves, grads, strict=True)}
     return found
 
 
-def _cotangent(root: Tensor) -> Tensor:
-    """A gradient that differs from element to element."""
-    steps = torch.arange(root.numel(), device=root.device) % 17 - 8
-    return (steps / 8).reshape(root.shape).to(root.dtype)
+# On meta
+
+
+def _on_views(model: nn.Module, convert: Callable[[], Converted]) -> Converted:
+    """Converts a model on ``meta``, with values that take no memory meanwhile.
+
+    Some models look at values, ``if mask.all()``. Here each tensor is a view of a few numbers,
+    ``tensor[i, j, k] = numbers[i + j + k]``, as many as the sum of its sizes.
+    """
+    views: dict[int, Tensor] = {}
+    back: dict[int, Tensor] = {}
+    places = [
+        (own, name, tensor)
+        for own in _tensors_of(model)
+        for name, tensor in own.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    for _, _, tensor in places:
+        if id(tensor) not in views:
+            steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
+            values = steps / 100 if tensor.is_floating_point() else steps * 0
+            view: Any = values.to(tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
+            if isinstance(tensor, nn.Parameter):
+                view = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
+            view.__dict__.update(vars(tensor))
+            views[id(tensor)], back[id(view)] = view, tensor
+
+    def converted() -> Converted:
+        for own, name, tensor in places:
+            own[name] = views[id(tensor)]
+        return convert()
+
+    made = undone(converted, starmap(dict.__setitem__, places))
+    for own in _tensors_of(made):
+        own.update({name: back[id(t)] for name, t in own.items() if id(t) in back})
+    return made
+
+
+def _tensors_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [own for m in model.modules() for own in (m._parameters, m._buffers)]
 
 
 # Calling

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +19,9 @@ from syncpipe.data import NoChunk, described
 from syncpipe.layers.conversion.trace import equal, leaves_of, map_tree
 
 __all__ = ["Signature"]
+
+#: Where a tensor is in the sample.
+_PLACE = object()
 
 
 class Signature:
@@ -53,6 +55,7 @@ class Signature:
         self._refuse_lists_of_images(sample)
         tensors, self._constants = _split(sample)
         self.names = list(tensors)
+        self._tensors_of_sample = bare = list(map(_bare, tensors.values()))
         cut = [t for t in tensors.values() if isinstance(t, Tensor) and t.dim() > 0]
         if not cut:
             raise ValueError(
@@ -67,7 +70,6 @@ class Signature:
         self.is_cut = [
             isinstance(t, Tensor) and t.dim() > 0 and len(t) == self.batch for t in tensors.values()
         ]
-        self._tensors_of_sample = bare = list(map(_bare, tensors.values()))
         others = [size for tensor in bare for size in tensor.shape[1:]]
         if sum(self.is_cut) > 1 and self.batch in others:
             raise ValueError(
@@ -78,18 +80,16 @@ class Signature:
             )
         self.shapes: list[list[int | None]] = [list(tensor.shape) for tensor in bare]
         self._kinds = list(map(_kind, bare))
-        places = iter(range(len(bare)))
-        self._sample = map_tree(
-            lambda leaf: _Place(next(places)) if _is_tensor(leaf) else leaf, sample
-        )
-        self._alone = isinstance(next(iter(self._sample.values())), _Place) and len(bare) == 1
+        self._sample = map_tree(lambda leaf: _PLACE if _is_tensor(leaf) else leaf, sample)
+        self._alone = len(bare) == 1 and next(iter(self._sample.values())) is _PLACE
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
         """Refuses what detection models take: a list of images, of which each is a sample."""
         for name, value in sample.items():
-            listed = isinstance(value, (list, tuple)) and len(value) > 0
-            if listed and all(
-                isinstance(v, Tensor) and v.dim() == 3 and len(v) in (1, 3) for v in value
+            if (
+                isinstance(value, (list, tuple))
+                and value
+                and all(isinstance(v, Tensor) and v.dim() == 3 and len(v) in (1, 3) for v in value)
             ):
                 raise ValueError(
                     f"{name} is a list of {len(value)} images ({described(value[0])}, ...), as "
@@ -121,14 +121,9 @@ class Signature:
 
     def call(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the sample, with copies of these tensors: models write into them."""
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, _Place):
-                return leaf
-            tensor = tensors[leaf.k]
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-        bound = inspect.BoundArguments(self.parameters, map_tree(copied, self._sample))
+        copies = iter([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
+        given = map_tree(lambda leaf: next(copies) if leaf is _PLACE else leaf, self._sample)
+        bound = inspect.BoundArguments(self.parameters, given)
         return bound.args, bound.kwargs
 
     def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,13 +137,13 @@ class Signature:
         """
         bound = self._bound(args, kwargs)
         tensors = self._checked(bound)
-        cut = [
-            (name, tensor)
+        cut = {
+            name: tensor
             for name, tensor, is_cut in zip(self.names, tensors, self.is_cut, strict=True)
             if is_cut and isinstance(tensor, Tensor)
-        ]
-        if len({len(tensor) for _, tensor in cut}) > 1:
-            lines = "".join(f"\n  {name}: {described(tensor)}" for name, tensor in cut)
+        }
+        if len(set(map(len, cut.values()))) > 1:
+            lines = "".join(f"\n  {name}: {described(tensor)}" for name, tensor in cut.items())
             raise ValueError(
                 "which tensors are cut into micro-batches is decided by the sample (those with its "
                 f"batch size, {self.batch}, in dimension 0), and these differ in dimension 0:"
@@ -200,45 +195,36 @@ class Signature:
         if list(tensors) != self.names:
             here = [f"{name} is a tensor here" for name in tensors if name not in self.names]
             here += [f"{name} is none" for name in self.names if name not in tensors]
+            names = ", ".join(self.names)
             raise ValueError(
-                f"{self.name} was converted with the tensors {', '.join(self.names)}; "
-                + " and ".join(here) + again
-            )  # fmt: skip
-        for one, other in zip_longest(constants.items(), self._constants.items()):
-            if one is None or other is None or one[0] != other[0]:
+                f"{self.name} was converted with the tensors {names}; {' and '.join(here)}{again}"
+            )
+        if list(constants) != list(self._constants):
+            raise ValueError(
+                f"{self.name} was converted with other arguments than it is called with{again}"
+            )
+        for name, value in constants.items():
+            if not equal(value, self._constants[name]):
                 raise ValueError(
-                    f"{self.name} was converted with other arguments than it is called with{again}"
-                )
-            if not equal(one[1], other[1]):
-                raise ValueError(
-                    f"{self.name} was converted with {one[0]}={other[1]!r}, not {one[1]!r}: its "
-                    "layers do what the model does for that; convert it with a sample like this "
-                    "call"
+                    f"{self.name} was converted with {name}={self._constants[name]!r}, not "
+                    f"{value!r}: its layers do what the model does for that; convert it with a "
+                    "sample like this call"
                 )
         for k, leaf in enumerate(tensors.values()):
             self._check(k, _bare(leaf))
         return list(tensors.values())
 
     def _check(self, k: int, tensor: Tensor) -> None:
-        shape = self.shapes[k]
-        fits = len(shape) == tensor.dim() and all(
-            there is None or here == there for here, there in zip(tensor.shape, shape, strict=True)
-        )
-        if fits and _kind(tensor) == self._kinds[k]:
+        pairs = zip(tensor.shape, self.shapes[k], strict=False)
+        fits = tensor.dim() == len(self.shapes[k]) and _kind(tensor) == self._kinds[k]
+        if fits and all(there in (None, here) for here, there in pairs):
             return
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted = ", ".join("any" if size is None else str(size) for size in self.shapes[k])
         raise ValueError(
             f"{self.names[k]} is {described(tensor)}, but {self.name} was converted for "
             f"{self._kinds[k]}[{wanted}] (what the model does depends on these sizes): give it "
             "that, or convert the model with a sample like this call"
         )
-
-
-class _Place:
-    """Stands for a tensor of the sample."""
-
-    def __init__(self, k: int) -> None:
-        self.k = k
 
 
 def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -261,8 +247,6 @@ def _bare(leaf: Any) -> Any:
 
 
 def _kind(tensor: Tensor) -> str:
-    if tensor.dtype is torch.bool:
-        return "bool"
-    if tensor.is_complex():
-        return "complex"
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return "complex" if tensor.is_complex() else "bool"
     return "float" if tensor.is_floating_point() else "int"

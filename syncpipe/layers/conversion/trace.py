@@ -23,9 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
@@ -38,12 +37,9 @@ from torch.overrides import TorchFunctionMode
 from syncpipe.runtime.locks import forkable
 
 __all__ = [
-    "COLLECTED", "DEVICE", "Call", "Fault", "Function", "Objects", "Tracer", "equal", "guard",
-    "leaves_of", "map_tree", "nodes_of",
+    "DEVICE", "Call", "Fault", "Function", "Tracer", "equal", "guard", "leaves_of", "map_tree",
+    "nodes_of",
 ]  # fmt: skip
-
-#: The path of the module that is at fault, the line of its code, and what is wrong.
-Fault = tuple[str, str, str]
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
 _tracing_lock = forkable()
@@ -62,8 +58,16 @@ _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage"
                     "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
-_DICTS = (dict, immutable_dict)
+_DICTS = (dict, immutable_dict)  # fx makes what it holds immutable
 _NOT_THE_MODEL = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0])
+
+
+class Fault(NamedTuple):
+    """Why a module cannot be inlined: its path, the line of its code, and what is wrong."""
+
+    owner: str
+    line: str
+    what: str
 
 
 class _Device:
@@ -76,12 +80,7 @@ DEVICE: Any = _Device()
 
 
 class Function:
-    """A callable under a name that generated code can use.
-
-    Args:
-        fn: the callable.
-        name: how the code calls it.
-    """
+    """A callable under a name that generated code can use."""
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.fn = fn
@@ -89,36 +88,14 @@ class Function:
         self.__module__ = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``fn``."""
         return self.fn(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{self.__name__}#{hash(self.fn)}"
 
 
-class Objects(dict[str, Any]):
-    """What a model uses besides its own tensors and plain values, by the names in the code."""
-
-    def name(self, value: Any) -> str:
-        """The name of an object: the same in every run that uses this one, or one like it."""
-        for name, known in self.items():
-            if known is value or (not isinstance(value, Tensor) and equal(known, value)):
-                return name
-        name = f"_{type(value).__name__}_{len(self)}"
-        self[name] = value
-        return name
-
-
-#: Where lines go that decide otherwise, while it is tried whether that matters.
-COLLECTED: ContextVar[list[str] | None] = ContextVar("syncpipe_decisions", default=None)
-
-
 def _check(value: Any, traced: Any, line: str) -> None:
-    if bool(value) != traced if isinstance(traced, bool) else value != traced:
-        collected = COLLECTED.get()
-        if collected is not None:
-            collected.append(line)
-            return
+    if value != traced:
         raise ValueError(
             f"the model was converted with a sample for which this was {traced!r}; here it is "
             f"{value!r}, and the model would do something else:\n  {line}\nConvert it with a "
@@ -136,24 +113,20 @@ guard = Function(_check, "guard")
 def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | None = None) -> Any:
     """A tree with ``fn`` applied to its leaves; where nothing changes it is the very same.
 
-    Args:
-        fn: of a leaf.
-        tree: tuples, lists, slices, mappings, named tuples and dataclasses in each other.
-        build: called with the class and what is in it for a tree that is no plain tuple, list,
-            dict or slice. By default such trees are made anew.
+    Trees are tuples, lists, slices, mappings, named tuples and dataclasses in each other.
+    ``build`` is called with the class and what is in it for a tree that is no plain tuple, list,
+    dict or slice. By default such trees are made anew.
     """
     kind = type(tree)
-    if isinstance(tree, (Tensor, fx.Node)):
-        return fn(tree)
-    if kind in (tuple, list, torch.Size, immutable_list):  # fx makes lists immutable
+    if kind in (tuple, list, torch.Size, immutable_list):
         new = [map_tree(fn, value, build) for value in tree]
         if all(map(operator.is_, new, tree)):
             return tree
         return new if isinstance(tree, list) else tuple(new) if build else kind(new)
     if kind is slice:
         parts = (tree.start, tree.stop, tree.step)
-        mapped = [map_tree(fn, part, build) for part in parts]
-        return tree if all(map(operator.is_, mapped, parts)) else slice(*mapped)
+        mapped = map_tree(fn, parts, build)
+        return tree if mapped is parts else slice(*mapped)
     fields = _fields(tree)
     if fields is None:
         return fn(tree)
@@ -277,23 +250,20 @@ for _name in ("neg", "abs", "pos"):
     setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name)))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name), decides=True))
-for _name, _use in (("hash", hash), ("bool", bool), ("int", int), ("float", float),
-                    ("round", round), ("divmod", divmod), ("trunc", int)):  # fmt: skip
-    setattr(_Number, f"__{_name}__", _deciding(_use))
-for _name, _show in (("repr", repr), ("str", str), ("format", format)):
-    setattr(_Number, f"__{_name}__", _showing(_show))
+for _use in (hash, bool, int, float, round, divmod):
+    setattr(_Number, f"__{_use.__name__}__", _deciding(_use))
+_Number.__trunc__ = _deciding(int)  # type: ignore[attr-defined]
+for _show in (repr, str, format):
+    setattr(_Number, f"__{_show.__name__}__", _showing(_show))
 
 
 # The trace
 
 
 class Call:
-    """One call of a module that was inlined: what its forward did, in order.
+    """One call of a module that was inlined: the nodes of its forward, and calls in it.
 
-    Attributes:
-        owner: the path of the module.
-        key: the place of the call in the run, the same in every run that goes the same way.
-        entries: nodes, and calls of modules in it.
+    The key is its place in the run, the same in every run that goes the same way.
     """
 
     def __init__(self, owner: str, key: tuple[Any, ...]) -> None:
@@ -320,7 +290,8 @@ class Tracer(TorchFunctionMode):
         leaves: the paths of its leaf modules.
         paths: the path of every module.
         names: of the tensors that are its inputs.
-        objects: what the model uses besides, in all traces of it.
+        objects: what the model uses besides its own tensors and plain values, in all traces of
+            it, by names in the code.
 
     Attributes:
         root: what the model did.
@@ -336,7 +307,7 @@ class Tracer(TorchFunctionMode):
         leaves: Any,
         paths: Mapping[nn.Module, str],
         names: list[str],
-        objects: Objects,
+        objects: dict[str, Any],
     ) -> None:
         super().__init__()
         self._model, self._leaves, self._paths, self._names = model, leaves, paths, names
@@ -354,20 +325,17 @@ class Tracer(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._mode, self._drawn = _mode(self._device), random.getstate()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._outside("get_attr", name, ("attribute", name), tensor)
+            self._place("get_attr", name, key=("attribute", name), value=tensor)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """Runs the model; tensors in the arguments are its inputs, in order.
-
-        Raises:
-            Exception: what the model raises.
-        """
+        """Runs the model; tensors in the arguments are its inputs, in order."""
 
         def entering(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             own, k = leaf.detach().requires_grad_(leaf.requires_grad), len(self.inputs)
-            self.inputs.append(self._outside("placeholder", self._names[k], ("input", k), own))
+            node = self._place("placeholder", self._names[k], key=("input", k), value=own)
+            self.inputs.append(node)
             return own
 
         args, kwargs = map_tree(entering, (args, kwargs))
@@ -414,6 +382,8 @@ class Tracer(TorchFunctionMode):
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self)
             yield
+
+    # What stands in for functions meanwhile
 
     @property
     def _idle(self) -> bool:
@@ -526,16 +496,7 @@ class Tracer(TorchFunctionMode):
             return self._perform("call_function", turned, swapped, args[::-1], {})
         return self._perform("call_method", name, func, args, kwargs)
 
-    def _sizes(self, tensor: Tensor, sizes: torch.Size) -> torch.Size:
-        node = self._nodes.get(id(tensor))
-        if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
-            return sizes
-        return torch.Size(
-            [
-                self._number(self._place("call_method", "size", (node, k), pure=True), size)
-                for k, size in enumerate(sizes)
-            ]
-        )
+    # What is written down
 
     def _perform(
         self, op: str, target: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -569,21 +530,19 @@ class Tracer(TorchFunctionMode):
             returned = any(tensor is leaf for leaf in leaves_of(result))
             if old is not None and old.op != "get_attr" and not returned:
                 key = (*node.meta["key"], "after", old.meta["key"])
-                self._know(tensor, self._part(_WRITTEN, (old, node), key, tensor))
+                self._place("call_function", _WRITTEN, (old, node), key=key, value=tensor)
         return self._known(node, result, written)
 
     def _known(self, node: fx.Node, result: Any, written: list[Tensor]) -> Any:
         """What a node gave, known from here on."""
-        meta = node.meta
         if isinstance(result, Tensor):
             if id(result) in self._nodes and not any(result is tensor for tensor in written):
                 result = _alias(result)  # the very tensor that it was given
         elif isinstance(result, (int, float)) and (_counts(result) or node.target is _CAUSAL):
-            meta["pure"] = node.op != "call_module"
+            node.meta["pure"] = node.op != "call_module"
             return self._number(node, result)
         elif isinstance(result, _PLAIN):
             return result
-        meta["value"] = result
         old = _fields(result)
         named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
         get = operator.getitem if old is None or not named else getattr
@@ -592,51 +551,63 @@ class Tracer(TorchFunctionMode):
         if old is None:
             self._know(result, node)
             return result
-        new = {
-            at: self._known(self._part(get, (node, at), (*meta["key"], at), None), value, written)
-            for at, value in old.items()
-        }
+        node.meta["value"] = result
+        new = {}
+        for at, value in old.items():
+            key = (*node.meta["key"], at)
+            part = self._place("call_function", get, (node, at), key=key)
+            new[at] = self._known(part, value, written)
         if all(new[at] is value for at, value in old.items()):
             return result
         if type(result) in (tuple, list, torch.Size):
             return type(result)(new.values())
         return new if type(result) is dict else result
 
-    # What is written down
-
     def _place(
-        self, op: str, target: Any, args: Any = (), kwargs: Any = None, *, pure: bool = False
+        self,
+        op: str,
+        target: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        *,
+        key: tuple[Any, ...] | None = None,
+        value: Any = None,
+        pure: bool = False,
     ) -> fx.Node:
+        """Writes down a node; one that is given its key is no step of its own."""
         call = self._call
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
         node.meta.update(
-            key=(*call.key, call.count), owner=call.owner, line=line_in_model(), pure=pure,
-            writes=False, grad=torch.is_grad_enabled(), value=None,
-            name=_identifier(name),
+            key=key or (*call.key, call.count), owner=call.owner, line=line_in_model(),
+            pure=pure or key is not None, writes=False, grad=torch.is_grad_enabled(), value=None,
+            name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
         )  # fmt: skip
-        call.entries.append(node)
-        call.count += 1
-        return node
-
-    def _part(self, get: Any, args: tuple[Any, ...], key: Any, value: Any) -> fx.Node:
-        node = self._place("call_function", get, args, pure=True)
-        self._call.count -= 1
-        node.meta.update(key=key, value=value)
-        return node
-
-    def _outside(self, op: str, target: str, key: tuple[Any, ...], value: Any) -> fx.Node:
-        """The node of something that is there before the model runs."""
-        node = self._graph.create_node(op, target, name=_identifier(target))
-        node.meta.update(
-            key=key, value=value, pure=True, owner="", line="", grad=True, name=_identifier(target)
-        )
-        self._know(value, node)
+        if key is None:
+            call.count += 1
+        if op not in ("get_attr", "placeholder"):  # those are there before the model runs
+            call.entries.append(node)
+        if value is not None:
+            self._know(value, node)
         return node
 
     def _know(self, value: Any, node: fx.Node) -> None:
+        node.meta["value"] = value
         self._nodes[id(value)] = node
         self._kept.append(value)
+
+    # Sizes, and numbers computed of them
+
+    def _sizes(self, tensor: Tensor, sizes: torch.Size) -> torch.Size:
+        node = self._nodes.get(id(tensor))
+        if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
+            return sizes
+        return torch.Size(
+            [
+                self._number(self._place("call_method", "size", (node, k), pure=True), size)
+                for k, size in enumerate(sizes)
+            ]
+        )
 
     def _number(self, node: fx.Node, value: Any) -> Any:
         value = plain(value)
@@ -656,6 +627,8 @@ class Tracer(TorchFunctionMode):
         """Python used the value of a number."""
         if not self._idle:
             self._place("call_function", guard, (number.node, value, line_in_model()))
+
+    # What is used
 
     def _lift(self, tree: Any) -> Any:
         """A tree of values with nodes in their place."""
@@ -679,8 +652,12 @@ class Tracer(TorchFunctionMode):
             return self._nodes[id(leaf)]
         if isinstance(leaf, nn.Module) or (isinstance(leaf, Tensor) and leaf.requires_grad):
             self._fault(f"a {type(leaf).__name__} that is no part of the model is used")
-        name = self._objects.name(leaf)
-        return self._outside("get_attr", name, ("object", name), leaf)
+        for name, known in list(self._objects.items()):  # by one name in every run
+            if known is leaf or (not isinstance(leaf, Tensor) and equal(known, leaf)):
+                return self._place("get_attr", name, key=("object", name), value=leaf)
+        name = f"_{type(leaf).__name__}_{len(self._objects)}"
+        self._objects[name] = leaf
+        return self._place("get_attr", name, key=("object", name), value=leaf)
 
     def _check_draws(self) -> None:
         state = random.getstate()
@@ -689,7 +666,7 @@ class Tracer(TorchFunctionMode):
             self._drawn = state
 
     def _fault(self, what: str) -> None:
-        self.faults.append((self._call.owner, line_in_model(), what))
+        self.faults.append(Fault(self._call.owner, line_in_model(), what))
 
 
 def line_in_model() -> str:
@@ -702,10 +679,6 @@ def line_in_model() -> str:
             return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}: {code}"
         frame = frame.f_back
     return ""
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_"))
 
 
 def _counts(leaf: Any) -> bool:
@@ -749,10 +722,6 @@ def _mode(device: torch.device) -> Any:
     return torch.is_inference_mode_enabled(), mixed, torch.get_default_dtype()
 
 
-def _written(tensor: Tensor, writer: Any) -> Tensor:
-    return tensor
-
-
 # What ``nn.TransformerEncoder`` does with padding in evaluation
 
 
@@ -779,5 +748,5 @@ def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 _NESTED, _PADDED = Function(_nested, "nested"), Function(_padded, "padded")
-_WRITTEN = Function(_written, "written")
+_WRITTEN = Function(lambda tensor, writer: tensor, "written")
 _CAUSAL = Function(transformer._detect_is_causal_mask, "is_causal_mask")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -310,7 +309,7 @@ def test_outputs_of_several_rows_a_sample_and_scalars_are_not_refused():
     assert len(sequential(Rows(), torch.rand(3, 5, 4))) == 2
 
 
-def test_few_runs_are_needed_and_are_shown_where_they_take_long(monkeypatch, capfd):
+def test_few_runs_are_needed():
     runs = []
 
     class Odd(Pair):
@@ -331,11 +330,7 @@ def test_few_runs_are_needed_and_are_shown_where_they_take_long(monkeypatch, cap
                 x = block(x)
             return x + y
 
-    seconds = iter(range(1000))
-    monkeypatch.setattr("syncpipe.layers.conversion.inline.time.monotonic", lambda: next(seconds))
-    monkeypatch.setitem(sys.modules, "tqdm", None)
     layers = sequential(Deep(), torch.rand(3, 5, 4), torch.rand(3, 5, 4))
-    assert capfd.readouterr().err.count("sequential(Deep) runs the model") == 1
     assert len(layers) == 100
     assert len(runs) <= 20
     layers(x := torch.rand(2, 7, 4), x)
