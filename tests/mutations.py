@@ -162,7 +162,7 @@ DETECTORS: dict[str, Detector] = {
             "accelerators/test_accelerators_memory.py",
             "accelerators/test_accelerators_ties.py",
             "accelerators/test_accelerators_replicas.py",
-            "accelerators/gpu/test_gpu_training.py",
+            "accelerators/gpu/test_gpu.py",
             "training/stream/test_stream_accelerators.py",
             "simulated/test_callers.py",
         ),

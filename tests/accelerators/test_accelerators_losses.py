@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from syncpipe import Pipe
 from tests.support import accelerator as acc
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+pytestmark = pytest.mark.gpu
 
 CLASSES, IGNORED = 5, -100
 

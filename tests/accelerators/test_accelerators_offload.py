@@ -20,7 +20,7 @@ from tests.accelerators.test_accelerators_memory import assert_nothing_stays
 from tests.support import accelerator as acc
 from tests.support.running import on_gradient, raising
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+pytestmark = pytest.mark.gpu
 
 SIZE = (256, 512)  # half a MiB in a micro-batch of 256
 ONE = 256 * 512 * 4

@@ -22,7 +22,7 @@ from tests.accelerators.four import LAYOUTS, data, model, pipe_of
 from tests.support import accelerator as acc
 from tests.support.running import on_gradient
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+pytestmark = pytest.mark.gpu
 
 
 class Queued:

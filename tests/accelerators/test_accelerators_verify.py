@@ -13,7 +13,7 @@ from tests.support.skips import Receive
 from tests.verification.models import WIDTH, Counter, Send, batch, linear, pipe_of
 from tests.verification.test_clean import tied
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+pytestmark = pytest.mark.gpu
 
 
 def layers() -> list[nn.Module]:

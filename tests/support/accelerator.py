@@ -7,6 +7,7 @@ they run on either. The simulated machine is loaded in a process that is started
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,13 +26,13 @@ def kind() -> str:
 
 
 def device(k: int = 0) -> torch.device:
-    """One of the accelerators."""
-    return torch.device(kind(), k)
+    """One of the accelerators; where there are fewer, they stand for several in turn."""
+    return torch.device(kind(), k % count())
 
 
 def count() -> int:
-    """How many there are."""
-    return torch.accelerator.device_count()
+    """How many there are, or may be used by ``SYNCPIPE_DEVICES``."""
+    return min(torch.accelerator.device_count(), int(os.environ.get("SYNCPIPE_DEVICES", "64")))
 
 
 def sized(real: _T, on_simulated: _T) -> _T:
