@@ -32,8 +32,7 @@ import syncpipe
 from syncpipe import Pipe, Worker
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.streams import Lane
-from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.schedule import Action
+from syncpipe.schedules.schedule import Action, Kind
 from syncpipe.training.task import TrainingTask
 
 __all__ = ["Batch", "HostBytes", "actual_peaks"]

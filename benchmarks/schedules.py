@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.common import Group, Options, Part, Spread, number, rounds, timed
 from benchmarks.tasks import LOOP, Peer, Task, called, checked, mlp
 from syncpipe.schedules import build, one_f_one_b
-from syncpipe.schedules.simulation import Costs, simulate
+from syncpipe.schedules.player import Costs, simulate
 from syncpipe.training.weight_gradients import PRODUCTS, add_to_grad
 
 DEVICES = ("cpu:0", "cpu:1")

@@ -41,8 +41,7 @@ from syncpipe.distributed.peers import Peers
 from syncpipe.distributed.peers import process_group as process_group_of
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
-from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import numbers_of
 from syncpipe.training.leaves import Gradients, Leaves, is_shared
 from syncpipe.training.loss.objective import Objective

@@ -26,10 +26,8 @@ from syncpipe.planner.machine import Machine
 from syncpipe.planner.sizes import sizes_of
 from syncpipe.runtime.free_threading import has_lock
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.kinds import KINDS, Kind
-from syncpipe.schedules.player import Costs, play
-from syncpipe.schedules.schedule import Schedule, devices_of
-from syncpipe.schedules.simulation import Simulation
+from syncpipe.schedules.player import Costs, Simulation, play
+from syncpipe.schedules.schedule import KINDS, Kind, Schedule, devices_of
 
 __all__ = ["Draft", "Footprint", "Form", "Terms", "levels", "one_f_one_b_form"]
 
@@ -174,7 +172,7 @@ def levels(
     for d, numbers in enumerate(form.stages_of):
         own = [stages[j] for j in numbers]
         steps = [(0.0, _base(own))]
-        spans = [s for s in simulation.spans if s.device == d and s.action.kind != "recompute"]
+        spans = [s for s in simulation.spans if s.row == d and s.kind != "recompute"]
         for span, (during, after) in zip(spans, form.moments(d), strict=True):
             steps.append((span.start, _base(own) + _sum(during, own)))
             steps.append((span.end, _base(own) + _sum(after, own)))

@@ -25,7 +25,7 @@ from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
 from syncpipe.planner.replicas import Replicas, replicated, runnable
 from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
-from syncpipe.schedules.simulation import Simulation, simulate
+from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
 __all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]

@@ -31,7 +31,7 @@ import torch
 from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Item, Worker, WorkerThread
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Step, Steps
 
 __all__ = ["RUNNING", "Engine", "Run", "Running", "Task", "stop_threads"]

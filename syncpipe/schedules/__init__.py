@@ -3,7 +3,7 @@ one made to measure."""
 
 from syncpipe.schedules.auto import AutoSchedule, auto
 from syncpipe.schedules.build import SCHEDULES, build
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.greedy import dealt
 from syncpipe.schedules.named import (
     dualpipev,
     gpipe,
@@ -17,37 +17,13 @@ from syncpipe.schedules.named import (
     zb_h1,
     zb_h2,
     zbv,
-)
-from syncpipe.schedules.placement import dealt
-from syncpipe.schedules.player import Costs, validate
-from syncpipe.schedules.schedule import Action, Schedule, from_csv, to_csv
-from syncpipe.schedules.simulation import Simulation, simulate
+)  # fmt: skip
+from syncpipe.schedules.player import Costs, Simulation, simulate, validate
+from syncpipe.schedules.schedule import Action, Kind, Schedule, from_csv, to_csv
 
 __all__ = [
-    "SCHEDULES",
-    "Action",
-    "AutoSchedule",
-    "Costs",
-    "Kind",
-    "Schedule",
-    "Simulation",
-    "auto",
-    "build",
-    "dealt",
-    "dualpipev",
-    "from_csv",
-    "gpipe",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "naive",
-    "one_f_one_b",
-    "simulate",
-    "to_csv",
-    "v_half",
-    "v_min",
-    "validate",
-    "zb_h1",
-    "zb_h2",
-    "zbv",
-]
+    "SCHEDULES", "Action", "AutoSchedule", "Costs", "Kind", "Schedule", "Simulation", "auto",
+    "build", "dealt", "dualpipev", "from_csv", "gpipe", "interleaved_1f1b",
+    "interleaved_zero_bubble", "looped_bfs", "naive", "one_f_one_b", "simulate", "to_csv", "v_half",
+    "v_min", "validate", "zb_h1", "zb_h2", "zbv",
+]  # fmt: skip

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from syncpipe.schedules import named as by_name
-from syncpipe.schedules.placement import dealt
+from syncpipe.schedules.greedy import dealt
 from syncpipe.schedules.player import validate
 from syncpipe.schedules.schedule import Devices, Schedule, from_csv
 
-__all__ = ["AUTO", "SCHEDULES", "ScheduleLike", "build", "named", "shown"]
+__all__ = ["SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 
 #: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
 #: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
@@ -38,18 +38,8 @@ SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
     "dualpipev": by_name.dualpipev,
 }
 
-
 #: Those that know of replicas.
-_BY_STAGE = (
-    by_name.naive,
-    by_name.gpipe,
-    by_name.one_f_one_b,
-    by_name.zb_h1,
-    by_name.zb_h2,
-)
-
-#: The name of :func:`syncpipe.schedules.auto`, which needs costs.
-AUTO = "auto"
+_BY_STAGE = {SCHEDULES[name] for name in ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2")}
 
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
@@ -90,25 +80,21 @@ def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) ->
 
 
 def named(name: str) -> Callable[[int, Any], Schedule]:
-    """What makes the schedule of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    if name == AUTO and name not in SCHEDULES:
+    """What makes the schedule of that name."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if name == "auto":
         raise ValueError(
-            f"schedule={name!r} is made for costs: record some steps (with pipe.trace() as trace:) "
+            "schedule='auto' is made for costs: record some steps (with pipe.trace() as trace:) "
             "and give syncpipe.schedules.auto(m, device_of, costs=trace.costs, "
             "rematerialized=trace.rematerialized)"
         )
-    if name not in SCHEDULES:
-        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
-        hint = f" did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"there is no schedule {name!r};{hint} the names are {', '.join(SCHEDULES)}, and a "
-            "path ends in .csv"
-        )
-    return SCHEDULES[name]
+    close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
+    hint = f" did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"there is no schedule {name!r};{hint} the names are {', '.join(SCHEDULES)}, and a "
+        "path ends in .csv"
+    )
 
 
 def shown(schedule: ScheduleLike) -> str:
@@ -123,20 +109,19 @@ def shown(schedule: ScheduleLike) -> str:
 
 @lru_cache(maxsize=128)
 def _made(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
-    name = shown(cast("ScheduleLike", function.__self__))
     maker: Any = function.__self__
+    name = shown(maker)
     maker = maker.func if isinstance(maker, partial) else maker
     knows = any(maker is known for known in _BY_STAGE)
     given = device_of if knows else _one_each(device_of)
     try:
-        schedule: Any = function(m, given)
+        schedule = function(m, given)
         if not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
-        fitting = _fitting(schedule, m, device_of)
+        return _fitting(schedule, m, device_of)
     except Exception as error:
         error.add_note(f"So says schedule={name} when called with m={m}, device_of={given}")
         raise
-    return fitting
 
 
 def _one_each(device_of: Devices) -> tuple[int, ...]:
@@ -148,20 +133,13 @@ def _one_each(device_of: Devices) -> tuple[int, ...]:
 
 
 def _fitting(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
-    """The schedule itself, or dealt out to replicas, if it is for these stages."""
-    replicas = any(isinstance(devices, tuple) for devices in device_of)
-    if not replicas or schedule.device_of == device_of:
-        _check(schedule, m, device_of)
-        return schedule
-    _check(schedule, m, _one_each(device_of))
-    return dealt(schedule, device_of)
-
-
-def _check(schedule: Schedule, m: int, device_of: Devices) -> None:
-    for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, device_of)):
+    """The schedule itself, or dealt out to replicas, if it is valid for these stages."""
+    single = device_of if schedule.device_of == device_of else _one_each(device_of)
+    for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, single)):
         if has != wanted:
             raise ValueError(
                 f"schedule {schedule.name!r} is made for {what}={has}, but here {what}={wanted}; "
-                f"make one for m={m}, device_of={device_of}"
+                f"make one for m={m}, device_of={single}"
             )
     validate(schedule)
+    return schedule if single == device_of else dealt(schedule, device_of)

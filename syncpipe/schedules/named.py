@@ -1,8 +1,5 @@
-"""The schedules that one can ask for by name.
-
-Each is a function of ``m``, the number of micro-batches, and ``device_of``: the number of stages,
-or for each stage the index of its device. Where stages are elsewhere than the schedule wants them,
-it raises a ValueError that says where they should be.
+"""The schedules that one can ask for by name: functions of the number of micro-batches and of
+``device_of``, the number of stages or for each stage the index of its device.
 
 Some are an order for each stage, wherever the stages are. Where a device has several of them, these
 are merged into one, and neighbours on one device count as one stage. Two devices, three
@@ -46,42 +43,75 @@ the stages ``d`` and ``2 p - 1 - d``, so the first device has the first and the 
                   F0f0F1f1F2b0--f2B0--F3b1--f3B1--b2--B2--i3I3w3W3
 
 Formulas are for even stages. In a V, bubbles are in units of the time of a forward, and those of a
-synchronous step, which begins and ends for all devices at once; 1F1B with the two stages as one
-idles for ``6 (p-1)``. What is in flight is counted in cells of a device, both stages together:
-``2 p`` on the first device of 1F1B. Where the three times differ, V-Half and V-Min, whose devices
-have little room to choose, idle in every micro-batch.
+synchronous step, which begins and ends for all devices at once. There 1F1B with the two stages as
+one idles for ``6 (p-1)``, and its first device has ``2 p`` cells in flight. Where the three times
+differ, V-Half and V-Min, whose devices have little room to choose, idle in every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby, product
-from typing import Any, Literal
+from itertools import accumulate, chain, groupby, product
+from typing import Literal, cast
 
-from syncpipe.schedules.kinds import LETTERS, Kind
-from syncpipe.schedules.placement import Placement, laid_out, merged, placed, replicas_of
-from syncpipe.schedules.schedule import Action, Devices, Schedule
+from syncpipe.schedules.greedy import merged
+from syncpipe.schedules.schedule import LETTERS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "naive",
-    "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
+    "Placement", "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs",
+    "naive", "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
-_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+#: A number of stages, each on a device of its own; or for each stage the index of its device, or
+#: those of its replicas in a tuple.
+Placement = int | Sequence[int] | Devices
+
+
+def _placed(m: int, device_of: Placement) -> Devices:
+    """The devices of each stage, checked."""
+    devices = tuple(range(device_of)) if isinstance(device_of, int) else tuple(device_of)
+    if m < 1:
+        raise ValueError(f"a schedule needs at least one micro-batch, but m={m}")
+    there = set(chain.from_iterable(devices_of(devices, j) for j in range(len(devices))))
+    if not there or there != set(range(max(there) + 1)):
+        raise ValueError(
+            f"device_of={device_of} must name, for each stage, one of the devices 0, 1, ..., and "
+            "each of these at least once"
+        )
+    return devices
+
+
+def _laid_out(
+    name: str, shape: Literal["rounds", "v"], m: int, device_of: Placement
+) -> tuple[int, ...]:
+    """The same for stages on one device each that go round: 0, 1, ..., 0, 1, ..., or in a V."""
+    devices = _placed(m, device_of)
+    single = tuple([device for device in devices if isinstance(device, int)])
+    if single != devices:
+        raise ValueError(
+            f"{name} is made for stages on one device each, but device_of={devices}: make it for "
+            "one of them, and deal that by syncpipe.schedules.dealt(schedule, device_of)"
+        )
+    line = tuple(range(max(single) + 1))
+    wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
+    if single != wanted:
+        where = "two stages on each device, which go there and back"
+        if shape == "rounds":
+            wanted, where = line * 2, "stages that go round the devices evenly"
+        raise ValueError(
+            f"{name} needs {where}, such as devices={list(wanted)}, but device_of={list(single)}"
+        )
+    return single
 
 
 def _in_turn(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
-    """So many forwards, then back and forth in turn.
+    """So many forwards first, then back and forth in turn.
 
-    Args:
-        forwards: in order.
-        backwards: as many. After an input half comes a weight half, if there is one:
-        first: so many forwards come before the first backward.
-        delay: that of so many backwards before; the rest follow at the end.
+    After an input half comes the weight half of so many backwards before, the delay.
     """
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
@@ -104,7 +134,7 @@ def _cells(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
 
 def naive(m: int, device_of: Placement) -> Schedule:
     """One micro-batch at a time through all stages and back: model parallelism as done by hand."""
-    devices = placed(m, device_of)
+    devices = _placed(m, device_of)
     return _by_counts("naive", m, devices, [1] * len(devices))
 
 
@@ -117,7 +147,7 @@ def gpipe(m: int, device_of: Placement) -> Schedule:
     Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism, section 2.3. As in ``loss.backward()``, micro-batch ``i`` goes back before ``i-1``.
     """
-    devices = placed(m, device_of)
+    devices = _placed(m, device_of)
     stages = range(len(devices))
     rows = [[*_cells("forward", m, j), *reversed(_cells("backward", m, j))] for j in stages]
     return merged("gpipe", m, devices, rows)
@@ -144,38 +174,47 @@ def one_f_one_b(
         device_of: where the stages are.
         slots: the largest number of micro-batches in flight for each stage. ``"textbook"`` is
             ``n - j``, the fewest that keep even stages busy when transfers take no time.
-            ``"overlap"`` is ``2 (n-j) - 1``: while a stage computes, activations and gradients of
-            other micro-batches are on their way, and when one takes long the next stage has work
-            left. Or a number for each stage, never more than
-            for the stage before. More than ``m`` is ``m``. With replicas they are for each device
-            of the stage: ``n - j`` is the number of devices from stage ``j`` on, divided by
-            those of the stage and rounded up, PipeDream's number; and all replicas of a stage
-            together never have fewer than those of the next.
+            ``"overlap"`` is ``2 (n-j) - 1``, which hides transfers. Or a number for each stage,
+            never more than for the stage before. With replicas they are for each device of the
+            stage: ``n - j`` is the number of devices from stage ``j`` on, divided by those of the
+            stage and rounded up, PipeDream's number.
 
     Raises:
         ValueError: if the slots cannot work.
     """
-    devices = placed(m, device_of)
-    if slots == "textbook":
-        counts = _counts(devices, 1)
-    elif slots == "overlap":
-        counts = _counts(devices, 2)
-    else:
-        counts = _checked_slots(slots, replicas_of(devices))
+    devices = _placed(m, device_of)
+    passes = {"textbook": 1, "overlap": 2}
+    if isinstance(slots, str) and slots in passes:
+        return _by_counts("1f1b", m, devices, _counts(devices, passes[slots]))
+    if isinstance(slots, str) or not isinstance(slots, Sequence):
+        raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
+    if len(slots) != len(devices):
+        raise ValueError(
+            f"slots={slots} has {len(slots)} numbers, but there are {len(devices)} stages"
+        )
+    counts: list[int] = []
+    for j, own in enumerate(cast("Sequence[int]", slots)):
+        r = len(devices_of(devices, j))
+        most = counts[-1] // r if counts else m
+        if own < 1 or (j and own > most):
+            raise ValueError(
+                f"slots={slots}: stage {j} has {own}, but needs at least one, and at most {most}: "
+                f"stage {j - 1} has no slots for more"
+            )
+        counts.append(own * r)
     return _by_counts("1f1b", m, devices, counts)
 
 
 def zb_h1(m: int, device_of: Placement) -> Schedule:
     """1F1B with backward in two halves: what nobody waits for fills the bubble.
 
-    The input half sends the gradient on at once; stage ``j`` puts the weight half off by ``j``
-    micro-batches, and so starts all of its input halves early. With even stages devices idle for
-    ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in 1F1B: a third, if the three are equal. At most
-    ``n`` micro-batches are in flight on any stage, as on 1F1B's first.
+    Stage ``j`` puts the weight half off by ``j`` micro-batches, and so starts all of its input
+    halves early. With even stages devices idle for ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in
+    1F1B: a third, if the three are equal. At most ``n`` micro-batches are in flight on any stage.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
     """
-    devices = placed(m, device_of)
+    devices = _placed(m, device_of)
     return _by_counts("zb_h1", m, devices, _counts(devices, 1), "backward_input")
 
 
@@ -186,13 +225,12 @@ def zb_h2(m: int, device_of: Placement) -> Schedule:
     to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all if the three
     are equal; the memory is twice that of 1F1B, ``2n - 1`` micro-batches in flight on any stage.
 
-    In a step that begins and ends for all devices at once, as a synchronous one does, those behind
-    the first also wait for the first micro-batch, ``(n-1) F``. With even halves that is as much as
-    in :func:`zb_h1`; what remains is more work at hand while transfers are under way.
+    In a step that begins and ends for all devices at once, those behind the first also wait for
+    the first micro-batch, ``(n-1) F``: with even halves as much as in :func:`zb_h1`.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
     """
-    devices = placed(m, device_of)
+    devices = _placed(m, device_of)
     return _by_counts("zb_h2", m, devices, _counts(devices, 2), "backward_input")
 
 
@@ -222,29 +260,6 @@ def _by_counts(
     return merged(name, m, device_of, rows)
 
 
-def _checked_slots(slots: Any, replicas: list[int]) -> list[int]:
-    """For each stage the slots of all replicas."""
-    n = len(replicas)
-    counts = [] if isinstance(slots, str) or not isinstance(slots, Sequence) else list(slots)
-    if not counts or not all(isinstance(count, int) for count in counts):
-        raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
-    if len(counts) != n:
-        raise ValueError(
-            f"slots={counts} has {len(counts)} numbers, but there are {n} stages: give one for each"
-        )
-    for j, count in enumerate(counts):
-        if count < 1:
-            raise ValueError(f"slots={counts}: stage {j} needs at least one slot, not {count}")
-        if j and count * replicas[j] > counts[j - 1] * replicas[j - 1]:
-            most = counts[j - 1] * replicas[j - 1] // replicas[j]
-            raise ValueError(
-                f"slots={counts}: stage {j} would wait for ever for a micro-batch that stage "
-                f"{j - 1} has no slot for; give it at most {most}"
-                + (f" (the replicas are {replicas})" if max(replicas) > 1 else "")
-            )
-    return [count * r for count, r in zip(counts, replicas, strict=True)]
-
-
 # -- round the devices -----------------------------------------------------------------------------
 
 
@@ -253,14 +268,12 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
 
     A device takes all micro-batches through its first stage, then all of them through its second,
     and back in the opposite order. With ``p`` devices and ``v`` stages on each the bubble is
-    ``(p-1) / (v m + p-1)``, as in interleaved 1F1B, for every ``m`` from ``p`` on; all ``m``
-    micro-batches are in flight at once. What it saves are changes: the parameters of a stage are
-    used in one go.
+    ``(p-1) / (v m + p-1)`` for every ``m`` from ``p`` on; all ``m`` micro-batches are in flight.
 
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism. On each stage the last
     micro-batch goes back first, as in :func:`gpipe`.
     """
-    devices = laid_out("looped_bfs", "rounds", m, device_of)
+    devices = _laid_out("looped_bfs", "rounds", m, device_of)
     n, p = len(devices), max(devices) + 1
     rows = []
     for d in range(p):
@@ -273,14 +286,13 @@ def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
     """1F1B where each device has several stages.
 
     A device takes ``p`` micro-batches through its first stage, then the same through its second
-    and so on, ``p`` the number of devices. Filling and draining thus take only a stage's time per
-    device, not all of them: with ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if
-    ``m`` is a multiple of ``p``. Other ``m`` work, and idle a little more.
+    and so on, ``p`` the number of devices. With ``v`` stages on each the bubble is
+    ``(p-1) / (v m + p-1)`` if ``m`` is a multiple of ``p``. Other ``m`` idle a little more.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM, section 2.2.2.
     """
-    devices = laid_out("interleaved_1f1b", "rounds", m, device_of)
+    devices = _laid_out("interleaved_1f1b", "rounds", m, device_of)
     p = max(devices) + 1
     rows = [_round(m, devices, d, "backward", lead=2 * (p - d - 1)) for d in range(p)]
     return Schedule(m, devices, tuple(rows), "interleaved_1f1b")
@@ -289,15 +301,14 @@ def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
 def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
     """Interleaved 1F1B with backward in two halves: weight halves fill the bubble.
 
-    As in :func:`zb_h1`, input halves send gradients on early, so devices begin to go back sooner,
-    and device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages
-    on each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``,
-    and none holds more than the ``v p`` cells of 1F1B's first device.
+    Device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages on
+    each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``, and
+    none holds more than the ``v p`` cells of 1F1B's first device.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1), for the order of
     Narayanan et al. 2021 (:func:`interleaved_1f1b`).
     """
-    devices = laid_out("interleaved_zero_bubble", "rounds", m, device_of)
+    devices = _laid_out("interleaved_zero_bubble", "rounds", m, device_of)
     p = max(devices) + 1
     rows = [_round(m, devices, d, "backward_input", lead=p - d - 1, delay=d) for d in range(p)]
     return Schedule(m, devices, tuple(rows), "interleaved_zero_bubble")
@@ -308,13 +319,7 @@ def _round(
 ) -> tuple[Action, ...]:
     """What a device does in interleaved order.
 
-    Args:
-        m: number of micro-batches.
-        device_of: for each stage the index of its device.
-        d: the device.
-        back: the kind of its backwards.
-        lead: so many more forwards than the last device it does before its first backward.
-        delay: after so many further input halves it does the weight half of one.
+    Before its first backward it does so many more forwards than the last device, its lead.
     """
     n, p = len(device_of), max(device_of) + 1
     padded = -(-m // p) * p  # micro-batches that are not there are left out in the end
@@ -333,14 +338,13 @@ def _round(
 def zbv(m: int, device_of: Placement) -> Schedule:
     """ZB-V: no bubble but the way to the turn, with the memory of 1F1B.
 
-    No device idles between its first and its last action. In a synchronous step there remains the
-    time until the first micro-batch has reached the last device, ``p-1``. At most ``2 p`` cells
-    are in flight on any device.
+    No device idles between its first and its last action. What remains is the time until the first
+    micro-batch has reached the last device, ``p-1``. At most ``2 p`` cells are in flight on any.
 
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V). For fewer than
     ``2 p - 1`` micro-batches it is the one for so many, with those left out that are not there.
     """
-    devices = laid_out("zbv", "v", m, device_of)
+    devices = _laid_out("zbv", "v", m, device_of)
     p = len(devices) // 2
     rounds = max(m, 2 * p - 1) - p
     rows = []
@@ -357,15 +361,14 @@ def zbv(m: int, device_of: Placement) -> Schedule:
 def dualpipev(m: int, device_of: Placement) -> Schedule:
     """DualPipeV: forwards of one stage beside backwards of the other, mostly whole ones.
 
-    Made for layers that do such a pair at once, one half of it computing while the other one
-    communicates; here the forward comes before the backward. The bubble is ``p-1``, and at most
-    ``2 p + 1`` cells are in flight on any device.
+    Made for layers that do such a pair at once; here the forward comes before the backward. The
+    bubble is ``p-1``, or more with fewer than ``2 p`` micro-batches, and at most ``2 p + 1`` cells
+    are in flight on any device.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
-    Sea AI Lab (github.com/deepseek-ai/DualPipe). That is for ``2 p`` micro-batches or more; with
-    fewer some of its phases are shorter or left out, and the bubble may be larger.
+    Sea AI Lab (github.com/deepseek-ai/DualPipe).
     """
-    devices = laid_out("dualpipev", "v", m, device_of)
+    devices = _laid_out("dualpipev", "v", m, device_of)
     p = max(devices) + 1
     rows = []
     for d in range(p):
@@ -393,7 +396,7 @@ def v_half(m: int, device_of: Placement) -> Schedule:
                2     F......f......i.......I
                3      F...f.........i....I
     """
-    devices = laid_out("v_half", "v", m, device_of)
+    devices = _laid_out("v_half", "v", m, device_of)
     p = len(devices) // 2
     turns = (1, 1, 2) if p % 2 else (4, 1, 5)  # so that no two actions meet
     return _repeated("v_half", m, devices, (1, 2, 1, 2), turns, room=2 * (p // 2) + 2)
@@ -413,39 +416,34 @@ def v_min(m: int, device_of: Placement) -> Schedule:
                2     F..f....i..I
                3      Ff......iI
     """
-    devices = laid_out("v_min", "v", m, device_of)
+    devices = _laid_out("v_min", "v", m, device_of)
     p = len(devices) // 2
     turns = (1, 1, 1) if p % 3 else (3, 1, 3)  # so that no two actions meet
     return _repeated("v_min", m, devices, (1, 1, 1, 1), turns, room=2 * -(-(p + 2) // 3))
 
 
 def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
-    """A schedule from a letter for each action.
+    """A schedule from a letter for each action; the rows may be for more micro-batches.
 
-    Args:
-        name: of the schedule.
-        m: number of micro-batches; the rows may be for more.
-        device_of: for each stage the index of its device.
-        rows: for each device its actions: ``F``, ``B`` and ``I`` for the next micro-batch of its
-            first stage, ``f``, ``b`` and ``i`` for that of its second, and ``w`` for the weight
-            half that waits for the longest time.
+    ``F``, ``B`` and ``I`` are for the next micro-batch of a device's first stage, ``f``, ``b`` and
+    ``i`` for that of its second, and ``w`` is the weight half that waits for the longest time.
     """
     actions = []
     for d, letters in enumerate(rows):
         row: list[Action] = []
         waiting: deque[Action] = deque()
-        counts: dict[tuple[bool, int], int] = {}
+        counts: Counter[tuple[bool, int]] = Counter()
         for letter in letters:
             if letter == "w":
                 row.append(waiting.popleft())
                 continue
-            kind, j = _KINDS[letter.upper()], d if letter.isupper() else len(device_of) - 1 - d
-            key = kind == "forward", j
-            i = counts[key] = counts.get(key, -1) + 1
+            kind, j = LETTERS[letter.upper()], d if letter.isupper() else len(device_of) - 1 - d
+            i = counts[kind == "forward", j]
+            counts[kind == "forward", j] += 1
             row.append(Action(kind, i, j))
             if kind == "backward_input":
                 waiting.append(Action("backward_weight", i, j))
-        actions.append(tuple(action for action in row if action.i < m))
+        actions.append(tuple([action for action in row if action.i < m]))
     return Schedule(m, device_of, tuple(actions), name)
 
 
@@ -460,13 +458,8 @@ def _repeated(
     """A schedule that repeats a building block, the way of a micro-batch, every six units of time.
 
     Six actions are what a micro-batch asks of a device. So where no two of a block meet on a
-    device modulo six, all blocks fit into each other, and devices are always busy. A cell's time in
-    flight, divided by six, is how many of its stage are in flight at once: short ways and long ones
-    meet on each device in the V, so all devices need about the same memory.
-
-    What a block leaves open is where weight halves go: wherever a device would idle, and where a
-    forward needs the room that one takes. Everything starts as soon as it can, so that the
-    beginning and the end are shorter than the blocks are.
+    device modulo six, all blocks fit into each other, and devices are always busy. Weight halves
+    go wherever a device would idle, and where a forward needs the room that one takes.
 
     Args:
         name: of the schedule.

@@ -17,16 +17,35 @@ one after another, each as far as what has arrived lets it go, and no clock is n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
 from typing import NamedTuple
 
-from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
-from syncpipe.schedules.schedule import Action, Devices, Schedule, devices_of
+from syncpipe.schedules.schedule import (
+    HALVES,
+    KINDS,
+    LETTERS,
+    Action,
+    Devices,
+    Kind,
+    Schedule,
+    devices_of,
+)
 
-__all__ = ["Costs", "Played", "counted", "play", "validate"]
+__all__ = [
+    "Costs",
+    "Played",
+    "Simulation",
+    "Span",
+    "counted",
+    "lanes",
+    "play",
+    "simulate",
+    "validate",
+]
 
 
 @dataclass(frozen=True)
@@ -66,27 +85,26 @@ class Costs:
         n = len(self.forward)
         if n == 0:
             raise ValueError("costs are for at least one stage, but forward is empty")
-        lengths = dict.fromkeys(("forward", "backward_input", "backward_weight"), n)
-        lengths |= {"transfer": n - 1, "recompute": n, "update": n}
         empty = {"transfer": (0.0,) * (n - 1), "recompute": self.forward, "update": (0.0,) * n}
-        for name, length in lengths.items():
+        for name in ("forward", *HALVES, *empty):
             times = tuple(getattr(self, name) or empty.get(name, ()))
-            object.__setattr__(self, name, times)
+            length = n - (name == "transfer")
             if len(times) != length:
                 raise ValueError(
-                    f"{name} has {len(times)} times, but forward is for {n} stages; "
-                    f"give it {length}"
+                    f"{name} has {len(times)} times, but forward is for {n} stages: give {length}"
                 )
-            _check_times(name, times)
+            object.__setattr__(self, name, times)
         object.__setattr__(self, "skips", dict(self.skips))
-        _check_times("skips", self.skips.values())
+        for name in ("forward", *HALVES, *empty, "skips"):
+            times = getattr(self, name)
+            for time in times.values() if name == "skips" else times:
+                if not (math.isfinite(time) and time >= 0):
+                    raise ValueError(f"{name} has the time {time}: give a finite one, not negative")
         for source, target in self.skips:
             if not 0 <= source < target < n:
                 raise ValueError(f"a skip from stage {source} to {target} is none, with {n} stages")
         if self.last is not None and len(self.last.forward) != n:
-            raise ValueError(
-                f"last is for {len(self.last.forward)} stages, but forward is for {n}: give it {n}"
-            )
+            raise ValueError(f"last is for {len(self.last.forward)} stages, but forward for {n}")
 
     @classmethod
     def even(
@@ -124,12 +142,6 @@ class Costs:
         return ways | {(a, b, True): time for (a, b), time in self.skips.items()}
 
 
-def _check_times(name: str, times: Iterable[float]) -> None:
-    for time in times:
-        if not (math.isfinite(time) and time >= 0):
-            raise ValueError(f"{name} has the time {time}; times are finite and not negative")
-
-
 #: When something was there, for each micro-batch; less than 0 if never.
 Times = list[float]
 
@@ -142,20 +154,12 @@ _Cell = tuple[Times, list[Times], list[_Way], float, int, float]
 
 
 class Played(NamedTuple):
-    """What became of it.
+    """What became of it."""
 
-    Attributes:
-        makespan: when the last action ended; ``math.inf`` if devices wait for each other for ever.
-        ends: for each kind and stage, when the action of each micro-batch ended.
-        done: for each device how many of its actions could be carried out.
-        runs: which device went from where to where in its list, one after another: an order in
-            which a single device can carry out everything.
-    """
-
-    makespan: float
-    ends: dict[Kind, list[Times]]
-    done: list[int]
-    runs: list[tuple[int, int, int]]
+    makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
+    ends: dict[Kind, list[Times]]  # by kind and stage, when the action of each micro-batch ended
+    done: list[int]  # for each device how many of its actions could be carried out
+    runs: list[tuple[int, int, int]]  # an order for one device: who went from where to where
 
 
 def play(
@@ -168,7 +172,7 @@ def play(
     """Plays lists of actions through; nothing is checked.
 
     Args:
-        rows: for each device its actions in order, recomputations left out.
+        rows: for each device its actions in order, those of schedules only.
         m: number of micro-batches.
         device_of: for each stage the index of its device, or those of its replicas.
         costs: how long everything takes.
@@ -226,49 +230,32 @@ def _cells(
     """For each kind and stage: of all micro-batches but the last, and of that."""
     stages = range(len(device_of))
     devices = [devices_of(device_of, j) for j in stages]
-    kinds: tuple[Kind, ...] = ("forward", "backward", *HALVES, "update")
-    ends = {kind: [[-1.0] * m for _ in stages] for kind in kinds}
-    forwards = ends["forward"]
-    there, back = ([[-1.0] * m for _ in costs.edges] for _ in range(2))
-    needs: dict[Kind, list[list[Times]]] = {kind: [[] for _ in stages] for kind in kinds}
-    needs["backward"] = needs["backward_input"] = [[forwards[j]] for j in stages]
-    needs["backward_weight"] = [[ends["backward_input"][j]] for j in stages]
-    for (a, b, _), activations, gradients in zip(costs.edges, there, back, strict=True):
+    ends = {kind: [[-1.0] * m for _ in stages] for kind in LETTERS.values()}
+    backward = [[forwards] for forwards in ends["forward"]]
+    needs: dict[Kind, list[list[Times]]] = {"backward": backward, "backward_input": backward}
+    needs["forward"] = [[] for _ in stages]
+    needs["backward_weight"] = [[inputs] for inputs in ends["backward_input"]]
+    arrived = [([-1.0] * m, [-1.0] * m) for _ in costs.edges]
+    for (a, b, _), (activations, gradients) in zip(costs.edges, arrived, strict=True):
         needs["forward"][b].append(activations)
-        needs["backward"][a].append(gradients)
-    none = (0,) * len(stages)
+        backward[a].append(gradients)
     tables = []
     for one in (costs, costs.last or costs):
         sends: dict[str, list[list[_Way]]] = {
             what: [[] for _ in stages] for what in ("activation", "gradient", "")
         }
-        for edge, activations, gradients in zip(costs.edges, there, back, strict=True):
+        for edge, (activations, gradients) in zip(costs.edges, arrived, strict=True):
             a, b, time = *edge[:2], one.edges.get(edge, 0.0)
             sends["activation"][a].append((activations, devices[b], time))
             sends["gradient"][b].append((gradients, devices[a], time))
-        again = {"gradient": (recomputed, one.recompute)}
         table: dict[Kind, list[_Cell]] = {}
-        for kind in kinds:
+        for kind, own in ends.items():
             what = KINDS[kind].sends
-            counts, times = again.get(what, (none, none))
-            columns = ends[kind], needs[kind], sends[what], one.times[kind], counts, times
+            counts = recomputed if what == "gradient" else [0] * len(stages)
+            columns = own, needs[kind], sends[what], one.times[kind], counts, one.recompute
             table[kind] = list(zip(*columns, strict=True))
         tables.append(table)
     return tables
-
-
-def counted(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
-    """How many micro-batches each stage recomputes, checked; None: none.
-
-    Raises:
-        ValueError: they are for another number of stages, or more than there are.
-    """
-    counts = (0,) * n if rematerialized is None else tuple(rematerialized)
-    if len(counts) != n or not all(0 <= count <= m for count in counts):
-        raise ValueError(
-            f"rematerialized={counts}: give it a number from 0 to m={m} for each of the {n} stages"
-        )
-    return counts
 
 
 def validate(schedule: Schedule) -> None:
@@ -282,73 +269,214 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ValueError: naming the first action that is wrong, and why.
     """
-    try:
-        _check_placement(schedule)
-        places = _check_cells(schedule)
-        _check_complete(schedule, places)
-        _check_progress(schedule, places)
-    except ValueError as error:
-        raise ValueError(f"schedule {schedule.name!r} is not valid: {error}") from None
+    for problem in _problems(schedule):
+        raise ValueError(f"schedule {schedule.name!r} is not valid: {problem}")
 
 
-def _check_placement(schedule: Schedule) -> None:
-    if schedule.m < 1 or schedule.n < 1:
-        raise ValueError(f"it needs micro-batches and stages, not m={schedule.m}, n={schedule.n}")
-    devices = len(schedule.actions)
-    there = [d for j in range(schedule.n) for d in devices_of(schedule.device_of, j)]
-    if set(there) != set(range(devices)):
-        raise ValueError(
-            f"it has {devices} lists of actions, but device_of={schedule.device_of}; "
-            "there is one list for each device, and each device has a stage"
+def _problems(schedule: Schedule) -> Iterator[str]:
+    """What is wrong; each check relies on those before it."""
+    m, n, rows = schedule.m, schedule.n, schedule.actions
+    if m < 1 or n < 1:
+        yield f"it needs micro-batches and stages, not m={m}, n={n}"
+    if {d for j in range(n) for d in devices_of(schedule.device_of, j)} != set(range(len(rows))):
+        yield (
+            f"it has {len(rows)} lists of actions, but device_of={schedule.device_of}; there is "
+            "one list for each device, and each device has a stage"
         )
-
-
-def _check_cells(schedule: Schedule) -> dict[Action, tuple[int, int]]:
-    """Returns where each action is: the device and the position in its list."""
     places: dict[Action, tuple[int, int]] = {}
-    for d, row in enumerate(schedule.actions):
+    for d, row in enumerate(rows):
         for position, action in enumerate(row):
-            where = f"{action}, action {position} of device {d}"
             kind, i, j = action
-            if kind not in LETTERS:
-                raise ValueError(f"{where}, has the kind {kind!r}; there are {', '.join(LETTERS)}")
-            if not (0 <= i < schedule.m and 0 <= j < schedule.n):
-                raise ValueError(f"{where}, is outside of m={schedule.m}, n={schedule.n}")
+            if kind not in LETTERS.values():
+                yield f"action {position} of device {d} has the kind {kind!r}; there are " + (
+                    ", ".join(LETTERS.values())
+                )
+            where = f"{action}, action {position} of device {d}"
+            if not (0 <= i < m and 0 <= j < n):
+                yield f"{where}, is outside of m={m}, n={n}"
             if schedule.device(i, j) != d:
-                raise ValueError(f"{where}, belongs on device {schedule.device(i, j)}")
+                yield f"{where}, belongs on device {schedule.device(i, j)}"
             if action in places:
-                raise ValueError(f"{where}, was already action {places[action][1]}")
+                yield f"{where}, was already action {places[action][1]}"
             if kind == "backward" and (i, j) in schedule.splits:
-                raise ValueError(f"{where}, is a whole backward, but that cell's is split as well")
+                yield f"{where}, is a whole backward, but that cell's is split as well"
             places[action] = d, position
-    return places
-
-
-def _check_complete(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
     whole: tuple[Kind, ...] = ("backward",)
-    for i, j in product(range(schedule.m), range(schedule.n)):
+    for i, j in product(range(m), range(n)):
         for kind in ("forward", *(HALVES if (i, j) in schedule.splits else whole)):
-            action = Action(kind, i, j)
-            if action not in places:
-                d = schedule.device(i, j)
-                raise ValueError(f"{action} is missing on device {d}: {kind} of cell {i, j}")
-
-
-def _check_progress(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Lets every device go as far as it can, until all are through or nobody can go on."""
-    costs = Costs.even(schedule.n, 0.0, 0.0, 0.0)
-    done = play(schedule.actions, schedule.m, schedule.device_of, costs).done
-    waits = []
-    for d, row in enumerate(schedule.actions):
+            if (action := Action(kind, i, j)) not in places:
+                yield f"{action} is missing on device {schedule.device(i, j)}: {kind} of {i, j}"
+    done = play(rows, m, schedule.device_of, Costs.even(n, 0.0, 0.0, 0.0)).done
+    stuck = []
+    for d, row in enumerate(rows):
         for action in row[done[d] : done[d] + 1]:
-            where = f"{action}, action {done[d]} of device {d},"
-            missing = {a: places[a] for a in schedule.predecessors(action)}
-            missing = {a: (e, p) for a, (e, p) in missing.items() if p >= done[e]}
-            for needed, (device, position) in missing.items():
-                if device == d:
-                    raise ValueError(
-                        f"{where} comes before {needed}, action {position}, which it needs"
-                    )
-            waits.append(f"{where} waits for {' and '.join(map(str, missing))}")
-    if waits:
-        raise ValueError("deadlock: " + "; ".join(waits))
+            needed = {a: places[a] for a in schedule.predecessors(action)}
+            missing = [f"{a}, action {p} of {e}" for a, (e, p) in needed.items() if p >= done[e]]
+            stuck.append(
+                f"{action}, action {done[d]} of device {d}, waits for {' and '.join(missing)}"
+            )
+    if stuck:
+        yield f"deadlock: {'; '.join(stuck)}"
+
+
+def counted(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, ...]:
+    """How many micro-batches each stage recomputes, checked; None: none."""
+    counts = (0,) * n if rematerialized is None else tuple(rematerialized)
+    if len(counts) != n or not all(0 <= count <= m for count in counts):
+        raise ValueError(
+            f"rematerialized={counts}: give it a number from 0 to m={m} for each of the {n} stages"
+        )
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time, on one row of a timeline.
+
+    Attributes:
+        kind: of the action, or ``"transfer"``.
+        i: micro-batch.
+        j: stage; for a transfer the one that it comes from.
+        row: index of the worker or device; for a transfer the one that sends.
+        start: seconds since the timeline's beginning; for a simulation in its own unit.
+        end: the same.
+        target: for a transfer the stage that it goes to.
+        step: which call of the pipe (mini-batch) it belongs to.
+        backward: for a transfer, whether it carries a gradient.
+        host: for how long the thread that did it was running, in Python or in what that called, in
+            the unit of the others; None where unknown.
+    """
+
+    kind: str
+    i: int
+    j: int
+    row: int
+    start: float
+    end: float
+    target: int | None = None
+    step: int = 0
+    backward: bool = False
+    host: float | None = None
+
+    @property
+    def duration(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+def lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """Spans by start, each with the first lane that is free: on one lane no two overlap."""
+    ends: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: span.start):
+        lane = next((k for k, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        placed.append((lane, span))
+    return placed
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened when.
+
+    Attributes:
+        schedule: what was simulated.
+        costs: with these times.
+        spans: all actions, in the order in which they started; the first did at 0.
+        transfers: everything that went between devices, in the order in which it started.
+        makespan: when the last action ended.
+        rematerialized: for each stage so many micro-batches, the first ones, were recomputed.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[Span, ...]
+    transfers: tuple[Span, ...]
+    makespan: float
+    rematerialized: tuple[int, ...] = ()
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each device the time that it spent on actions."""
+        times: list[list[float]] = [[] for _ in self.schedule.actions]
+        for span in self.spans:
+            times[span.row].append(span.duration)
+        return tuple(map(math.fsum, times))
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of the devices' time in which they were idle."""
+        whole = len(self.schedule.actions) * self.makespan
+        return max(0.0, 1 - math.fsum(self.busy) / whole) if whole else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the largest number of micro-batches alive at once."""
+        return self.schedule.in_flight
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    rematerialized: Sequence[int] | None = None,
+    *,
+    update_every: int | None = None,
+) -> Simulation:
+    """Play a schedule through with times.
+
+    Args:
+        schedule: what each device does in which order.
+        costs: how long it takes; for as many stages.
+        rematerialized: for each stage how many micro-batches, the first ones, are recomputed before
+            they go back. A recomputation waits for no gradient. None: nothing is recomputed.
+        update_every: each stage updates its weights whenever so many micro-batches have gone back,
+            without waiting for the others, as ``Pipe.train_stream`` does. None: never.
+
+    Raises:
+        ValueError: if the schedule is not valid, or the costs or the numbers of recomputed
+            micro-batches are for another number of stages.
+    """
+    validate(schedule)
+    if (n := len(costs.forward)) != schedule.n:
+        name = f"schedule {schedule.name!r}"
+        raise ValueError(f"the costs are for {n} stages, but {name} has {schedule.n}")
+    if update_every is not None and update_every < 1:
+        raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
+    counts = counted(rematerialized, schedule.m, schedule.n)
+    every = sorted(_spans(schedule, costs, counts, update_every), key=lambda span: span.start)
+    spans = tuple([span for span in every if span.kind != "transfer"])
+    transfers = tuple([span for span in every if span.kind == "transfer"])
+    return Simulation(schedule, costs, spans, transfers, max(span.end for span in spans), counts)
+
+
+def _spans(
+    schedule: Schedule, costs: Costs, counts: Sequence[int], update_every: int | None
+) -> Iterator[Span]:
+    """Everything that happens, in an order in which a single device could do it."""
+    m, rows = schedule.m, schedule.actions
+    free: dict[object, float] = defaultdict(float)  # devices, links, and cells: what they need
+    ways: dict[tuple[str, int], list[tuple[tuple[int, int, bool], int]]] = defaultdict(list)
+    for edge in costs.edges:
+        ways["activation", edge[0]].append((edge, edge[1]))
+        ways["gradient", edge[1]].append((edge, edge[0]))
+
+    def run(kind: Kind, i: int, j: int, d: int, ready: float = 0.0) -> Span:
+        start = max(ready, free[d])
+        free[d] = start + costs.at(i, m).times[kind][j]
+        return Span(kind, i, j, d, start, free[d])
+
+    runs = play(rows, m, schedule.device_of, costs, counts).runs
+    order = [(d, action) for d, start, end in runs for action in rows[d][start:end]]
+    for d, (kind, i, j) in order:
+        sends = KINDS[kind].sends
+        if sends == "gradient" and i < counts[j]:
+            yield run("recompute", i, j, d)
+        yield run(kind, i, j, d, free[sends, i, j])
+        for edge, target in ways[sends, j]:
+            if (to := schedule.device(i, target)) != d:
+                start = max(free[d], free[d, to])
+                end = free[d, to] = start + costs.at(i, m).edges.get(edge, 0.0)
+                free[sends, i, target] = max(end, free[sends, i, target])
+                yield Span("transfer", i, j, d, start, end, target, backward=sends == "gradient")
+        if update_every and KINDS[kind].alive < 0 and (i + 1) % update_every == 0:
+            yield run("update", i, j, d)

@@ -1,29 +1,58 @@
 """What a schedule is: the order in which each device works on its cells (micro-batch, stage).
 
-Pure Python: nothing here knows of tensors, threads or devices. The schedules that one can ask for
-by name are in :mod:`syncpipe.schedules`.
+A backward may come in two halves: ``backward_input`` computes the gradient that the stage to the
+left waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations,
+sums of replicas' gradients and updates of weights are in no schedule. They are added when it is
+compiled (:mod:`syncpipe.schedules.steps`).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import NamedTuple
-
-from syncpipe.schedules.kinds import HALVES, KINDS, LETTERS, Kind
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 __all__ = [
-    "Action",
-    "Devices",
-    "Program",
-    "Schedule",
-    "device_count",
-    "devices_of",
-    "from_csv",
+    "HALVES", "KINDS", "LETTERS", "Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv",
     "to_csv",
-    "training_program",
-]
+]  # fmt: skip
+
+Kind = Literal[
+    "forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "update"
+]  # fmt: skip
+
+
+class About(NamedTuple):
+    """What is to be known of a kind; whoever adds one begins here."""
+
+    letter: str  # in files; empty for what is in no schedule
+    shade: float  # in pictures: from the colour of its micro-batch to white, or if < 0 to black
+    alive: int  # what it adds to the number of micro-batches in flight on its stage
+    sends: Literal["activation", "gradient", ""]  # what other stages wait for
+    takes: tuple[Kind, ...]  # the costs that its time is the sum of
+    words: str  # in legends
+
+
+HALVES: tuple[Kind, ...] = ("backward_input", "backward_weight")
+
+#: In the order in which tables and legends name them.
+KINDS: dict[Kind, About] = {
+    "forward": About("F", 0.62, +1, "activation", ("forward",), "forward"),
+    "backward": About("B", 0.0, -1, "gradient", HALVES, "backward"),
+    "backward_input": About("I", 0.25, 0, "gradient", HALVES[:1],
+                            "backward, input half: the stage before waits for it"),
+    "backward_weight": About("W", -0.36, -1, "", HALVES[1:],
+                             "backward, weight half: nobody waits for it"),
+    "recompute": About("", 0.62, 0, "", ("recompute",), "forward again (recomputation)"),
+    "reduce": About("", -0.6, 0, "", (), "gradients of replicas added up"),
+    "update": About("", -0.75, 0, "", ("update",), "weights updated, without a flush"),
+}  # fmt: skip
+
+#: The kinds that a schedule can have, by letter.
+LETTERS: dict[str, Kind] = {about.letter: kind for kind, about in KINDS.items() if about.letter}
 
 
 class Action(NamedTuple):
@@ -41,11 +70,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """Stage, letter and micro-batch, as in CSV files: ``2F0`` is micro-batch 0 on stage 2."""
-        return f"{self.j}{LETTERS.get(self.kind) or f'<{self.kind}>'}{self.i}"
+        return f"{self.j}{KINDS[self.kind].letter}{self.i}"
 
-
-#: For each worker the actions that it performs, in order.
-Program = list[list[Action]]
 
 #: For each stage the index of its device; or of several, if it has replicas, to which micro-batches
 #: are dealt in turn.
@@ -58,12 +84,7 @@ def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
     return devices if isinstance(devices, tuple) else (devices,)
 
 
-def device_count(device_of: Devices) -> int:
-    """How many devices there are, if each of them has a stage."""
-    return 1 + max(max(devices_of(device_of, j)) for j in range(len(device_of)))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """For each device the actions that it performs, in order, for one mini-batch.
 
@@ -81,7 +102,13 @@ class Schedule:
     m: int
     device_of: Devices
     actions: tuple[tuple[Action, ...], ...]
-    name: str = field(default="custom", compare=False)
+    name: str = "custom"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine, theirs = ((each.m, each.device_of, each.actions) for each in (self, other))
+        return mine == theirs
 
     def __hash__(self) -> int:
         return hash((self.m, self.device_of))  # of all actions it would take its time
@@ -127,58 +154,20 @@ class Schedule:
         stays on one device, so the order alone decides this and the duration of actions does not.
         Of a stage with replicas it is the number on any one of them.
         """
-        peaks = [0] * self.n
-        for row in self.actions:
-            alive = [0] * self.n
-            for action in row:
-                alive[action.j] += KINDS[action.kind].alive
-                peaks[action.j] = max(peaks[action.j], alive[action.j])
-        return tuple(peaks)
+        rows = [[self.actions[d] for d in devices_of(self.device_of, j)] for j in range(self.n)]
+        return tuple(
+            max(_most_alive(a for a in row if a.j == j) for row in own)
+            for j, own in enumerate(rows)
+        )
 
     @cached_property
     def in_flight_on_device(self) -> tuple[int, ...]:
         """The same for each device: cells of all of its stages that are alive at once."""
-        peaks = []
-        for row in self.actions:
-            alive = peak = 0
-            for action in row:
-                alive += KINDS[action.kind].alive
-                peak = max(peak, alive)
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(map(_most_alive, self.actions))
 
 
-@lru_cache(maxsize=128)
-def training_program(
-    schedule: Schedule, rematerialized: tuple[int, ...], update_every: int | None = None
-) -> Program:
-    """A schedule as what the engine runs (do not modify).
-
-    A recomputation comes right before the backward of its cell, as an action of its own: it needs
-    nothing from anybody, so it begins before the gradient is there.
-
-    Args:
-        schedule: a valid one.
-        rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
-        update_every: a stage updates its weights whenever so many micro-batches have gone back.
-    """
-    program: Program = []
-    for row in schedule.actions:
-        program.append([])
-        for action in row:
-            kind, i, j = action
-            if i < rematerialized[j] and KINDS[kind].sends == "gradient":
-                program[-1].append(Action("recompute", i, j))
-            program[-1].append(action)
-            if update_every and KINDS[kind].alive < 0 and (i + 1) % update_every == 0:
-                program[-1].append(Action("update", i, j))
-    return program
-
-
-# -- as text ---------------------------------------------------------------------------------------
-
-_KINDS = {letter: kind for kind, letter in LETTERS.items()}
-_CELL = re.compile(rf"(\d+)([{''.join(_KINDS)}])(\d+)", re.ASCII)
+def _most_alive(actions: Iterable[Action]) -> int:
+    return max(accumulate((KINDS[action.kind].alive for action in actions), initial=0))
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -199,7 +188,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     Space around a cell, empty cells (idle time, to those who align columns) and empty lines at the
     end mean nothing. The numbers of micro-batches and stages are one more than the largest that
-    occur. Whether the result can run is for :func:`syncpipe.schedules.schedule.validate` to say.
+    occur. Whether the result can run is for :func:`syncpipe.schedules.validate` to say.
 
     Args:
         text: the contents of the file.
@@ -209,33 +198,35 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         ValueError: on a cell that is no action, and on a stage that is on two devices or none.
     """
     rows: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.rstrip().splitlines(), start=1):
-        cells = [cell.strip() for cell in line.split(",")]
-        rows.append(tuple(_parse(cell, number) for cell in cells if cell))
     device_of: dict[int, int] = {}
-    for device, row in enumerate(rows):
-        for action in row:
-            if device_of.setdefault(action.j, device) != device:
+    for d, line in enumerate(text.rstrip().splitlines()):
+        cells = [cell.strip() for cell in line.split(",")]
+        rows.append(tuple([_parse(cell, d + 1) for cell in cells if cell]))
+        for action in rows[d]:
+            if device_of.setdefault(action.j, d) != d:
                 raise ValueError(
-                    f"stage {action.j} is on lines {device_of[action.j] + 1} and {device + 1}; "
+                    f"stage {action.j} is on lines {device_of[action.j] + 1} and {d + 1}; "
                     "a line is a device, and each stage is on one of them"
                 )
     if not device_of:
         raise ValueError("there is no action in this schedule; write for example '0F0,0B0'")
-    n = max(device_of) + 1
+    n = 1 + max(device_of)
     for j in range(n):
         if j not in device_of:
             raise ValueError(f"stage {j} has no action, but stage {n - 1} has")
-    m = max(action.i for row in rows for action in row) + 1
-    return Schedule(m, tuple(device_of[j] for j in range(n)), tuple(rows), name)
+    m = 1 + max(action.i for row in rows for action in row)
+    return Schedule(m, tuple([device_of[j] for j in range(n)]), tuple(rows), name)
+
+
+_CELL = re.compile(rf"(\d+)([{''.join(LETTERS)}])(\d+)", re.ASCII)
 
 
 def _parse(cell: str, line: int) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ValueError(
-            f"line {line}: {cell!r} is no action; write stage, letter ({', '.join(_KINDS)}) and "
+            f"line {line}: {cell!r} is no action; write stage, letter ({', '.join(LETTERS)}) and "
             "micro-batch, as in '2F0'"
         )
     j, letter, i = match.groups()
-    return Action(_KINDS[letter], int(i), int(j))
+    return Action(LETTERS[letter], int(i), int(j))

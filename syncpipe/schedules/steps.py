@@ -4,8 +4,8 @@
     bind     steps x a call      ->  one function for each kind of action and stage
     run      for each step:          put(sends, run(i, take(needs)))
 
-A step is an action, the messages without which it cannot start, and those that it sends. Messages
-have numbers, so that nobody has to work out on the way what anything is called.
+To what runs, a replica is one more stage. Stages come first, each standing for its first replica;
+the numbers after them are those of all others, stage by stage.
 """
 
 from __future__ import annotations
@@ -15,28 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from syncpipe.schedules.kinds import KINDS, Kind
 from syncpipe.schedules.named import gpipe
-from syncpipe.schedules.schedule import (
-    Action,
-    Devices,
-    Program,
-    Schedule,
-    devices_of,
-    training_program,
-)
+from syncpipe.schedules.schedule import KINDS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "Edge",
-    "Step",
-    "Steps",
-    "compiled",
-    "forward_steps",
-    "in_turn",
-    "maker",
-    "numbers_of",
+    "Edge", "Step", "Steps", "compiled", "forward_steps", "in_turn", "maker", "numbers_of",
     "training_steps",
-]
+]  # fmt: skip
 
 
 class Edge(NamedTuple):
@@ -49,22 +34,13 @@ class Edge(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action, ready to be bound and run.
+    """An action, ready to be bound and run; messages have numbers."""
 
-    Attributes:
-        what: what is bound once for a call: the kind of the action, and the number of its stage, or
-            replica (see :func:`numbers_of`).
-        i: the micro-batch.
-        needs: the numbers of the messages that it takes, in this order.
-        sends: the numbers of the messages that it returns, in this order.
-        to: for each of them the worker that it is for.
-    """
-
-    what: tuple[Kind, int]
+    what: tuple[Kind, int]  # what is bound once for a call: the kind, and the number of the stage
     i: int
-    needs: tuple[int, ...]
-    sends: tuple[int, ...]
-    to: tuple[int, ...]
+    needs: tuple[int, ...]  # messages without which it cannot start, taken in this order
+    sends: tuple[int, ...]  # messages that it returns, in this order
+    to: tuple[int, ...]  # for each of them the worker that it is for
 
     @property
     def action(self) -> Action:
@@ -75,11 +51,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A program, compiled.
-
-    Attributes:
-        of: for each worker its steps, in order.
-    """
+    """A program, compiled: for each worker its steps, in order."""
 
     of: tuple[tuple[Step, ...], ...]
 
@@ -95,19 +67,14 @@ class Steps:
 
     @cached_property
     def serial(self) -> tuple[Step, ...]:
-        """An order in which one thread can run all of them: each worker's next one in turn.
-
-        Raises:
-            RuntimeError: there is none, which no valid schedule meets.
-        """
+        """An order in which one thread can run all of them: each worker's next one in turn."""
         return self.of[0] if len(self.of) == 1 else tuple(in_turn(self.of))
 
 
 def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
     """An order in which one thread can run everything: the next step of each row in turn.
 
-    Args:
-        rows: may be made on the way; one is asked for its next step when the last one has run.
+    Rows may be made on the way; one is asked for its next step when the last one has run.
 
     Raises:
         RuntimeError: there is none, which no valid schedule meets.
@@ -130,11 +97,7 @@ def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
 
 
 def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
-    """For each stage the numbers of its replicas.
-
-    To what runs, a replica is one more stage. Stages come first, each standing for its first
-    replica; the numbers after them are those of all others, stage by stage.
-    """
+    """For each stage the numbers of its replicas."""
     numbers: list[tuple[int, ...]] = []
     following = len(worker_of)
     for j in range(len(worker_of)):
@@ -150,14 +113,8 @@ def forward_steps(
 ) -> Steps:
     """The steps of the forward half of :func:`.gpipe`.
 
-    A lone worker has nobody to wait for it, so it takes the micro-batches one after another through
-    all of its stages: exactly what the plain model does with them.
-
-    Args:
-        edges: those of the pipeline.
-        m: number of micro-batches.
-        worker_of: for each stage the index of the worker that serves it, or those of its replicas.
-        targets: the first stage sends targets to the last one.
+    A lone worker takes the micro-batches one after another through all of its stages: exactly what
+    the plain model does with them. Arguments are those of :func:`maker`.
     """
     rows = gpipe(m, worker_of).actions
     program = [[action for action in row if action.kind == "forward"] for row in rows]
@@ -173,60 +130,41 @@ def training_steps(
     targets: bool = False,
     returns: tuple[Edge, ...] = (),
 ) -> Steps:
-    """The steps of :func:`training_program`.
+    """The steps of a valid schedule; further arguments are those of :func:`maker`.
 
-    Args:
-        edges: those of the pipeline.
-        schedule: a valid one.
-        rematerialized: for each stage so many micro-batches, the first ones, are recomputed.
-        targets: the first stage sends targets to the last one.
-        returns: more edges, over which only gradients go.
+    Of each stage so many micro-batches, the first ones, are recomputed, right before their backward
+    and as an action of its own: it needs nothing from anybody, so it begins before the gradient is
+    there. Each replica sends the sum of its gradients as soon as it is through with its stage; the
+    first one adds them to its own, in order, when it has nothing else to do.
     """
-    program = training_program(schedule, rematerialized)
-    numbers = numbers_of(schedule.device_of)
-    if any(len(those) > 1 for those in numbers):
-        program = _reducing(program, schedule)
-    return compiled(edges, program, numbers, targets=targets, returns=returns)
-
-
-def _reducing(program: Program, schedule: Schedule) -> Program:
-    """The program in which the gradients of replicas are added up.
-
-    Each replica sends the sum of its own as soon as it is through with its stage; the first one
-    adds them to its own, in order, when it has nothing else to do.
-    """
-    rows = [list(row) for row in program]
+    program: list[list[Action]] = [[] for _ in schedule.actions]
+    for row, actions in zip(program, schedule.actions, strict=True):
+        for action in actions:
+            if action.i < rematerialized[action.j] and KINDS[action.kind].sends == "gradient":
+                row.append(Action("recompute", action.i, action.j))
+            row.append(action)
     for j in reversed(range(schedule.n)):
         devices = devices_of(schedule.device_of, j)
         for i, d in enumerate(devices[: schedule.m] if len(devices) > 1 else ()):
-            last = max(k for k, action in enumerate(rows[d]) if action.j == j)
-            rows[d].insert(last + 1 if i else len(rows[d]), Action("reduce", i, j))
-    return rows
+            last = max(k for k, action in enumerate(program[d]) if action.j == j)
+            program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
+    numbers = numbers_of(schedule.device_of)
+    return compiled(edges, program, numbers, targets=targets, returns=returns)
 
 
 def compiled(
     edges: Sequence[Edge],
-    program: Program,
+    program: Sequence[Sequence[Action]],
     numbers: Sequence[tuple[int, ...]],
     *,
     targets: bool = False,
     returns: Sequence[Edge] = (),
 ) -> Steps:
-    """Works out who needs and sends which messages.
-
-    Args:
-        edges: numbered from 0 on; the order of those that come to a stage, or leave it, is that of
-            the messages.
-        program: for each worker its actions in order. A cell belongs to the worker that has its
-            forward.
-        numbers: for each stage those of its replicas.
-        targets: the first stage sends targets, last, to the last stage, which takes them last.
-        returns: more edges, numbered after the others, over which only gradients go.
-    """
+    """Works out who needs and sends which messages; a cell is the worker's that has its forward."""
     worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
     m = 1 + max(i for i, _ in worker_of)
     step = maker(edges, lambda i, j: worker_of[i, j], numbers, m, targets=targets, returns=returns)
-    return Steps(tuple(tuple(map(step, row)) for row in program))
+    return Steps(tuple([tuple(map(step, row)) for row in program]))
 
 
 def maker(
@@ -241,12 +179,13 @@ def maker(
     """What makes a step of an action.
 
     Args:
-        edges: as for :func:`compiled`, and so are the others that are not here.
+        edges: numbered from 0 on; the order of those that come to a stage, or leave it, is that of
+            the messages.
         worker_of: the worker of a cell.
-        numbers: of the replicas.
+        numbers: for each stage those of its replicas.
         m: number of micro-batches, where there are replicas.
-        targets: go from the first stage to the last.
-        returns: more edges.
+        targets: the first stage sends targets, last, to the last stage, which takes them last.
+        returns: more edges, numbered after the others, over which only gradients go.
     """
     last, count = len(numbers) - 1, len(edges) + len(returns)
     stages, both = range(last + 1), [*edges, *returns]

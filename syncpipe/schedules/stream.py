@@ -31,8 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Literal, get_args
 
-from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.schedule import Action
+from syncpipe.schedules.schedule import Action, Kind
 from syncpipe.schedules.steps import Edge, Step, in_turn, maker
 
 __all__ = ["VERSIONS", "Extent", "StreamSteps", "Versions", "version_used", "versions_kept"]

@@ -29,7 +29,7 @@ from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
 from syncpipe.runtime.thread_state import CallerState
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun

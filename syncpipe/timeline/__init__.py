@@ -1,6 +1,5 @@
 """What ran when: as data, as a table, as a picture, and as a trace for Perfetto."""
 
-from syncpipe.timeline.span import KINDS, Span
-from syncpipe.timeline.timeline import Timeline, compare, save_comparison
+from syncpipe.timeline.timeline import KINDS, Span, Timeline, compare, save_comparison
 
 __all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]

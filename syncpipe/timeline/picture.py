@@ -13,11 +13,10 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
@@ -26,10 +25,10 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from syncpipe.schedules.kinds import KINDS
-from syncpipe.timeline.span import Span, lanes
+from syncpipe.schedules.player import Span, lanes
+from syncpipe.schedules.schedule import KINDS
 
-__all__ = ["PARTS", "Panel", "draw", "paint"]
+__all__ = ["Panel", "draw", "paint"]
 
 #: By micro-batch, again and again. Chosen so that neighbours differ for the colour-blind, too (the
 #: least CIELAB distance is 37 with Machado's models), and also in light shades.
@@ -52,47 +51,42 @@ INK, FAINT, IDLE, HELD, HATCH = "#222222", "#666666", "#E6E7EA", "#8E94A3", "///
 ROW, HEADING, COMFORTABLE, NARROWEST, WIDEST = 0.7, 0.72, 0.27, 6.5, 20.0
 #: Points: of titles, names and notes, and of what stands in boxes. A character is 0.65 as wide.
 TITLE, NAME, SMALL, SIZES = 11.0, 9.0, 8.0, (9.0, 8.0, 7.0, 6.0, 5.0)
-
-Corners = list[tuple[float, float]]
+_STYLE: dict[str, Any] = {
+    "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "fontsize": SMALL,
+    "labelcolor": INK, "frameon": False, "columnspacing": 1.6,
+}  # fmt: skip
 
 
 class Panel(NamedTuple):
-    """A timeline as it is to be drawn.
-
-    Attributes:
-        title: stands above it.
-        facts: stands below the title.
-        rows: their names.
-        idle: for each row a fraction.
-        spans: what ran when.
-        windows: when rows could have worked.
-        start: the time that is drawn as 0.
-        factor: what times are multiplied with.
-    """
+    """A timeline as it is to be drawn."""
 
     title: str
-    facts: str
-    rows: Sequence[str]
-    idle: Sequence[float]
+    facts: str  # stand below the title
+    rows: Sequence[str]  # their names
+    idle: Sequence[float]  # for each row a fraction
     spans: Sequence[Span]
-    windows: Sequence[tuple[float, float]]
-    start: float
-    factor: float
+    windows: Sequence[tuple[float, float]]  # when rows could have worked
+    start: float  # the time that is drawn as 0
+    factor: float  # what times are multiplied with
 
     def x(self, time: float) -> float:
         """Where a time is on the axis."""
         return (time - self.start) * self.factor
 
-    @property
-    def actions(self) -> list[Span]:
-        """All spans but transfers."""
-        return [span for span in self.spans if span.kind != "transfer"]
+    def actions(self, row: int) -> list[Span]:
+        """All spans of a row but transfers."""
+        return [span for span in self.spans if span.kind != "transfer" and span.row == row]
+
+    def stages(self, row: int) -> str:
+        """The stages of a row, in words."""
+        word = ", ".join(map(str, sorted({span.j for span in self.actions(row)})))
+        return f"stage{'s' * (',' in word)} {word}" if word else ""
 
     def held(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
         changes = []
-        for span in self.actions:
-            alive = KINDS[span.kind].alive if span.row == row else 0  # type: ignore[index]
+        for span in self.actions(row):
+            alive = KINDS[span.kind].alive  # type: ignore[index]
             if alive:
                 changes.append((self.x(span.start if alive > 0 else span.end), alive))
         changes.sort()
@@ -102,14 +96,9 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Sequence[Panel], axis: str) -> Figure:
-    """Panels one above the other on one time axis.
-
-    Args:
-        panels: from top to bottom.
-        axis: what stands at the time axis.
-    """
-    widths = sorted(s.duration * panel.factor for panel in panels for s in panel.actions)
-    widths = [width for width in widths if width > 0]
+    """Panels one above the other on one time axis, which has this name."""
+    spans = [(span.duration * panel.factor, span.kind) for panel in panels for span in panel.spans]
+    widths = sorted(width for width, kind in spans if width > 0 and kind != "transfer")
     first, last = _limits(panels)
     wanted = COMFORTABLE * (last - first) / widths[len(widths) // 5] if widths else 0.0
     inner = max(NARROWEST, min(wanted, WIDEST))
@@ -122,24 +111,25 @@ def draw(panels: Sequence[Panel], axis: str) -> Figure:
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, panel in zip(every, panels, strict=True):
-        paint(axes, panel, panels, inner)
+        _paint(axes, panel, panels, inner)
     every[-1].set_xlabel(axis, fontsize=NAME, color=INK)
     figure.legend(*zip(*legend, strict=True), loc="outside lower left", ncols=columns, **_STYLE)
     return figure
 
 
-def paint(axes: Axes, panel: Panel, panels: Sequence[Panel] = (), width: float = 0.0) -> None:
-    """Paints a panel onto axes.
+def paint(axes: Axes, panel: Panel, axis: str) -> None:
+    """Paints a panel onto axes of the caller's, with a legend of its own."""
+    inches = axes.get_position().width * axes.figure.get_figwidth()  # type: ignore[union-attr]
+    _paint(axes, panel, [panel], inches)
+    axes.set_xlabel(axis)
+    handles, words = zip(*_legend([panel]), strict=True)
+    below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12)}
+    axes.legend(handles, words, ncols=max(1, int(inches / 2.9)), **below, **_STYLE)
 
-    Args:
-        axes: to paint on.
-        panel: what to paint.
-        panels: what it is to be compared with, itself among them, and has one legend with. Empty:
-            it is alone, and has its own.
-        width: of the axes, in inches; 0 if it is for them to say.
-    """
-    rows, limits = panel.rows, _limits(panels or [panel])
-    inches = width or axes.get_position().width * axes.figure.get_figwidth()  # type: ignore[union-attr]
+
+def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> None:
+    """One of several panels with the same limits and heights of memory."""
+    rows, limits = panel.rows, _limits(panels)
     inch = (limits[1] - limits[0]) / inches
     axes.set(xlim=limits, ylim=(max(1, len(rows)), 0.0), facecolor="none")
     axes.spines[["left", "right", "top"]].set_visible(False)
@@ -147,19 +137,44 @@ def paint(axes: Axes, panel: Panel, panels: Sequence[Panel] = (), width: float =
     axes.tick_params(axis="x", labelsize=SMALL, colors=FAINT)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.xaxis.set_major_locator(MaxNLocator(max(4, int(inches)), steps=[1, 2, 5, 10]))
-    names = ["\n".join(filter(None, [name, _stages(panel, row)])) for row, name in enumerate(rows)]
-    axes.set_yticks(
-        [row + 0.38 for row in range(len(rows))], names, fontsize=SMALL, parse_math=False
-    )
-    _head(axes, panel, inches)
-    _paint_rows(axes, panel, panels or [panel])
-    _paint_boxes(axes, panel, inch)
-    for span, text, x, size in _labels(panel, inch):
-        _paint_label(axes, span, text, x, size)
-    if not panels:
-        handles, words = zip(*_legend([panel]), strict=True)
-        below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.12)}
-        axes.legend(handles, words, ncols=max(1, int(inches / 2.9)), **below, **_STYLE)
+    names = ["\n".join(filter(None, [name, panel.stages(row)])) for row, name in enumerate(rows)]
+    places = [row + 0.38 for row in range(len(rows))]
+    axes.set_yticks(places, names, fontsize=SMALL, parse_math=False)
+    facts = textwrap.fill(panel.facts, max(20, int(inches / _wide("m", NAME))))
+    title = textwrap.fill(panel.title, max(20, int(inches / _wide("m", TITLE) / 1.1)))
+    left: dict[str, Any] = {"loc": "left", "parse_math": False}
+    axes.set_title(facts, fontsize=NAME, color=FAINT, pad=5, **left)
+    if title:
+        axes.annotate(
+            title, (0, 1), (0, 9 + 1.35 * NAME * (1 + facts.count("\n"))),
+            xycoords="axes fraction", textcoords="offset points",
+            fontsize=TITLE, fontweight="bold", color=INK, parse_math=False,
+        )  # fmt: skip
+    _paint_rows(axes, panel, panels)
+    boxes: dict[tuple[str, int, float, float], list[tuple[float, float]]] = defaultdict(list)
+    for span, top, bottom in boxes_of(panel.spans):
+        width = span.duration * panel.factor
+        hair = min(0.005 * inch, 0.1 * width)  # to its neighbours
+        place = look(span), span.i % len(PALETTE), top, bottom - top
+        boxes[place].append((panel.x(span.start) + hair, width - 2 * hair))
+    # A recomputation may be part of a backward.
+    for (what, i, *y), x in sorted(boxes.items(), key=lambda item: item[0][0] == "recompute"):
+        hatch = HATCH if what == "recompute" else None
+        edge = _colour("backward", i)  # without width; it is for hatches
+        axes.broken_barh(
+            x, (y[0], y[1]), facecolor=_colour(what, i), edgecolor=edge, lw=0, hatch=hatch
+        )
+    for span, text, middle, size in _labels(panel, inch):
+        colour = _colour(look(span), span.i)
+        red, green, blue = (c**2.2 for c in to_rgb(colour))
+        dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
+        # Over hatches a number needs quiet ground.
+        effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
+        axes.text(
+            middle, span.row + sum(PARTS["box"]) / 2, text, fontsize=size, linespacing=0.95,
+            color="white" if dark else INK, ha="center", path_effects=effects,
+            va="center" if "\n" in text else "center_baseline",
+        )  # fmt: skip
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
@@ -168,30 +183,15 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
     return first, last if last > first else first + 1.0
 
 
-def _head(axes: Axes, panel: Panel, inches: float) -> None:
-    """Title and facts, in as many lines as they need."""
-    facts = textwrap.fill(panel.facts, max(20, int(inches / _wide("m", NAME))))
-    title = textwrap.fill(panel.title, max(20, int(inches / _wide("mm", TITLE) * 2 / 1.1)))
-    options: dict[str, Any] = {"loc": "left", "parse_math": False}
-    axes.set_title(facts, fontsize=NAME, color=FAINT, pad=5, **options)
-    if title:
-        pad = 9 + 1.35 * NAME * (1 + facts.count("\n"))
-        axes.annotate(
-            title, (0, 1), (0, pad), xycoords="axes fraction", textcoords="offset points",
-            fontsize=TITLE, fontweight="bold", color=INK, parse_math=False,
-        )  # fmt: skip
-
-
 def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
     """Grey lanes, what memory holds, and a note of both at the right."""
     top, bottom = PARTS["box"]
     every = [each.held(row) for each in panels for row in range(len(each.rows))]
     most = max([1, *(count for held in every for _, count in held)])
+    lane = [(panel.x(start), panel.x(end) - panel.x(start)) for start, end in panel.windows]
     for row, idle in enumerate(panel.idle):
         note = f"{round(idle, 9):.0%} idle"
-        for start, end in panel.windows:
-            lane = [_corners(panel.x(start), panel.x(end), row + top, row + bottom)]
-            _fill(axes, lane, IDLE)
+        axes.broken_barh(lane, (row + top, bottom - top), facecolor=IDLE, lw=0)
         if changes := panel.held(row):
             height = (MEMORY[1] - MEMORY[0]) / most
             times, counts = zip(*changes, strict=True)
@@ -204,28 +204,15 @@ def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
         )  # fmt: skip
 
 
-def _paint_boxes(axes: Axes, panel: Panel, inch: float) -> None:
-    boxes: dict[tuple[str, int], list[Corners]] = defaultdict(list)
-    for span, top, bottom in boxes_of(panel.spans):
-        hair = min(0.005 * inch, 0.1 * span.duration * panel.factor)  # to its neighbours
-        corners = _corners(panel.x(span.start) + hair, panel.x(span.end) - hair, top, bottom)
-        boxes[look(span), span.i].append(corners)
-    # A recomputation may be part of a backward.
-    for (what, i), some in sorted(boxes.items(), key=lambda item: item[0][0] == "recompute"):
-        _fill(axes, some, _colour(what, i), _colour("backward", i), what == "recompute")
-
-
 def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
     """All spans that are drawn, with their top and bottom; one row is one high."""
-
-    def place(span: Span) -> tuple[int, str]:
-        return span.row, look(span)
-
+    ways: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind != "transfer":
             yield span, span.row + PARTS["box"][0], span.row + PARTS["box"][1]
-    ways = [span for span in spans if span.kind == "transfer" and span.duration]
-    for (row, what), group in groupby(sorted(ways, key=place), key=place):
+        elif span.duration:
+            ways[span.row, look(span)].append(span)
+    for (row, what), group in ways.items():
         placed, (top, bottom) = lanes(group), PARTS[what]
         pitch = (bottom - top) / (1 + max(lane for lane, _ in placed))
         for lane, span in placed:
@@ -239,8 +226,8 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float, float
     """
     found = []
     for row in range(len(panel.rows)):
-        several = len({span.j for span in panel.actions if span.row == row}) > 1
-        own = sorted((a for a in panel.actions if a.row == row), key=lambda a: (a.start, -a.end))
+        own = sorted(panel.actions(row), key=lambda span: (span.start, -span.end))
+        several = len({span.j for span in own}) > 1
         for span, after in zip_longest(own, own[1:]):
             # A recomputation may be part of a backward, and hides it.
             end = min(span.end, after.start) if after else span.end
@@ -252,40 +239,19 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float, float
     rooms = sorted(room for *_, room in found)
     fitting = [size for size in SIZES if rooms and rooms[len(rooms) // 20] >= _wide("0", size)]
     size = max(fitting, default=SIZES[-1])
-    for span, text, x, room in found:
+    for span, text, middle, room in found:
         if room >= _wide("0", size):
-            yield span, text, x, size
-
-
-def _paint_label(axes: Axes, span: Span, text: str, x: float, size: float) -> None:
-    colour = _colour(look(span), span.i)
-    red, green, blue = (c**2.2 for c in to_rgb(colour))
-    dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
-    # Over hatches a number needs quiet ground.
-    effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
-    axes.text(
-        x, span.row + sum(PARTS["box"]) / 2, text, fontsize=size, linespacing=0.95,
-        color="white" if dark else INK, ha="center", va="center_baseline" if "\n" not in text
-        else "center", path_effects=effects,
-    )  # fmt: skip
-
-
-_STYLE: dict[str, Any] = {
-    "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)},
-    "fontsize": SMALL,
-    "labelcolor": INK,
-    "frameon": False,
-    "columnspacing": 1.6,
-}
+            yield span, text, middle, size
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
     """What the picture consists of; shades are shown in the first colour."""
     seen = {look(span) for panel in panels for span, _, _ in boxes_of(panel.spans)}
+    rows = [(panel, row) for panel in panels for row in range(len(panel.rows))]
     entries: list[tuple[Any, str]] = []
     if seen:
-        colours = tuple(Patch(facecolor=_colour("backward", i)) for i in range(4))
-        many = any("," in _stages(panel, row) for panel in panels for row in range(len(panel.rows)))
+        colours = tuple([Patch(facecolor=_colour("backward", i)) for i in range(4)])
+        many = any("," in panel.stages(row) for panel, row in rows)
         entries.append((colours, "micro-batch" + ", s: stage" * many))
     for what, (words, _) in LOOKS.items():
         handle: Any = Patch(facecolor=_colour(what, 0))
@@ -295,7 +261,7 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
             handle.set(hatch=HATCH, edgecolor=_colour("backward", 0), linewidth=0)
         entries += [(handle, words)] * (what in seen)
     entries.append((Patch(facecolor=IDLE), "idle: the bubble"))
-    if any(panel.held(row) for panel in panels for row in range(len(panel.rows))):
+    if any(panel.held(row) for panel, row in rows):
         entries.append((Patch(facecolor=HELD), "memory: micro-batches in flight"))
     return entries
 
@@ -305,12 +271,6 @@ def look(span: Span) -> str:
     if span.kind != "transfer":
         return span.kind
     return "gradient" if span.backward else "activation"
-
-
-def _stages(panel: Panel, row: int) -> str:
-    """The stages of a row, in words."""
-    word = ", ".join(map(str, sorted({span.j for span in panel.actions if span.row == row})))
-    return f"stage{'s' * (',' in word)} {word}" if word else ""
 
 
 def _wide(text: str, size: float) -> float:
@@ -324,18 +284,3 @@ def _colour(what: str, i: int) -> str:
     rgb = to_rgb(PALETTE[i % len(PALETTE)])
     red, green, blue = (c + ((shade > 0) - c) * abs(shade) for c in rgb)
     return to_hex((red, green, blue))
-
-
-def _corners(left: float, right: float, top: float, bottom: float) -> Corners:
-    return [(left, top), (right, top), (right, bottom), (left, bottom)]
-
-
-def _fill(
-    axes: Axes, corners: list[Corners], face: str, edge: str = INK, hatch: bool = False
-) -> None:
-    """Boxes of one colour; that of edges, which have no width, is for hatches."""
-    boxes = PolyCollection(
-        corners, facecolors=[face], edgecolors=[edge], linewidths=[0.0],
-        hatch=HATCH if hatch else None,
-    )  # fmt: skip
-    axes.add_collection(boxes, autolim=False)

@@ -1,7 +1,6 @@
-"""What ran when: as data, as a table, as a picture, and as a trace for Perfetto.
+"""A timeline is what was planned (:meth:`Timeline.of` a simulation) or what was measured.
 
-A timeline is what was planned (:meth:`Timeline.of` a simulation) or what was measured. Either way
-it is a list of spans, each on a row, which is a worker or a device:
+Either way it is a list of spans, each on a row, which is a worker or a device:
 
     row 0   F0F1F2      B2--B1--B0--    The bubble is the time between the first start and the
     row 1     F0F1F2B2--B1--B0--        last end in which rows do nothing: here a quarter.
@@ -19,27 +18,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from syncpipe.schedules.simulation import Costs, Simulation
-from syncpipe.timeline.span import (
-    KINDS,
-    SECONDS,
-    Span,
-    check,
-    handy,
-    idle,
-    lanes,
-    merged,
-    number,
-    total,
-)
+from syncpipe.schedules.player import Costs, Simulation, Span, lanes
+from syncpipe.schedules.schedule import KINDS as ACTIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from syncpipe.timeline.picture import Panel
-
 __all__ = ["KINDS", "Span", "Timeline", "compare", "save_comparison"]
+
+#: What a span can be.
+KINDS = (*ACTIONS, "transfer")
+
+#: The units of time that are known, the longest first.
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Timeline:
@@ -62,12 +54,18 @@ class Timeline:
     def __init__(
         self, spans: Iterable[Span], rows: Sequence[str], unit: str = "s", title: str = ""
     ) -> None:
-        self.rows = tuple(rows)
-        self.unit = unit
-        self.title = title
+        self.rows, self.unit, self.title = tuple(rows), unit, title
         self._spans = tuple(sorted(spans, key=lambda span: span.start))
         for span in self._spans:
-            check(span, self.rows)
+            if span.kind not in KINDS:
+                raise ValueError(f"kind={span.kind!r} in {span}; there are {', '.join(KINDS)}")
+            if not 0 <= span.row < len(rows):
+                raise ValueError(f"row={span.row} in {span}, but rows={self.rows} has {len(rows)}")
+            if not -math.inf < span.start <= span.end < math.inf:
+                raise ValueError(
+                    f"start={span.start}, end={span.end} in {span}; both are finite, and the end "
+                    "is not before the start"
+                )
 
     @classmethod
     def of(
@@ -87,15 +85,8 @@ class Timeline:
             unit: of the times in the simulation.
         """
         schedule = simulation.schedule
-        spans = [
-            Span(span.action.kind, span.action.i, span.action.j, span.device, span.start, span.end)
-            for span in simulation.spans
-        ]
-        for way in simulation.transfers:
-            kind, i, j = way.action
-            row, back = schedule.device(i, j), kind != "forward"
-            spans.append(Span("transfer", i, j, row, way.start, way.end, way.target, backward=back))
         names = rows or [f"device {d}" for d in range(len(schedule.actions))]
+        spans = [*simulation.spans, *simulation.transfers]
         return cls(spans, names, unit, title or schedule.name)
 
     @property
@@ -110,7 +101,7 @@ class Timeline:
         for span in self.spans:
             start, end = steps.get(span.step, (span.start, span.end))
             steps[span.step] = min(start, span.start), max(end, span.end)
-        return merged(steps.values())
+        return _merged(steps.values())
 
     @property
     def makespan(self) -> float:
@@ -125,7 +116,7 @@ class Timeline:
         for span in self.spans:
             if span.kind != "transfer":
                 actions[span.row].append((span.start, span.end))
-        return tuple(total(merged(row)) for row in actions)
+        return tuple([_total(_merged(row)) for row in actions])
 
     @property
     def host(self) -> tuple[float | None, ...]:
@@ -140,7 +131,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The fraction, from 0 to 1, of the rows' time that they idled; only steps count."""
-        return idle(math.fsum(self.busy), len(self.rows) * total(self.windows))
+        return _idle(math.fsum(self.busy), len(self.rows) * _total(self.windows))
 
     @property
     def costs(self) -> Costs:
@@ -154,33 +145,34 @@ class Timeline:
             ValueError: on a stage without forward or backward.
         """
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        ways: dict[tuple[int, int, int, int, bool], float] = defaultdict(float)
+        ways: dict[tuple[int, int, int, int], float] = defaultdict(float)
         for span in self.spans:
             if span.target is None:
                 times[span.kind, span.j].append(span.duration)
             else:  # a stage may send several things to another
-                ways[span.step, span.i, span.j, span.target, span.backward] += span.duration
+                ways[span.j, span.target, span.step, span.i] += span.duration
         stages = range(1 + max((j for _, j in times), default=-1))
         took = {key: median(samples) for key, samples in times.items()}
         if not stages or any(("forward", j) not in took for j in stages):
             raise ValueError("costs are of steps of train_batch, and no step has been recorded")
-        inputs = [took.get(("backward_input", j), took.get(("backward", j), -1.0)) for j in stages]
-        if -1.0 in inputs:
-            j = inputs.index(-1.0)
-            raise ValueError(f"no backward of stage {j} has been recorded: trace train_batch")
-        links: dict[tuple[int, int], dict[bool, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for (_, _, j, target, backward), time in ways.items():
-            links[min(j, target), max(j, target)][backward].append(time)
-        slower = {link: max(map(median, sides.values())) for link, sides in links.items()}
+        for j in stages:
+            whole = took.get(("backward", j), -1.0)
+            if took.setdefault(("backward_input", j), whole) < 0:
+                raise ValueError(f"no backward of stage {j} has been recorded: trace train_batch")
+        links: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for (j, target, *_), time in ways.items():
+            links[j, target].append(time)
+        slower: dict[tuple[int, int], float] = {}
+        for (j, target), samples in links.items():
+            link = min(j, target), max(j, target)
+            slower[link] = max(median(samples), slower.get(link, 0.0))
         return Costs(
-            forward=tuple(took["forward", j] for j in stages),
-            backward_input=tuple(inputs),
-            backward_weight=tuple(took.get(("backward_weight", j), 0.0) for j in stages),
-            transfer=tuple(slower.pop((j, j + 1), 0.0) for j in stages[:-1]),
+            forward=tuple([took["forward", j] for j in stages]),
+            backward_input=tuple([took["backward_input", j] for j in stages]),
+            backward_weight=tuple([took.get(("backward_weight", j), 0.0) for j in stages]),
+            transfer=tuple([slower.pop((j, j + 1), 0.0) for j in stages[:-1]]),
             skips=slower,
-            recompute=tuple(took.get(("recompute", j), took["forward", j]) for j in stages),
+            recompute=tuple([took.get(("recompute", j), took["forward", j]) for j in stages]),
         )
 
     @property
@@ -192,9 +184,9 @@ class Timeline:
 
     def table(self) -> str:
         """A line for each row and one for all: busy, idle and host time, what each kind took."""
-        spans, time = self.spans, total(self.windows)
-        whole, whole_unit = handy(self.unit, time)
-        factor, short_unit = handy(self.unit, median([span.duration for span in spans] or [0.0]))
+        spans, time = self.spans, _total(self.windows)
+        whole, whole_unit = _handy(self.unit, time)
+        factor, short_unit = _handy(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
         host = ["host"] if _host(spans) is not None else []
         lines = [["", "busy", "idle", *host, *kinds]]
@@ -204,14 +196,14 @@ class Timeline:
         ]
         rows.append(("all", math.fsum(self.busy), len(rows) * time, list(spans)))
         for name, busy, lasted, own in rows:
-            line = [name, f"{number(busy * whole)} {whole_unit}", f"{idle(busy, lasted):.1%}"]
+            line = [name, f"{_number(busy * whole)} {whole_unit}", f"{_idle(busy, lasted):.1%}"]
             if host:
                 running = _host(own)
-                line.append("-" if running is None else f"{number(running * whole)} {whole_unit}")
+                line.append("-" if running is None else f"{_number(running * whole)} {whole_unit}")
             for kind in kinds:
                 took = [span.duration * factor for span in own if span.kind == kind]
                 mean = math.fsum(took) / max(1, len(took))
-                shown = f"{len(took)} x {number(mean)} | {number(median(took or [0.0]))}"
+                shown = f"{len(took)} x {_number(mean)} | {_number(median(took or [0.0]))}"
                 line.append(shown if took else "-")
             lines.append(line)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -219,7 +211,12 @@ class Timeline:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in lines
         ]
-        return "\n".join([*text, f"kinds: count x mean | median in {short_unit}", _summary(self)])
+        return "\n".join([*text, f"kinds: count x mean | median in {short_unit}", self._summary])
+
+    @property
+    def _summary(self) -> str:
+        factor, unit = _handy(self.unit, self.makespan)
+        return f"makespan {_number(self.makespan * factor)} {unit}, bubble {self.bubble:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file; its suffix says of which kind.
@@ -236,7 +233,7 @@ class Timeline:
         if suffix == ".json":
             Path(path).write_text(json.dumps(_trace(self)), encoding="utf-8")
         else:
-            _write(self.figure(), path, suffix)
+            self.figure().savefig(path, format=suffix[1:], dpi=150)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw a picture: what ran when, how long rows idled, and what their memory held.
@@ -251,32 +248,25 @@ class Timeline:
         Raises:
             ImportError: if matplotlib is missing.
         """
-        picture = _picture()
-        panels, axis = _panels({self.title: self}, scale=False)
-        if ax is None:
-            (ax,) = picture.draw(panels, axis).axes
-            return ax
-        picture.paint(ax, panels[0])
-        ax.set_xlabel(axis)
-        return ax
+        figure = _drawn({self.title: self}, ax=ax)
+        return figure.axes[0] if ax is None else ax
 
     def figure(self) -> Figure:
         """The figure of :meth:`plot`."""
-        return cast("Figure", self.plot().figure)
+        return cast("Figure", _drawn({self.title: self}))
 
     def _repr_svg_(self) -> str | None:
         """What a notebook shows, if it can."""
+        file = StringIO()
         try:
-            figure = self.figure()
+            self.figure().savefig(file, format="svg")
         except ImportError:
             return None
-        file = StringIO()
-        figure.savefig(file, format="svg")
         return file.getvalue()
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.title!r}" if self.title else type(self).__name__
-        return f"<{name}: {len(self.spans)} spans on {len(self.rows)} rows, {_summary(self)}>"
+        return f"<{name}: {len(self.spans)} spans on {len(self.rows)} rows, {self._summary}>"
 
 
 def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure:
@@ -299,8 +289,7 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
             f"timelines have the units {', '.join(units)}, and so no time axis in common; "
             "scale=True draws each by its own makespan"
         )
-    figure: Figure = _picture().draw(*_panels(timelines, scale=scale))
-    return figure
+    return cast("Figure", _drawn(timelines, scale=scale))
 
 
 def save_comparison(
@@ -313,7 +302,7 @@ def save_comparison(
         ImportError: if matplotlib is missing.
     """
     suffix = _suffix(path, ".svg", ".png")
-    _write(compare(timelines, scale=scale), path, suffix)
+    compare(timelines, scale=scale).savefig(path, format=suffix[1:], dpi=150)
 
 
 def _suffix(path: str | os.PathLike[str], *known: str) -> str:
@@ -325,12 +314,10 @@ def _suffix(path: str | os.PathLike[str], *known: str) -> str:
     return suffix
 
 
-def _write(figure: Figure, path: str | os.PathLike[str], suffix: str) -> None:
-    figure.savefig(path, format=suffix[1:], dpi=150)
-
-
-def _picture() -> Any:
-    """The module that draws."""
+def _drawn(
+    timelines: Mapping[str, Timeline], *, scale: bool = False, ax: Axes | None = None
+) -> Any:
+    """A figure of timelines by their titles, or one painted onto axes of the caller's."""
     try:
         import matplotlib.figure  # noqa: F401  # asked for here, needed there
 
@@ -339,25 +326,40 @@ def _picture() -> Any:
         raise ImportError(
             f'a picture needs matplotlib: pip install "syncpipe[plot]" ({error})'
         ) from error
-    return picture
-
-
-def _panels(timelines: Mapping[str, Timeline], *, scale: bool) -> tuple[list[Panel], str]:
-    """Each timeline under its name, and what stands at the axis that they have in common."""
-    from syncpipe.timeline.picture import Panel
-
-    unit = next(timeline.unit for timeline in timelines.values())
-    factor, unit = handy(unit, max(timeline.makespan for timeline in timelines.values()))
+    longest = max(timelines.values(), key=lambda timeline: timeline.makespan)
+    factor, unit = _handy(longest.unit, longest.makespan)
     panels = []
     for title, timeline in timelines.items():
         spans, windows = timeline.spans, timeline.windows
+        idle = [_idle(busy, _total(windows)) for busy in timeline.busy]
         # One alone is drawn as it is, several from the first start of each.
         start = min((s.start for s in spans), default=0.0) if len(timelines) > 1 else 0.0
-        shares = [idle(busy, total(windows)) for busy in timeline.busy]
-        facts = f"{_contents(timeline)}, {_summary(timeline)}" if spans else "nothing ran"
+        facts = f"{_contents(spans)}, {timeline._summary}" if spans else "nothing ran"
         share = 100 / (timeline.makespan or 1.0) if scale else factor
-        panels.append(Panel(title, facts, timeline.rows, shares, spans, windows, start, share))
-    return panels, "time (% of the makespan)" if scale else f"time ({unit})"
+        rows = timeline.rows
+        panels.append(picture.Panel(title, facts, rows, idle, spans, windows, start, share))
+    axis = "time (% of the makespan)" if scale else f"time ({unit})"
+    return picture.draw(panels, axis) if ax is None else picture.paint(ax, panels[0], axis)
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The same time without overlaps, in order."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return tuple(result)
+
+
+def _total(intervals: Iterable[tuple[float, float]]) -> float:
+    return math.fsum(end - start for start, end in intervals)
+
+
+def _idle(busy: float, time: float) -> float:
+    """The fraction of some time in which nothing was done; 0 where there was no time."""
+    return max(0.0, 1 - busy / time) if time else 0.0
 
 
 def _host(spans: Sequence[Span]) -> float | None:
@@ -366,64 +368,59 @@ def _host(spans: Sequence[Span]) -> float | None:
     return math.fsum(known) if known else None
 
 
-def _contents(timeline: Timeline) -> str:
-    actions = [span for span in timeline.spans if span.kind != "transfer"]
-    counts = {
-        "step": len({span.step for span in actions}),
-        "micro-batch": len({span.i for span in actions}),
-        "stage": len({span.j for span in actions}),
-    }
-    words = [
-        f"{count} {what}{'es' if what == 'micro-batch' else 's'}" if count != 1 else f"1 {what}"
-        for what, count in counts.items()
-        if what != "step" or count > 1
-    ]
+def _handy(unit: str, time: float) -> tuple[float, str]:
+    """A factor and a unit in which this time is a handy number."""
+    if unit not in _SECONDS or not time:
+        return 1.0, unit
+    seconds = time * _SECONDS[unit]
+    best = next((name for name, one in _SECONDS.items() if seconds >= one), "us")
+    return _SECONDS[unit] / _SECONDS[best], best
+
+
+def _number(value: float) -> str:
+    """Three digits that count, and all of those before the point."""
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
+
+
+def _contents(spans: Sequence[Span]) -> str:
+    actions = [span for span in spans if span.kind != "transfer"]
+    steps = len({span.step for span in actions})
+    counts = {"step": steps} if steps > 1 else {}
+    counts |= {"micro-batch": len({s.i for s in actions}), "stage": len({s.j for s in actions})}
+    ending = {"micro-batch": "es"}
+    words = [f"{k} {what}{ending.get(what, 's') * (k != 1)}" for what, k in counts.items()]
     return ", ".join(words)
-
-
-def _summary(timeline: Timeline) -> str:
-    factor, unit = handy(timeline.unit, timeline.makespan)
-    makespan = f"makespan {number(timeline.makespan * factor)} {unit}"
-    return f"{makespan}, bubble {timeline.bubble:.1%}"
 
 
 def _trace(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace event format: complete events ("X"), and metadata ("M") that name threads."""
+    events: list[dict[str, Any]] = []
+
+    def name(what: str, tid: int, **args: str | int) -> None:
+        events.append({"ph": "M", "name": what, "pid": 1, "tid": tid, "args": args})
+
     threads: list[tuple[str, list[Span]]] = []
-    for row, name in enumerate(timeline.rows):
+    for row, label in enumerate(timeline.rows):
         own = [span for span in timeline.spans if span.row == row]
-        threads.append((name, [span for span in own if span.kind != "transfer"]))
+        threads.append((label, [span for span in own if span.kind != "transfer"]))
         # Viewers nest what overlaps on a thread; transfers on several links overlap anyhow.
         placed = lanes(span for span in own if span.kind == "transfer")
         for lane in range(1 + max((lane for lane, _ in placed), default=-1)):
-            label = f"{name} transfers" + (f" {lane + 1}" if lane else "")
-            threads.append((label, [span for other, span in placed if other == lane]))
-    events = [_metadata("process_name", 0, name=timeline.title or "syncpipe")]
+            number = f" {lane + 1}" if lane else ""
+            threads.append((f"{label} transfers{number}", [s for k, s in placed if k == lane]))
+    name("process_name", 0, name=timeline.title or "syncpipe")
+    microseconds = _SECONDS.get(timeline.unit, 1.0) * 1e6
     # From 2, as thread 1 of process 1 is for viewers the main thread.
-    for tid, (name, spans) in enumerate(threads, start=2):
-        events.append(_metadata("thread_name", tid, name=name))
-        events.append(_metadata("thread_sort_index", tid, sort_index=tid))
-        events += [_event(span, tid, SECONDS.get(timeline.unit, 1.0) * 1e6) for span in spans]
+    for tid, (label, spans) in enumerate(threads, start=2):
+        name("thread_name", tid, name=label)
+        name("thread_sort_index", tid, sort_index=tid)
+        for span in spans:
+            args: dict[str, Any] = {"i": span.i, "j": span.j, "step": span.step}
+            if span.kind == "transfer":
+                args |= {"target": span.target, "backward": span.backward}
+            if span.host is not None:
+                args["host us"] = span.host * microseconds
+            times = {"ts": span.start * microseconds, "dur": span.duration * microseconds}
+            event = {"ph": "X", "name": f"{span.kind} {span.i}", "cat": span.kind, "pid": 1}
+            events.append({**event, "tid": tid, **times, "args": args})
     return {"traceEvents": events, "otherData": {"unit": timeline.unit}}
-
-
-def _metadata(what: str, tid: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 1, "tid": tid, "args": args}
-
-
-def _event(span: Span, tid: int, microseconds: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"i": span.i, "j": span.j, "step": span.step}
-    if span.kind == "transfer":
-        args |= {"target": span.target, "backward": span.backward}
-    if span.host is not None:
-        args["host us"] = span.host * microseconds
-    return {
-        "ph": "X",
-        "name": f"{span.kind} {span.i}",
-        "cat": span.kind,
-        "pid": 1,
-        "tid": tid,
-        "ts": span.start * microseconds,
-        "dur": span.duration * microseconds,
-        "args": args,
-    }

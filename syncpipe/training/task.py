@@ -24,7 +24,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Kind
 from syncpipe.stages.call import Call, sent
 from syncpipe.stages.inplace import handed_on, sent_marks
 from syncpipe.stages.run import Inputs

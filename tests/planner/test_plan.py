@@ -21,7 +21,7 @@ from syncpipe import Pipe, Worker
 from syncpipe.balance import LayerProfile, Profile, SkipProfile
 from syncpipe.planner import Machine, Plan, replicated
 from syncpipe.schedules import build, one_f_one_b
-from syncpipe.schedules.simulation import simulate
+from syncpipe.schedules.player import simulate
 from tests.support.models import linear_model
 
 FOUR = "4 x 1GB, 10GB/s"
@@ -82,7 +82,7 @@ def test_a_pipe_takes_its_options_and_train_batch_its_schedule(schedule: str) ->
     spans = [span for span in trace.spans if span.kind in ("forward", "backward")]
     for j in range(len(plan.balance)):
         ran = [(s.kind, s.i) for s in sorted(spans, key=lambda s: s.start) if s.j == j]
-        wanted = [(s.action.kind, s.action.i) for s in plan.simulation.spans if s.action.j == j]
+        wanted = [(s.kind, s.i) for s in plan.simulation.spans if s.j == j]
         assert ran == [action for action in wanted if action[0] in ("forward", "backward")]
 
 

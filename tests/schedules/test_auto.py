@@ -213,7 +213,7 @@ def test_a_link_may_be_what_takes_longest() -> None:
     schedule = auto(8, 2, costs=costs, memory=math.inf, split=False, starts=[gpipe(8, 2)])
     assert in_order(schedule)
     report = auto(8, 2, costs=costs, memory=math.inf).report
-    assert report.step == report.bound == 1 + 8 * 5 + (1 + 1 + 5 + 1 + 1)
+    assert report.step == 1 + 8 * 5 + (1 + 1 + 5 + 1 + 1)
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
@@ -243,24 +243,16 @@ def test_a_named_schedule_in_another_order_stays_where_none_in_order_is_as_short
     assert schedule.report.step == schedule.report.named["gpipe"] == 24
 
 
-def test_fewer_slots_in_proportion() -> None:
-    """A named schedule for less memory than 1F1B has usually, to be compared with."""
-    named = auto(16, 8, costs=Costs.even(8), memory=4).report.named
-    slots = [4, 4, 3, 3, 2, 2, 1, 1]
-    scaled = simulate(one_f_one_b(16, 8, slots=slots), Costs.even(8)).makespan
-    assert scaled in named.values()
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"memory": [1, 0.5]}, "device 1 has 0.5, but one micro-batch at a time takes 1 there"),
-        ({"memory": [1]}, "memory has 1 numbers, but there are 2 devices"),
-        ({"memory": math.nan}, "memory=.* not negative"),
-        ({"costs": Costs.even(3)}, "costs has 3 numbers, but there are 2 stages"),
-        ({"activations": [1]}, "activations has 1 numbers, but there are 2 stages"),
-        ({"activations": [1, -1]}, "activations=.* not negative"),
-        ({"inputs": [1, 2]}, "inputs=.* larger on stage 1"),
+        ({"memory": [1]}, "memory=.*give 2 numbers, one for each device"),
+        ({"memory": math.nan}, "memory=.* negative"),
+        ({"costs": Costs.even(3)}, "costs are for 3 stages, but there are 2"),
+        ({"activations": [1]}, "activations=.*give 2 numbers, one for each stage"),
+        ({"activations": [1, -1]}, "activations=.* negative"),
+        ({"inputs": [1, 2]}, "inputs=.* no larger"),
         ({"rematerialized": [5, 0]}, "rematerialized="),
         ({"rematerialized": [0]}, "rematerialized=.* each of the 2 stages"),
         ({"m": 0}, "at least one micro-batch"),

@@ -47,7 +47,7 @@ def idle_in_between(simulation: Simulation) -> float:
     """
     times = []
     for d, busy in enumerate(simulation.busy):
-        spans = [span for span in simulation.spans if span.device == d]
+        spans = [span for span in simulation.spans if span.row == d]
         times.append(max(s.end for s in spans) - min(s.start for s in spans) - busy)
     return max(times)
 

@@ -9,9 +9,8 @@ import pytest
 from torch import nn
 
 from syncpipe.schedules import Schedule, build, simulate
-from syncpipe.schedules.kinds import Kind
-from syncpipe.schedules.schedule import Action
-from syncpipe.schedules.simulation import Costs
+from syncpipe.schedules.player import Costs
+from syncpipe.schedules.schedule import Action, Kind
 from tests.schedules.layouts import LAYOUTS
 
 #: By our name; they have two stages on each device.

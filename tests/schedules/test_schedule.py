@@ -25,8 +25,8 @@ from syncpipe.schedules import (
     zb_h1,
     zb_h2,
 )
-from syncpipe.schedules.kinds import LETTERS
 from syncpipe.schedules.schedule import (
+    LETTERS,
     Action,
     Schedule,
 )
@@ -133,7 +133,7 @@ def test_merging_keeps_the_order_of_each_stage(
 
 def mutated(rows: Sequence[str], m: int, device_of: tuple[int, ...]) -> Schedule:
     """A schedule from rows of cells, however wrong."""
-    kinds: dict[str, Any] = {letter: kind for kind, letter in LETTERS.items()} | {"S": "sideways"}
+    kinds: dict[str, Any] = LETTERS | {"S": "sideways"}
     actions = [[Action(kinds[c[1]], int(c[2:]), int(c[0])) for c in row.split()] for row in rows]
     return Schedule(m, device_of, tuple(map(tuple, actions)), "mine")
 
@@ -149,16 +149,16 @@ WRONG = {
     "no such kind": (["0S0"], 1, (0,), r"'sideways'; there are forward, backward"),
     "no stage": ([], 1, (), r"m=1, n=0"),
     "no micro-batch": ([""], 0, (0,), r"m=0, n=1"),
-    "backward first": (["0B0 0F0"], 1, (0,), r"0B0, action 0 .* comes before 0F0, action 1"),
-    "weight first": (["0F0 0W0 0I0"], 1, (0,), r"0W0, action 1 .* comes before 0I0, action 2"),
-    "edge, forward": (["1F0 0F0 1B0 0B0"], 1, (0, 0), r"1F0, action 0 .* comes before 0F0"),
-    "edge, backward": (["0F0 1F0 0B0 1B0"], 1, (0, 0), r"0B0, action 2 .* comes before 1B0"),
+    "backward first": (["0B0 0F0"], 1, (0,), r"0B0, action 0 .* waits for 0F0, action 1 of 0"),
+    "weight first": (["0F0 0W0 0I0"], 1, (0,), r"0W0, action 1 .* waits for 0I0, action 2 of 0"),
+    "edge, forward": (["1F0 0F0 1B0 0B0"], 1, (0, 0), r"1F0, action 0 .* waits for 0F0"),
+    "edge, backward": (["0F0 1F0 0B0 1B0"], 1, (0, 0), r"0B0, action 2 .* waits for 1B0"),
     "deadlock": (
         ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
         2,
         (0, 1),
-        r"deadlock: 0B0, action 1 of device 0, waits for 1B0; "
-        r"1F1, action 1 of device 1, waits for 0F1",
+        r"deadlock: 0B0, action 1 of device 0, waits for 1B0, action 2 of 1; "
+        r"1F1, action 1 of device 1, waits for 0F1, action 2 of 0",
     ),
 }  # fmt: skip
 
@@ -199,7 +199,7 @@ def test_reordered_schedules(schedule: Schedule, data: st.DataObject) -> None:
     if can_finish(changed):
         validate(changed)
     else:
-        with pytest.raises(ValueError, match=r"comes before|deadlock"):
+        with pytest.raises(ValueError, match="deadlock"):
             validate(changed)
 
 
@@ -273,8 +273,8 @@ SLOTS = partial(one_f_one_b, 4, 2)
         (lambda: SLOTS(slots=2), "slots=2: use 'textbook', 'overlap' or a number"),
         (lambda: SLOTS(slots={0: 1}), "slots={0: 1}: use 'textbook', 'overlap' or a number"),
         (lambda: SLOTS(slots=[2]), r"slots=\[2\] has 1 numbers, but there are 2 stages"),
-        (lambda: SLOTS(slots=[1, 0]), "stage 1 needs at least one slot, not 0"),
-        (lambda: SLOTS(slots=[1, 2]), "stage 1 would wait for ever .* give it at most 1"),
+        (lambda: SLOTS(slots=[1, 0]), "stage 1 has 0, but needs at least one, and at most 1"),
+        (lambda: SLOTS(slots=[1, 2]), "stage 1 has 2, but .* at most 1: stage 0"),
         (lambda: gpipe(0, 2), "at least one micro-batch, but m=0"),
         *((partial(gpipe, 4, d), "device_of=.* must name") for d in ((), (1,), (0, 2), 0)),
         *(
@@ -282,7 +282,7 @@ SLOTS = partial(one_f_one_b, 4, 2)
             for names, where, several in (
                 (LOOPED, r"stages that go round .*, such as devices=\[0, 1, 0, 1\]",
                  [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)]),
-                (V_SHAPED, r"two stages .* on 2 devices that is devices=\[0, 1, 1, 0\]",
+                (V_SHAPED, r"two stages .*, such as devices=\[0, 1, 1, 0\]",
                  [(0, 1), (0, 1, 0, 1), (0, 1, 1), (1, 0, 0, 1)]),
             )
             for name in names

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncpipe.schedules import Costs, one_f_one_b, simulate
-from syncpipe.schedules.schedule import training_program
-from syncpipe.schedules.steps import Edge, compiled
+from syncpipe.schedules.steps import Edge, training_steps
 from syncpipe.schedules.stream import VERSIONS, Extent, StreamSteps, version_used, versions_kept
 
 
@@ -38,10 +37,15 @@ def rows_of(program: StreamSteps, n: int) -> list[list[tuple[str, int]]]:
 def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
     m, edges = m * chunks, edges_of(n, skips)
     schedule = one_f_one_b(m, n, slots="textbook")
-    program = training_program(schedule, (count,) * n, chunks)
-    expected = compiled(edges, program, alone(n), targets=n > 1)
+    expected = training_steps(tuple(edges), schedule, (count,) * n, targets=n > 1)
     steps = StreamSteps(edges, alone(n), range(n), (count,) * n, Extent(m), chunks)
-    assert [tuple(row) for row in steps.of] == list(expected.of)
+    for found, row in zip(steps.of, expected.of, strict=True):
+        found = list(found)
+        assert [step for step in found if step.what[0] != "update"] == list(row)
+        after = [a for a, b in pairwise(found) if b.what[0] == "update"]
+        assert [(a.what[0], a.i) for a in after] == [
+            ("backward", i) for i in range(chunks - 1, m, chunks)
+        ]
 
 
 @given(n=st.integers(1, 5), m=st.integers(0, 9), chunks=st.integers(1, 3))
@@ -135,8 +139,8 @@ def test_updates_take_time_in_a_simulation():
     costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), update=(0.5, 0.25))
     schedule = one_f_one_b(4, 2, slots="textbook")
     played = simulate(schedule, costs, update_every=1)
-    updates = [span for span in played.spans if span.action.kind == "update"]
-    assert [span.end - span.start for span in updates if span.device == 0] == [0.5] * 4
+    updates = [span for span in played.spans if span.kind == "update"]
+    assert [span.end - span.start for span in updates if span.row == 0] == [0.5] * 4
     assert played.makespan > simulate(schedule, costs).makespan
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from syncpipe.schedules import build, interleaved_1f1b, one_f_one_b, zb_h1
-from syncpipe.schedules.simulation import Costs, Simulation, simulate
+from syncpipe.schedules.player import Costs, Simulation, simulate
 from syncpipe.timeline import KINDS, Span, Timeline, compare, save_comparison
 from tests.schedules.layouts import rounds
 from tests.schedules.test_simulation import simulations

@@ -14,7 +14,7 @@ from syncpipe.runtime.engine import Run
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.thread_state import without_autocast
-from syncpipe.schedules.kinds import Kind
+from syncpipe.schedules.schedule import Kind
 from syncpipe.stages.call import Call, sent
 from syncpipe.training.leaves import Gradients, Leaves
 from syncpipe.training.loss.head import LossHead

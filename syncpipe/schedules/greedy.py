@@ -11,12 +11,15 @@ happened is one in which they can happen again. So no result has a deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 
 from syncpipe.schedules.player import Costs
+from syncpipe.schedules.schedule import KINDS, Action, Devices, Schedule, devices_of
 
-__all__ = ["Listed", "Node", "Work", "edges_of", "listed"]
+__all__ = ["Lister", "Node", "Work", "dealt", "edges_of", "merged"]
 
 #: A code and a micro-batch. Of ``n`` stages, code ``j`` is a forward of stage ``j``, ``n + j`` its
 #: backward or input half, and ``2 n + j`` its weight half.
@@ -28,29 +31,17 @@ Table = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be put in order.
+    """What is to be put in order."""
 
-    Attributes:
-        lists: for each device, lists of nodes.
-        edges: what one code waits for: of which other one, and how long the result takes on a link.
-        devices: for each code the devices that have its micro-batches in turn.
-        times: how long nodes take, ``early`` included.
-        early: so much of that can be done before anything arrives.
-        takes: memory at the start of a node.
-        gives: memory that the end of a node gives back.
-        reserve: for each code, memory that must be left over when it takes some.
-        limits: for each device its memory.
-    """
-
-    lists: Sequence[Sequence[Sequence[Node]]]
-    edges: Sequence[tuple[int, int, float]]
-    devices: Sequence[tuple[int, ...]]
-    times: Table
-    early: Table
-    takes: Table
-    gives: Table
-    reserve: Sequence[float]
-    limits: Sequence[float]
+    lists: Sequence[Sequence[Sequence[Node]]]  # for each device
+    edges: Sequence[tuple[int, int, float]]  # from code to code, and the time on a link
+    devices: Sequence[tuple[int, ...]]  # for each code those that have its micro-batches in turn
+    times: Table  # ``early`` included
+    early: Table  # so much of that can be done before anything arrives
+    takes: Table  # memory at the start of a node
+    gives: Table  # memory that the end of a node gives back
+    reserve: Sequence[float]  # for each code, memory that must be left over when it takes some
+    limits: Sequence[float]  # for each device its memory
 
     def mirrored(self, reserve: Sequence[float]) -> Work:
         """The same back in time: what ends last comes first, and gives are takes."""
@@ -65,19 +56,6 @@ class Work:
         )
 
 
-@dataclass(frozen=True)
-class Listed:
-    """What came of it.
-
-    Attributes:
-        rows: for each device its nodes in order.
-        ends: for each code and micro-batch.
-    """
-
-    rows: list[list[Node]]
-    ends: list[list[float]]
-
-
 def edges_of(costs: Costs) -> list[tuple[int, int, float]]:
     """What waits for what in a pipeline, by code, and for how long it is on a link."""
     n = len(costs.forward)
@@ -87,7 +65,7 @@ def edges_of(costs: Costs) -> list[tuple[int, int, float]]:
     return edges
 
 
-def listed(work: Work, urgencies: Table, patience: float = 0.0) -> Listed | None:
+class Lister:
     """Puts everything in an order.
 
     Args:
@@ -95,32 +73,19 @@ def listed(work: Work, urgencies: Table, patience: float = 0.0) -> Listed | None
         urgencies: for each code and micro-batch; the least is done first.
         patience: see above.
 
-    Returns:
-        The order; None if it got stuck, for want of memory or because lists wait for each other.
-    """
-    lister = _Lister(work, urgencies, patience)
-    while (now := min(lister.wake)) < math.inf:
-        lister.step(lister.wake.index(now), now)
-    if any(map(any, lister.left)):
-        return None
-    return Listed(lister.rows, lister.ends)
-
-
-class _Lister:
-    """The state of one pass.
-
     Attributes:
-        wake: for each device when it looks for something to do next.
-        left: for each device its lists, the next node last.
+        rows: for each device its nodes in order.
+        ends: for each code and micro-batch.
+        stuck: something is left, for want of memory or because lists wait for each other.
     """
 
-    def __init__(self, work: Work, urgencies: Table, patience: float) -> None:
+    def __init__(self, work: Work, urgencies: Table, patience: float = 0.0) -> None:
         self._work, self._urgencies, self._patience = work, urgencies, patience
         devices, codes = range(len(work.lists)), range(len(work.times))
         self.rows: list[list[Node]] = [[] for _ in devices]
         self.ends = [[0.0] * len(row) for row in work.times]
-        self.wake = [0.0 for _ in devices]
-        self.left = [[[*reversed(each)] for each in own] for own in work.lists]
+        self._wake = [0.0 for _ in devices]  # when each looks for something to do next
+        self._left = [[[*reversed(each)] for each in own] for own in work.lists]
         self._free, self._held = [0.0 for _ in devices], [0.0 for _ in devices]
         self._links = [[0.0 for _ in devices] for _ in devices]
         self._needs: list[list[list[float]]] = [[] for _ in codes]
@@ -129,10 +94,13 @@ class _Lister:
             arrivals = [-1.0] * len(work.times[a])  # < 0: unknown yet
             self._sends[a].append((arrivals, work.devices[b], time))
             self._needs[b].append(arrivals)
+        while (now := min(self._wake)) < math.inf:
+            self._step(self._wake.index(now), now)
+        self.stuck = any(map(any, self._left))
 
-    def step(self, d: int, now: float) -> None:
+    def _step(self, d: int, now: float) -> None:
         """Lets a free device begin something, or wait."""
-        self.wake[d] = math.inf
+        self._wake[d] = math.inf
         chosen, urgency, ahead = self._look(d, now, math.inf)
         if chosen and ahead and self._patience:
             c, i = chosen[-1]
@@ -147,7 +115,7 @@ class _Lister:
         if chosen:
             self._begin(d, now, *chosen.pop())
         elif ahead:
-            self.wake[d] = min(ahead)[0]
+            self._wake[d] = min(ahead)[0]
 
     def _look(
         self, d: int, now: float, until: float
@@ -159,9 +127,7 @@ class _Lister:
         work, held, limit = self._work, self._held[d], self._work.limits[d]
         chosen: list[Node] = []
         least, ahead = math.inf, []
-        for nodes in self.left[d]:
-            if not nodes:
-                continue
+        for nodes in filter(None, self._left[d]):
             c, i = nodes[-1]
             ready = 0.0
             for arrivals in self._needs[c]:
@@ -184,12 +150,10 @@ class _Lister:
 
     def _begin(self, d: int, now: float, c: int, i: int) -> None:
         work, links = self._work, self._links[d]
-        ready = now + work.early[c][i]
-        for arrivals in self._needs[c]:
-            ready = max(ready, arrivals[i])
+        ready = max([now + work.early[c][i], *(arrivals[i] for arrivals in self._needs[c])])
         end = ready + work.times[c][i] - work.early[c][i]
         self.rows[d].append((c, i))
-        self.ends[c][i] = self._free[d] = self.wake[d] = end
+        self.ends[c][i] = self._free[d] = self._wake[d] = end
         self._held[d] += work.takes[c][i] - work.gives[c][i]
         for arrivals, devices, time in self._sends[c]:
             to = devices[i % len(devices)]
@@ -197,4 +161,77 @@ class _Lister:
                 arrivals[i] = end
                 continue
             arrivals[i] = links[to] = max(end, links[to]) + time
-            self.wake[to] = min(self.wake[to], max(end, self._free[to]))
+            self._wake[to] = min(self._wake[to], max(end, self._free[to]))
+
+
+def merged(
+    name: str,
+    m: int,
+    device_of: Devices,
+    orders: Iterable[Sequence[Action]],
+    limit: float = math.inf,
+) -> Schedule:
+    """Merges orders into one for each device, as if whoever is free took the most urgent action.
+
+    A forward takes one unit of time, and so does half a backward; transfers take none.
+
+    Args:
+        name: of the schedule.
+        m: number of micro-batches.
+        device_of: for each stage the index of its device, or those of its replicas.
+        orders: of actions that together can be carried out, if each of them has a device of its
+            own. Each stays as it is; what is for several devices is taken apart.
+        limit: so many cells may be in flight on a device. Not less than the orders need.
+    """
+    n, whole = len(device_of), Schedule(m, device_of, (), name)
+    devices = [devices_of(device_of, j) for j in range(n)]
+    lists: list[list[list[Action]]] = [[] for _ in range(1 + max(chain.from_iterable(devices)))]
+    for order in orders:
+        own: dict[int, list[Action]] = {}
+        for action in order:
+            own.setdefault(whole.device(action.i, action.j), []).append(action)
+        for d, actions in own.items():
+            lists[d].append(actions)
+    if all(len(some) == 1 for some in lists):
+        return replace(whole, actions=tuple([tuple(some[0]) for some in lists]))
+    times, takes, gives, urgencies = ([[0.0] * m for _ in range(3 * n)] for _ in range(4))
+    nodes: dict[Action, Node] = {}
+    for action in chain.from_iterable(chain.from_iterable(lists)):
+        kind, i, j = action
+        row = {"forward": 0, "backward_weight": 2}.get(kind, 1)
+        c, i = nodes[action] = row * n + j, i
+        times[c][i] = len(KINDS[kind].takes)
+        takes[c][i], gives[c][i] = row == 0, KINDS[kind].alive < 0
+        # What brings gradients on, forwards, the rest; and what is nearest to the end of its way.
+        urgencies[c][i] = (2 * n - 1 - j, j, 2 * n + j)[row]
+    found = Lister(
+        Work(
+            [[[nodes[action] for action in own] for own in some] for some in lists],
+            edges_of(Costs.even(n)),
+            devices * 3,
+            times,
+            [[0.0] * m] * (3 * n),
+            takes,
+            gives,
+            [0.0] * (3 * n),
+            [limit] * len(lists),
+        ),
+        urgencies,
+    )
+    assert not found.stuck, "the orders wait for each other"
+    action_of = {node: action for action, node in nodes.items()}
+    rows = tuple([tuple([action_of[node] for node in row]) for row in found.rows])
+    return replace(whole, actions=rows)
+
+
+@lru_cache(maxsize=128)
+def dealt(schedule: Schedule, device_of: Devices) -> Schedule:
+    """Deals a schedule out to replicas: each takes every ``r``-th micro-batch, in the same order.
+
+    What can be done in one order can be done by more hands in the same order.
+
+    Args:
+        schedule: a valid one. Stages that are on one device have the same replicas, too.
+        device_of: for each stage the index of its device, or of those of its replicas.
+    """
+    return merged(schedule.name, schedule.m, device_of, schedule.actions)
