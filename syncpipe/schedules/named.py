@@ -199,7 +199,7 @@ def one_f_one_b(
         if own < 1 or (j and own > most):
             raise ValueError(
                 f"slots={slots}: stage {j} has {own}, but needs at least one, and at most {most}: "
-                f"stage {j - 1} has no slots for more"
+                f"with more it would wait for ever for stage {j - 1}"
             )
         counts.append(own * r)
     return _by_counts("1f1b", m, devices, counts)

@@ -274,7 +274,7 @@ SLOTS = partial(one_f_one_b, 4, 2)
         (lambda: SLOTS(slots={0: 1}), "slots={0: 1}: use 'textbook', 'overlap' or a number"),
         (lambda: SLOTS(slots=[2]), r"slots=\[2\] has 1 numbers, but there are 2 stages"),
         (lambda: SLOTS(slots=[1, 0]), "stage 1 has 0, but needs at least one, and at most 1"),
-        (lambda: SLOTS(slots=[1, 2]), "stage 1 has 2, but .* at most 1: stage 0"),
+        (lambda: SLOTS(slots=[1, 2]), "stage 1 has 2, but .* at most 1: .* wait for ever"),
         (lambda: gpipe(0, 2), "at least one micro-batch, but m=0"),
         *((partial(gpipe, 4, d), "device_of=.* must name") for d in ((), (1,), (0, 2), 0)),
         *(
