@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.data import tensors_in
-from syncpipe.layers.building import Materializer, build_alone, waiting
+from syncpipe.layers.building import build_alone, give_values, waiting
 from syncpipe.layers.listing import Function, LayerSpec
 from syncpipe.runtime.random_numbers import is_compiled
 
@@ -49,7 +49,7 @@ def layer_to_run(
         return build_alone(layer, home).train()
     if home.type != "meta" and waiting(layer):
         made = copy_of_layer(name, layer, None)
-        Materializer(zeros=True).run(made, home, None)
+        give_values(made, home, None, {}, zeros=True)
         return made.to(home)
     return copy_of_layer(name, layer, device)
 

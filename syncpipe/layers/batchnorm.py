@@ -1,10 +1,9 @@
 """Batch normalisation whose running statistics see whole mini-batches.
 
 In a pipe every micro-batch is normalised with its own statistics; nothing else is possible without
-making the micro-batches wait for each other. The *running* statistics, which evaluation uses, have
-no such excuse: left alone they would be moved once per micro-batch, by small and noisy samples.
-Here they move once per mini-batch, by the mean and variance of all its samples
-(GPipe, https://arxiv.org/abs/1811.06965, section 3)::
+making the micro-batches wait for each other. The *running* statistics, which evaluation uses, would
+be moved once per micro-batch, by small and noisy samples. Here they move once per mini-batch, by
+the mean and variance of all its samples (GPipe, https://arxiv.org/abs/1811.06965, section 3)::
 
     micro-batch 0 --> DeferredBatchNorm --> ...      normalised with its own mean and variance
     micro-batch 1 --> DeferredBatchNorm --> ...
@@ -12,12 +11,9 @@ Here they move once per mini-batch, by the mean and variance of all its samples
                               v
                      MiniBatchStatistics  -- commit --> running_mean, running_var (once)
 
-The accumulators belong to the mini-batch, never to the module, so that mini-batches may overlap,
-an abandoned one leaves no trace and `state_dict` has the keys that it always had.
-
-A model's batch normalisations become deferred ones where they are: only their class changes, to a
-subclass that differs within a `collect` alone. Each keeps its identity, parameters, buffers and
-hooks, so the model that was given to a pipe still works by itself, and in pipes that do not defer.
+The accumulators belong to the mini-batch, never to the module, so that mini-batches may overlap and
+an abandoned one leaves no trace. Layers become deferred ones where they are: only their class
+changes, to a subclass that differs within a `collect` alone.
 """
 
 from __future__ import annotations
@@ -44,9 +40,6 @@ __all__ = [
     "collect",
     "defer_batch_norm",
 ]
-
-
-# -- accumulating ---------------------------------------------------------------------------------
 
 
 class _Moments(NamedTuple):
@@ -78,12 +71,9 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def add(self, module: DeferredBatchNorm, input: Tensor, i: int = 0) -> None:
-        """Take in one micro-batch.
+        """Take in what a module was given for micro-batch `i`, `(N, C, *)`; N may be 0.
 
-        Args:
-            module: the layer whose running statistics are meant.
-            input: what it was given, `(N, C, *)`. An empty one contributes nothing.
-            i: the micro-batch. In whatever order they come, they are pooled in this one.
+        In whatever order micro-batches come, they are pooled in that of their numbers.
         """
         if input.numel() == 0:
             return
@@ -136,46 +126,29 @@ def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Ten
     return means[0] + offset, biased * (total / (total - 1))
 
 
-# -- who collects ---------------------------------------------------------------------------------
-
-
 class collect:
-    """Within this context, deferred layers leave their statistics to `stats`.
+    """Within this context, and in its thread, deferred layers leave their statistics to `stats`.
 
-    It holds for the thread that enters it, and may be entered as often as there are micro-batches.
-
-    Args:
-        stats: the accumulators of the mini-batch at hand. With `None` training forwards neither
-            accumulate nor touch running statistics, which is what recomputation asks for.
-        i: the micro-batch.
+    With `None` training forwards neither accumulate nor touch running statistics, which is what
+    recomputation asks for. `i` is the micro-batch.
     """
 
     __slots__ = ("_token", "i", "stats")
+    _token: Token[collect | None]
 
     def __init__(self, stats: MiniBatchStatistics | None, i: int = 0) -> None:
-        self.stats = stats
-        self.i = i
-        self._token: Token[collect | None] | None = None
+        self.stats, self.i = stats, i
 
     def __enter__(self) -> None:
-        if self._token is not None:
-            raise RuntimeError("this collect(...) is already entered; make one for each `with`")
         self._token = _scope.set(self)
 
     def __exit__(self, *exc_info: object) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            _scope.reset(token)
+        _scope.reset(self._token)
 
 
 _scope: ContextVar[collect | None] = ContextVar("syncpipe_batch_norm_scope", default=None)
-
-
 #: Where a module that stands in for another one, in one cell or one replica, has that one.
 ORIGINAL = "_syncpipe_original"
-
-
-# -- the layers -----------------------------------------------------------------------------------
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -225,8 +198,6 @@ class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d`, deferred."""
 
 
-# -- making them ----------------------------------------------------------------------------------
-
 _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
     nn.BatchNorm1d: DeferredBatchNorm1d,
     nn.BatchNorm2d: DeferredBatchNorm2d,
@@ -246,51 +217,42 @@ def defer_batch_norm(module: nn.Module) -> None:
     """
     plain = []
     for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            _check_scripted(part, path)
-        elif isinstance(part, _BatchNorm) and _tracks(part):
-            _check_plain(part, path)
+        scripted = "BatchNorm" in getattr(part, "original_name", "")
+        if isinstance(part, DeferredBatchNorm) or not (isinstance(part, _BatchNorm) or scripted):
+            continue
+        # Of a scripted one only the buffers are there.
+        if getattr(part, "track_running_stats", True) and (
+            getattr(part, "running_mean", None) is not None
+        ):
+            if why := _not_plain(part):
+                kind = type(part)
+                error = ValueError if isinstance(part, _LazyNormBase) else TypeError
+                raise error(
+                    f"deferred_batch_norm cannot convert {kind.__module__}.{kind.__qualname__}"
+                    f"{f' at {path!r}' if path else ''}: {why}, or use deferred_batch_norm=False"
+                )
             plain.append(part)
     for norm in plain:
         norm.__class__ = _DEFERRED[type(norm)]
 
 
-def _tracks(norm: _BatchNorm) -> bool:
-    """Whether it has running statistics that are yet to be deferred."""
-    if isinstance(norm, DeferredBatchNorm):
-        return False
-    return norm.track_running_stats and norm.running_mean is not None
-
-
-def _check_plain(module: _BatchNorm, path: str) -> None:
-    kind = type(module)
-    place = f" at '{path}'" if path else ""
-    refusal = f"deferred_batch_norm cannot convert {kind.__module__}.{kind.__qualname__}{place}: "
-    if isinstance(module, _LazyNormBase):
-        raise ValueError(f"{refusal}it is not initialised yet; run the model once first")
-    if isinstance(module, nn.SyncBatchNorm):
-        raise TypeError(
-            f"{refusal}statistics across processes need the plain form; "
-            "use BatchNorm1d/2d/3d, or deferred_batch_norm=False"
+def _not_plain(norm: nn.Module) -> str:
+    """Why a batch normalisation cannot be converted, and what helps."""
+    if isinstance(norm, _LazyNormBase):
+        return "it is not initialised yet; run the model once first"
+    if isinstance(norm, torch.jit.ScriptModule):
+        return "it is scripted; leave the model unscripted"
+    if isinstance(norm, nn.SyncBatchNorm):
+        return "statistics across processes need the plain form; use BatchNorm1d/2d/3d"
+    if type(norm) not in _DEFERRED:
+        return (
+            "only BatchNorm1d, BatchNorm2d and BatchNorm3d themselves are understood, not "
+            "subclasses or parametrized ones; derive it from "
+            "syncpipe.layers.batchnorm.DeferredBatchNorm by hand"
         )
-    if kind not in _DEFERRED:
-        raise TypeError(
-            f"{refusal}only BatchNorm1d, BatchNorm2d and BatchNorm3d themselves are understood, "
-            "not subclasses or parametrized ones; convert it by hand by deriving it from "
-            "syncpipe.layers.batchnorm.DeferredBatchNorm, or use deferred_batch_norm=False"
+    if "forward" in norm.__dict__:
+        return (
+            "its 'forward' was replaced on the instance and may be that of the plain layer; undo "
+            "that before wrapping the model in the pipe"
         )
-    if "forward" in module.__dict__:
-        raise TypeError(
-            f"{refusal}its 'forward' was replaced on the instance and may be that of the plain "
-            "layer; undo that before wrapping the model in the pipe, or use "
-            "deferred_batch_norm=False"
-        )
-
-
-def _check_scripted(module: torch.jit.ScriptModule, path: str) -> None:
-    kind = getattr(module, "original_name", "")
-    if "BatchNorm" in kind and getattr(module, "running_mean", None) is not None:
-        raise TypeError(
-            f"deferred_batch_norm cannot convert the scripted {kind} at '{path}'; "
-            "leave the model unscripted, or use deferred_batch_norm=False"
-        )
+    return ""

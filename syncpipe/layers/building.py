@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from syncpipe.layers.listing import LayerSpec, as_sequential, has_specs
 from syncpipe.layers.placement import move_layers
@@ -23,7 +22,7 @@ from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 
 __all__ = [
-    "Initialization", "Materializer", "build_alone", "build_specs", "materialize", "on_meta",
+    "Initialization", "build_alone", "build_specs", "give_values", "materialize", "on_meta",
     "waiting",
 ]  # fmt: skip
 
@@ -70,29 +69,23 @@ class Initialization:
                 )
         return cls(init_fn, seed)
 
-    def run(self, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
+    def run(self, layer: int, device: torch.device, make: Callable[[], _T], note: str) -> _T:
         """Calls what builds a layer, with the generators as they should be for it."""
-        if self.seed is None:
-            return make()
-        # Seeds that are neighbours must not give neighbouring layers the same numbers.
-        return _seeded(random.Random(self.seed).getrandbits(63), layer, device, make)
+        try:
+            if self.seed is None:
+                return make()
+            # Seeds that are neighbours must not give neighbouring layers the same numbers.
+            seed = random.Random(self.seed).getrandbits(63)
+            return _seeded(seed, layer, device, make)
+        except BaseException as error:
+            annotate(error, note)
+            raise
 
 
 def _seeded(seed: int, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
-    generators = Generators(device)
-    made, _ = run_seeded(
-        generators, generators.all, (seed, layer, 0), lambda _: make(), None, observe=False
-    )
+    generators, key = Generators(device), (seed, layer, 0)
+    made, _ = run_seeded(generators, generators.all, key, lambda _: make(), None, observe=False)
     return cast("_T", made)
-
-
-@contextmanager
-def _noted(note: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        annotate(error, note)
-        raise
 
 
 # Specs
@@ -106,14 +99,9 @@ def build_specs(
 ) -> None:
     """Builds the specs of partitions, each on the device of its stage, one after another.
 
-    Args:
-        partitions: in which the layers take the place of their specs.
-        workers: of the partitions.
-        how: how they get their values.
-        stages: for each partition its stage and the index of its first layer, if these are not all
-            partitions of a model.
-
-    An exception of a constructor comes as itself, with a note that names the layer.
+    ``stages`` has for each partition its stage and the index of its first layer, if these are not
+    all partitions of a model. An exception of a constructor comes as itself, with a note that names
+    the layer.
 
     Raises:
         TypeError, ValueError, AttributeError: what was built is no module, does not fit the
@@ -121,23 +109,21 @@ def build_specs(
     """
     if not any(map(has_specs, partitions)):
         return
-    ties = _Ties(chain.from_iterable(partitions))
+    owners = _owners(partitions)
     firsts = accumulate(map(len, partitions), initial=0)
     for (j, first), partition, worker in zip(
         stages or enumerate(firsts), partitions, workers, strict=False
     ):
+        device = worker.device
 
-        def build(spec: LayerSpec, index: int, device: torch.device = worker.device) -> nn.Module:
-            def make() -> nn.Module:
-                layer = build_alone(spec, device)
-                if how.init_fn is not None:
-                    with torch.no_grad(), torch.device(_memory_of(device)):
-                        layer.apply(how.init_fn)
-                return layer
+        def make(spec: LayerSpec, device: torch.device = device) -> nn.Module:
+            layer = build_alone(spec, device)
+            if how.init_fn is not None:
+                with torch.no_grad(), torch.device(_memory_of(device)):
+                    layer.apply(how.init_fn)
+            return layer
 
-            return how.run(index, device, make)
-
-        ties.built(partition._modules, build, f"of stage {j} on {worker.device}", first)
+        _build(partition, owners, make, how, device, f"of stage {j} on {device}", first)
     if stages is None:
         verify_skippables(nn.Sequential(*chain.from_iterable(partitions)))
 
@@ -148,23 +134,17 @@ def on_meta(layers: Any) -> nn.Sequential:
     The host holds at most one layer meanwhile, if its constructor needs values. Generators stay as
     they are.
 
-    Args:
-        layers: as for :func:`as_sequential`.
-
     Raises:
         TypeError, ValueError: as :func:`as_sequential` and :func:`build_specs`.
     """
     module = as_sequential(layers)
     if not has_specs(module):
         return module
-
-    def build(spec: LayerSpec, index: int) -> nn.Module:
-        make = partial(build_alone, spec, torch.device("meta"))
-        return _seeded(0, index, torch.device("cpu"), make)
-
     made = nn.Sequential()
     made._modules = dict(module._modules)
-    _Ties(module).built(made._modules, build, "on meta")
+    make = partial(build_alone, device=torch.device("meta"))
+    how, device = Initialization(seed=0), torch.device("cpu")
+    _build(made, _owners([module]), make, how, device, "on meta", 0)
     return made
 
 
@@ -181,66 +161,65 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
     return layer
 
 
-class _Ties:
-    """Lets layers share what their ``TiedLayerSpec`` says with the first one of their key."""
+def _owners(partitions: Sequence[nn.Module]) -> dict[Any, nn.Module]:
+    """By key the first layer with a ``TiedLayerSpec`` that is there already."""
+    owners: dict[Any, nn.Module] = {}
+    for layer in chain.from_iterable(partition.children() for partition in partitions):
+        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
+            owners.setdefault(tie[0], layer)
+    return owners
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._owners: dict[Any, nn.Module] = {}
-        for layer in layers:  # those that are there already
-            if (tie := vars(layer).get("_syncpipe_tie")) is not None:
-                self._owners.setdefault(tie[0], layer)
 
-    def built(
-        self,
-        layers: Any,
-        build: Callable[[LayerSpec, int], nn.Module],
-        where: str,
-        first: int = 0,
-    ) -> None:
-        """Replaces the specs in a dict of layers; ``first`` is the index of the first of these."""
-        for index, (name, layer) in enumerate(layers.items(), first):
-            if isinstance(layer, LayerSpec):
-                with _noted(f"while building layer {index} ({name!r}: {layer!r}) {where}"):
-                    layers[name] = made = build(layer, index)
-                    key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
-                    for attribute in attributes:
-                        _share(made, self._owners.setdefault(key, made), key, attribute)
+def _build(
+    partition: nn.Module,
+    owners: dict[Any, nn.Module],
+    make: Callable[[LayerSpec], nn.Module],
+    how: Initialization,
+    device: torch.device,
+    where: str,
+    first: int,
+) -> None:
+    """Replaces specs by layers, which share what they should with the first one of their key."""
+    layers: Any = partition._modules
+    for index, (name, spec) in enumerate(layers.items(), first):
+        if isinstance(spec, LayerSpec):
+
+            def build(name: str = name, spec: LayerSpec = spec) -> None:
+                layers[name] = made = make(spec)
+                key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
+                for attribute in attributes:
+                    _share(made, owners.setdefault(key, made), key, attribute)
+
+            how.run(
+                index, device, build, f"while building layer {index} ({name!r}: {spec!r}) {where}"
+            )
 
 
 def _share(layer: nn.Module, owner: nn.Module, key: Any, attribute: str) -> None:
-    own, shared = (_tensor(module, attribute) for module in (layer, owner))
-    if own is shared:
-        return
-    if _described(own) != _described(shared):
+    """Lets a layer have a parameter or buffer of the owner in place of its own."""
+    found, kinds = [], []
+    for module in (layer, owner):
+        try:
+            tensor = operator.attrgetter(attribute)(module)
+        except AttributeError:
+            tensor = None
+        if not any(tensor is own for own in _tensors(module)):
+            raise AttributeError(
+                f"tied_weight_attr={attribute!r}: {type(module).__name__} has no parameter and no "
+                "buffer there"
+            )
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        found.append(tensor)
+        kinds.append(f"a {kind} {tensor.dtype} {list(tensor.shape)}")
+    if kinds[0] != kinds[1]:
         raise ValueError(
-            f"{attribute!r} of this {type(layer).__name__} is {_described(own)}, and that of "
+            f"{attribute!r} of this {type(layer).__name__} is {kinds[0]}, and that of "
             f"the {type(owner).__name__} with which it is tied by the key {key!r} is "
-            f"{_described(shared)}: they must be alike"
+            f"{kinds[1]}: they must be alike"
         )
-    for module in layer.modules():
-        for name, value in _own(module):
-            if value is own:
-                setattr(module, name, shared)
-
-
-def _tensor(module: nn.Module, attribute: str) -> Tensor:
-    try:
-        tensor = operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        raise AttributeError(
-            f"tied_weight_attr={attribute!r}: {type(module).__name__} has no such attribute"
-        ) from error
-    if not any(tensor is own for own in chain(module.parameters(), module.buffers())):
-        raise TypeError(
-            f"tied_weight_attr={attribute!r}: in {type(module).__name__} that is no parameter and "
-            f"no buffer, but a {type(tensor).__name__}"
-        )
-    return cast("Tensor", tensor)
-
-
-def _described(tensor: Tensor) -> str:
-    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-    return f"a {kind} {tensor.dtype} {list(tensor.shape)}"
+    for name, tensor in _named(layer):
+        if tensor is found[0]:
+            _set(layer, name, found[1])
 
 
 # Values for what is on meta
@@ -254,11 +233,7 @@ def materialize(
 ) -> bool:
     """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
 
-    Args:
-        partitions: of a model, or some of them.
-        workers: of the partitions.
-        how: how they get their values.
-        firsts: of these some the index of the first layer.
+    ``firsts`` are the indices of the first layers of partitions that are not all of a model.
 
     Returns:
         Whether there were any.
@@ -266,100 +241,84 @@ def materialize(
     Raises:
         ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
     """
-    before = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
-    materializer, found = Materializer(), False
+    before = [
+        (layer, *named) for layer in partitions for named in _named(layer) if named[1].is_meta
+    ]
+    firsts = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
+    owned: dict[int, tuple[Tensor, Tensor]] = {}
     stay: set[int] = set()  # what a stage on meta has, and others share with it
     try:
-        for first, partition, worker in zip(before, partitions, workers, strict=False):
+        for first, partition, worker in zip(firsts, partitions, workers, strict=False):
             for index, layer in enumerate(partition, first):
                 here, device = set(map(id, waiting(layer))), worker.device
                 if device.type == "meta":
                     stay |= here
                 elif here - stay:
-                    found, run = True, partial(materializer.run, layer, device, how.init_fn)
+                    run = partial(give_values, layer, device, how.init_fn, owned)
                     kind = type(layer).__name__
-                    with _noted(f"while initialising layer {index} ({kind}) on {device}"):
-                        how.run(index, device, run)
+                    note = f"while initialising layer {index} ({kind}) on {device}"
+                    how.run(index, device, run, note)
     except BaseException:
-        materializer.undo()
+        for layer, name, tensor in before:
+            _set(layer, name, tensor)
         raise
-    return found
+    return bool(owned)
 
 
-class Materializer:
-    """Gives the tensors of layers on ``meta`` memory and values, layer by layer.
+def give_values(
+    layer: nn.Module,
+    device: torch.device,
+    init_fn: InitFn | None,
+    owned: dict[int, tuple[Tensor, Tensor]],
+    *,
+    zeros: bool = False,
+) -> None:
+    """Gives the tensors of a layer that are on ``meta`` memory and values, in place.
+
+    All of its modules get their ``reset_parameters()``, children first, and then ``init_fn``, but
+    those that have tensors with values already. With ``zeros`` what nobody gives a value is zero,
+    instead of an error.
 
     The first of several layers that share a tensor owns it: it is where that layer is, with the
-    values that it has there.
+    values that it has there. These are in ``owned``, with the old one, by the id of that.
 
-    Args:
-        zeros: what nobody gives a value is zero, instead of an error.
+    Raises:
+        ValueError: there is a tensor that nobody gives a value.
     """
-
-    def __init__(self, *, zeros: bool = False) -> None:
-        self._zeros = zeros
-        self._owned: dict[int, tuple[Tensor, Any]] = {}  # by id; the old one is kept alive
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
-
-    def run(self, layer: nn.Module, device: torch.device, init_fn: InitFn | None) -> None:
-        """Materialises one layer in place.
-
-        All of its modules get their ``reset_parameters()``, children first, and then ``init_fn``,
-        but those that have tensors with values already.
-
-        Raises:
-            ValueError: there is a tensor that nobody gives a value.
-        """
-        order: list[nn.Module] = []
-        layer.apply(order.append)
-        new = [module for module in dict.fromkeys(order) if _all_waits(module)]
-        places = [
-            (path, module, name, tensor)
-            for path, module in layer.named_modules()
-            for name, tensor in _own(module)
-            if tensor.is_meta
-        ]
-        made: dict[int, tuple[Any, ...]] = {}
-        for path, module, name, tensor in places:
-            resets = _reset_of(module) is not None
-            if not self._zeros and not _all_waits(module) and module not in new:
-                raise ValueError(_refusal(path, module, name, "others of its tensors are not"))
-            if not self._zeros and not resets and init_fn is None:
-                raise ValueError(_refusal(path, module, name, f"it has no {_RESETS[0]}()"))
-            if id(tensor) not in made:
-                made[id(tensor)] = _empty(tensor, device, self._zeros), path, module, name
-            self._before.append((module, name, tensor))
-            setattr(module, name, made[id(tensor)][0])  # not into its dict: an RNN has lists, too
-        with torch.device(_memory_of(device)), torch.no_grad():
-            for reset in filter(None, map(_reset_of, new)):
-                reset()
-            for module in new if init_fn is not None else ():
-                cast("InitFn", init_fn)(module)
-        still = {id(getattr(module, name)) for _, module, name, _ in places}
-        for tensor, path, module, name in made.values():
-            # A lazy module's first forward gives it shapes, and resets it.
-            lazy = any(is_lazy(own) for _, own in _own(module))
-            if not self._zeros and not lazy and id(tensor) in still and _unset(tensor):
-                tried = [f"its {_RESETS[0]}()"] * (_reset_of(module) is not None)
-                tried += ["init_fn"] * (init_fn is not None)
-                why = f"{' and '.join(tried)} did not set all of it"
-                raise ValueError(_refusal(path, module, name, why))
-        for _, module, name, old in places:
-            owned = self._owned.setdefault(id(old), (old, getattr(module, name)))[1]
-            setattr(module, name, owned)
+    order: list[nn.Module] = []
+    layer.apply(order.append)
+    new = [m for m in dict.fromkeys(order) if 0 < len(_tensors(m)) == len(waiting(m))]
+    places = [(name, tensor) for name, tensor in _named(layer) if tensor.is_meta]
+    memory = {id(tensor): _empty(tensor, device, zeros) for _, tensor in places}
+    for name, tensor in places:
+        _set(layer, name, memory[id(tensor)])
+    with torch.device(_memory_of(device)), torch.no_grad():
         for module in new:
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
-
-    def undo(self) -> None:
-        """Everything is on ``meta`` again."""
-        for module, name, tensor in reversed(self._before):
-            setattr(module, name, tensor)
+            if reset := next((n for n in _RESETS if hasattr(module, n)), None):
+                getattr(module, reset)()
+        for module in new if init_fn is not None else ():
+            cast("InitFn", init_fn)(module)
+    for name, old in places:
+        path, _, own = name.rpartition(".")
+        module = layer.get_submodule(path)
+        value = getattr(module, own)
+        if value is memory[id(old)] and not zeros and _unset(value):
+            kind = type(module).__name__
+            raise ValueError(
+                f"{kind}{f' at {path!r}' if path else ''} has {own!r} on meta, without values, and "
+                f"nothing sets all of it: write a {_RESETS[0]}() for {kind} that sets all its "
+                "parameters and buffers (it is called where all of them are on meta), give Pipe an "
+                "init_fn= that does, or build the layer by a LayerSpec instead"
+            )
+        _set(layer, name, owned.setdefault(id(old), (old, value))[1])
+    for module in new:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def waiting(module: nn.Module) -> list[Tensor]:
     """The tensors of a module that are on ``meta``."""
-    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta]
+    return [tensor for tensor in _tensors(module) if tensor.is_meta]
 
 
 def _memory_of(device: torch.device) -> torch.device:
@@ -367,38 +326,23 @@ def _memory_of(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
-def _all_waits(module: nn.Module) -> bool:
-    tensors = list(chain(module.parameters(), module.buffers()))
-    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = (module.named_parameters, module.named_buffers)
+    return [named for each in found for named in each(remove_duplicate=False)]
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    return next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
-
-
-def _refusal(path: str, module: nn.Module, name: str, why: str) -> str:
-    kind = type(module).__name__
-    where = f" at {path!r}" if path else ""
-    return (
-        f"{kind}{where} has {name!r} on meta, without values, and {why}: write a {_RESETS[0]}() "
-        f"for {kind} that sets all its parameters and buffers, give Pipe an init_fn= that does, "
-        "or build the layer by a LayerSpec instead"
-    )
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Not into the dict of the owner: an RNN has its parameters in a list, too."""
+    path, _, own = name.rpartition(".")
+    setattr(module.get_submodule(path), own, tensor)
 
 
 def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:
     """Memory for a tensor, filled with what nobody sets; what else is known of it stays."""
-    if is_lazy(tensor):
-        kind: Any = type(tensor)
-        return kind(
-            requires_grad=tensor.requires_grad, device=_memory_of(device), dtype=tensor.dtype
-        )
     made: Any = torch.empty_like(tensor.detach(), device=_memory_of(device))
     plain, odd = _odd(made)
     plain.fill_(0 if zeros else odd)

@@ -11,7 +11,6 @@ import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
-from itertools import chain
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -50,32 +49,24 @@ def as_sequential(layers: Any) -> nn.Sequential:
         TypeError: neither of these, or something in it is no layer.
         ValueError: as :func:`check_module`.
     """
+    if isinstance(layers, nn.Sequential) and not has_specs(layers):
+        check_module(layers)
+        return layers
+    made, named = nn.Sequential(), dict[str, Any]()
     if isinstance(layers, nn.Sequential):
-        if not has_specs(layers):
-            check_module(layers)
-            return layers
-        made = copy.copy(layers)
-        made._modules = {
-            name: copy.copy(layer) if isinstance(layer, LayerSpec) else layer
-            for name, layer in layers._modules.items()
-        }
+        made, named = copy.copy(layers), dict(layers._modules)
+    elif isinstance(layers, Mapping):
+        named = dict(layers)
     else:
-        made = nn.Sequential()
-        for index, (name, layer) in enumerate(_named(layers)):
-            made.add_module(name, as_layer(layer, f"layer {index}"))
+        no_list = isinstance(layers, (str, bytes, Set, Tensor, nn.Module))
+        if not isinstance(layers, Iterable) or (no_list and not isinstance(layers, nn.ModuleList)):
+            check_module(layers)  # says what it should be
+        named = {str(index): layer for index, layer in enumerate(layers)}
+    made._modules = {}
+    for index, (name, layer) in enumerate(named.items()):
+        made.add_module(name, as_layer(layer, f"layer {index}"))
     check_module(made)
     return made
-
-
-def _named(layers: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(layers, Mapping):
-        return layers.items()
-    no_list = isinstance(layers, (str, bytes, Set, Tensor)) or (
-        isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList)
-    )
-    if no_list or not isinstance(layers, Iterable):
-        check_module(layers)  # says what it should be
-    return ((str(index), layer) for index, layer in enumerate(layers))
 
 
 def has_specs(module: nn.Sequential) -> bool:
@@ -86,43 +77,36 @@ def has_specs(module: nn.Sequential) -> bool:
 def as_layer(layer: Any, where: str) -> nn.Module:
     """One layer as a module; of a spec a copy, for the same one may stand for several layers.
 
-    Args:
-        layer: a module, a callable or a spec.
-        where: names it in errors.
+    ``where`` names it in errors.
 
     Raises:
-        TypeError: it is neither of these.
+        TypeError: it is neither module, callable nor spec.
         ValueError: a callable with parameters that the pipe would not see.
     """
     if isinstance(layer, nn.Module):
         return copy.copy(layer) if isinstance(layer, LayerSpec) else layer
-    if isinstance(layer, type):
-        if issubclass(layer, nn.Module):
-            raise TypeError(
-                f"{where} is the class {layer.__name__}, no module: write {layer.__name__}(...), "
-                f"or LayerSpec({layer.__name__}, ...) to have it built on its device"
-            )
-        raise TypeError(f"{where} is the class {layer.__name__}: a layer cannot be a class")
-    if callable(layer):
+    if callable(layer) and not isinstance(layer, type):
         try:
             return Function(layer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from None
-    if isinstance(layer, (list, tuple)):
-        raise TypeError(
-            f"{where} is a {type(layer).__name__}: unpack it into the list around it (*layers), "
-            "or make one layer of it by nn.Sequential(*layers)"
+    what, way = f"a {type(layer).__name__} ({layer!r:.60})", "a layer is a module, a callable or a "
+    way += "LayerSpec"
+    if isinstance(layer, type):
+        what, name = f"the class {layer.__name__}", layer.__name__
+        way = f"write {name}(...), or LayerSpec({name}, ...) to have it built on its device"
+    elif isinstance(layer, (list, tuple)):
+        what = f"a {type(layer).__name__}"
+        way = "unpack it into the list around it (*layers), or make one layer of it by " + (
+            "nn.Sequential(*layers)"
         )
-    raise TypeError(
-        f"{where} is a {type(layer).__name__} ({layer!r:.60}): a layer is a module, a callable "
-        "or a LayerSpec"
-    )
+    raise TypeError(f"{where} is {what}: {way}")
 
 
 def type_name(layer: nn.Module) -> str:
     """The name of the type of a layer; of a callable its own, of a spec that of what it builds."""
     if isinstance(layer, Function):
-        return function_name(layer.function)
+        return _name(layer.function)
     return layer.type_name if isinstance(layer, LayerSpec) else type(layer).__name__
 
 
@@ -148,15 +132,11 @@ class LayerSpec(nn.Module):
     def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         super().__init__()
         kind = type(self).__name__
-        if isinstance(typename, nn.Module):
+        if isinstance(typename, nn.Module) or not callable(typename):
             raise TypeError(
-                f"{kind}({type(typename).__name__}(...)): that is a module already; write "
-                f"{kind}({type(typename).__name__}, ...) to have it built, or leave {kind} out"
-            )
-        if not callable(typename):
-            raise TypeError(
-                f"{kind}({typename!r}): the first argument must be a class of modules, or a "
-                "function that returns a module"
+                f"{kind}({_brief(typename)}): the first argument must be a class of modules, or a "
+                f"function that returns a module, such as {kind}(nn.Linear, 3, 3); a module that "
+                f"is there already needs no {kind}"
             )
         self.typename = typename
         self.module_args = args
@@ -165,7 +145,7 @@ class LayerSpec(nn.Module):
     @property
     def type_name(self) -> str:
         """The name of what will be built, for ``balance="type:regex"``."""
-        return function_name(self.typename)
+        return _name(self.typename)
 
     def build(self) -> nn.Module:
         """Make the layer, on the default device (``with torch.device(...):``).
@@ -183,12 +163,10 @@ class LayerSpec(nn.Module):
         raise TypeError(f"{self!r} is not built yet: give it to a Pipe, or call its build()")
 
     def __repr__(self) -> str:
-        given = shown_arguments(self.module_args, self.module_kwargs)
-        shown = [*self._first(), self.type_name, *given]
+        key = [repr(self.key)] if isinstance(self, TiedLayerSpec) else []
+        given = [f"{name}={_brief(value)}" for name, value in self.module_kwargs.items()]
+        shown = [*key, self.type_name, *map(_brief, self.module_args), *given]
         return f"{type(self).__name__}({', '.join(shown)})"
-
-    def _first(self) -> list[str]:
-        return []
 
 
 class TiedLayerSpec(LayerSpec):
@@ -235,9 +213,7 @@ class TiedLayerSpec(LayerSpec):
                 f"tied_weight_attr={tied_weight_attr!r}: must be the name of a parameter, or a "
                 "list of names"
             )
-        self.key = key
-        self.forward_fn = forward_fn
-        self.tied_weight_attr = tied_weight_attr
+        self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
         self._tie = key, tuple(names)
 
     def build(self) -> nn.Module:
@@ -247,9 +223,6 @@ class TiedLayerSpec(LayerSpec):
         if self.forward_fn is not None:
             layer.__dict__["forward"] = functools.partial(_forward, layer, self.forward_fn)
         return layer
-
-    def _first(self) -> list[str]:
-        return [repr(self.key)]
 
 
 _running: ContextVar[nn.Module | None] = ContextVar("syncpipe_tied_layer", default=None)
@@ -269,10 +242,6 @@ def _forward(layer: nn.Module, forward_fn: Callable[..., Any], *args: Any, **kwa
 # Callables
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 40
-
-
 class Function(nn.Module):
     """A callable as a layer, without parameters.
 
@@ -283,49 +252,46 @@ class Function(nn.Module):
         function: called with what the layer before returned.
 
     Raises:
-        TypeError: a class, or a function that is no layer: a generator, or a coroutine.
+        TypeError: a function that is no layer: a generator, or a coroutine.
         ValueError: parameters or buffers go along inside, where the pipe would not see them.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
+        self.function = function
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
-                f"{_shown(function)} returns a generator or a coroutine, no output: for skips "
+                f"{self.extra_repr()} returns a generator or a coroutine, no output: for skips "
                 "write a class with @skippable"
             )
-        for where, owner in _owners_behind(function):
-            raise ValueError(
-                f"{_shown(function)} uses a {type(owner).__name__} ({where}), whose values would "
-                "be none of the pipe's: they would stay on their device, out of its parameters() "
-                "and state_dict(). Make it part of an nn.Module, and that the layer; for one "
-                "weight in two layers there is TiedLayerSpec"
-            )
-        self.function = function
+        for owner in _held(function):
+            if isinstance(owner, nn.Parameter) or (
+                isinstance(owner, nn.Module) and [*owner.parameters(), *owner.buffers()]
+            ):
+                raise ValueError(
+                    f"{self.extra_repr()} uses a {type(owner).__name__}, whose values would be "
+                    "none of the pipe's: they would stay on their device, out of its parameters() "
+                    "and state_dict(). Make it part of an nn.Module, and that the layer; for one "
+                    "weight in two layers there is TiedLayerSpec"
+                )
 
     def forward(self, input: Any) -> Any:
         """Calls the function."""
         return self.function(input)
 
     def extra_repr(self) -> str:
-        return _shown(self.function)
+        plain = inspect.unwrap(_innermost(self.function))
+        code = getattr(plain, "__code__", None)
+        if code is None and not isinstance(plain, BuiltinFunctionType):
+            code = getattr(type(plain).__call__, "__code__", None)
+        where = f", {PurePath(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+        return _name(self.function) + where
 
 
-def function_name(function: Any) -> str:
+def _name(function: Any) -> str:
     """The name of a callable, without that of its module."""
     plain = _innermost(function)
     return str(getattr(plain, "__name__", type(plain).__name__))
-
-
-def shown_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Arguments of a call in words, each on one line."""
-    return [*map(_brief, args), *(f"{name}={_brief(value)}" for name, value in kwargs.items())]
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, (Tensor, nn.Module)):
-        return type(value).__name__
-    return str(getattr(value, "__name__", "")) or _SHORT.repr(value)
 
 
 def _innermost(function: Any) -> Any:
@@ -335,50 +301,27 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def _shown(function: Any) -> str:
-    """A callable in words: its name, what a partial adds, and where it is written."""
-    plain = _innermost(function)
-    shown = function_name(function)
-    if isinstance(plain, FunctionType | MethodType):
-        shown = plain.__qualname__.rpartition("<locals>.")[2]
-    if isinstance(function, functools.partial):
-        shown = f"partial({', '.join([shown, *shown_arguments(function.args, function.keywords)])})"
-    code = getattr(inspect.unwrap(plain), "__code__", None)
-    if code is None and not isinstance(plain, BuiltinFunctionType):
-        code = getattr(type(plain).__call__, "__code__", None)
-    if code is not None:
-        shown += f", {PurePath(code.co_filename).name}:{code.co_firstlineno}"
-    return shown
+def _brief(value: Any) -> str:
+    if isinstance(value, (Tensor, nn.Module)):
+        return type(value).__name__
+    return str(getattr(value, "__name__", "")) or reprlib.repr(value)
 
 
-def _owners_behind(function: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters, and modules that have any, which a callable holds as far as one can see."""
-    own = [(f"its attribute {name!r}", value) for name, value in _attributes(function).items()]
-    pending: list[tuple[str, Any]] = [*own, ("it is called", function)]
+def _held(function: Any) -> Iterator[Any]:
+    """What a callable holds, as far as one can see."""
+    pending = [function, *getattr(function, "__dict__", {}).values()]
     seen: set[int] = set()
     while pending:
-        where, thing = pending.pop()
+        thing = pending.pop()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, nn.Parameter):
-            yield where, thing
-        elif isinstance(thing, nn.Module):
-            if next(chain(thing.parameters(), thing.buffers()), None) is not None:
-                yield where, thing
-        elif isinstance(thing, functools.partial):
-            held = [thing.func, *thing.args, *thing.keywords.values()]
-            pending += [("an argument of the partial", value) for value in held]
+        yield thing
+        if isinstance(thing, functools.partial):
+            pending += [thing.func, *thing.args, *thing.keywords.values()]
         elif isinstance(thing, MethodType):
-            pending += [("its method", thing.__self__), (where, thing.__func__)]
+            pending += [thing.__self__, thing.__func__]
         elif isinstance(thing, FunctionType):
-            names = thing.__code__.co_freevars
-            for name, cell in zip(names, thing.__closure__ or (), strict=True):
-                if cell != CellType():
-                    pending.append((f"the variable {name!r}", cell.cell_contents))
-            defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-            pending += [("a default argument", value) for value in defaults]
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    return dict(getattr(thing, "__dict__", {}))
+            cells = [cell for cell in thing.__closure__ or () if cell != CellType()]
+            pending += [cell.cell_contents for cell in cells]
+            pending += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]

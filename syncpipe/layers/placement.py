@@ -66,16 +66,14 @@ def check_module(module: Any) -> None:
     for name, layer in module._modules.items():
         if layer is None:
             raise ValueError(f"module has no layer under the name {name!r} (it is None)")
-    own = [name for name, _ in chain(module._parameters.items(), module._buffers.items())]
-    if own:
+    if own := [*module._parameters, *module._buffers]:
         raise ValueError(
             f"module has parameters or buffers of its own ({', '.join(own)}) beside its layers, "
             "where no layer of a pipe can use them: move them into a layer"
         )
-    hooks = _hooks_of(module)
-    if hooks:
+    if hooks := _hooks_of(module):
         raise ValueError(
-            f"module has hooks on the nn.Sequential itself ({', '.join(hooks)}), which a pipe "
+            f"module has hooks on the nn.Sequential itself ({hooks}), which a pipe "
             "would not run: register them on the pipe, or on layers"
         )
     if module._compiled_call_impl is not None:
@@ -86,22 +84,17 @@ def check_module(module: Any) -> None:
 
 
 def check_no_hooks(partitions: Sequence[nn.Module]) -> None:
-    """Refuses to make other partitions of those that have hooks, which would be gone.
-
-    Raises:
-        ValueError: with the partition and its hooks.
-    """
+    """Refuses to make other partitions of those that have hooks, which would be gone."""
     for j, partition in enumerate(partitions):
-        hooks = _hooks_of(partition)
-        if hooks:
+        if hooks := _hooks_of(partition):
             raise ValueError(
-                f"pipe.partitions[{j}] has hooks ({', '.join(hooks)}), and another balance makes "
+                f"pipe.partitions[{j}] has hooks ({hooks}), and another balance makes "
                 "other partitions, without them: remove the hooks first, or register them on layers"
             )
 
 
-def _hooks_of(module: nn.Module) -> list[str]:
-    return [name for name in HOOKS if getattr(module, name)]
+def _hooks_of(module: nn.Module) -> str:
+    return ", ".join(name for name in HOOKS if getattr(module, name))
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:
@@ -117,13 +110,10 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
         if callable(getattr(balance, "options", None)):
             meant = ": write Pipe(module, **plan.options())"
         raise TypeError(f"balance must be a list of numbers of layers, not {balance!r}{meant}")
-    try:
-        given = list(balance)
-        if any(isinstance(size, bool) for size in given):
-            raise TypeError
-        checked = [operator.index(size) for size in given]
-    except TypeError:
-        raise TypeError(f"balance must hold integers: {balance!r}") from None
+    given: list[Any] = list(balance)
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) for size in given):
+        raise TypeError(f"balance must hold integers: {balance!r}")
+    checked = list(map(operator.index, given))
     if any(size <= 0 for size in checked):
         raise ValueError(
             f"balance={checked}: every partition needs at least one layer; leave out the others"
@@ -150,43 +140,33 @@ def missing_balance(layers: int, devices: int) -> ValueError:
     )
 
 
-def _device_of(name: str, layer: nn.Module, seen: set[int]) -> torch.device | None:
-    """The device of a layer, going by the tensors that are in no layer before it."""
-    own = [t for t in chain(layer.parameters(), layer.buffers()) if id(t) not in seen]
-    seen.update(map(id, own))
-    devices = {t.device for t in own}
-    if len(devices) > 1:
-        raise ValueError(
-            f"layer {name!r} ({type(layer).__name__}) is on several devices "
-            f"({', '.join(sorted(map(str, devices)))}): a layer must be on one device"
-        )
-    return devices.pop() if devices else None
-
-
 def placed_balance(module: nn.Sequential) -> tuple[list[int], list[torch.device]]:
-    """The balance of a module whose layers are already on their devices.
+    """The balance of a module whose layers are already on their devices, and these.
 
-    Consecutive layers on one device form a partition. A layer without parameters and buffers goes
-    with the one before it, the first ones with the first that has any.
-
-    Returns:
-        Balance and devices; of length one or zero where there is nothing to tell layers apart.
+    Consecutive layers on one device form a partition. A layer without tensors that no layer before
+    it has goes with the one before it, the first ones with the first that has any.
     """
     seen: set[int] = set()
-    found = [_device_of(name, layer, seen) for name, layer in module._modules.items()]
-    current = next((device for device in found if device is not None), None)
     balance: list[int] = []
     devices: list[torch.device] = []
-    for device in found:
-        if device is None:
-            device = current
-        if device is None:
-            break
-        if not devices or device != devices[-1]:
-            balance.append(0)
-            devices.append(device)
-        balance[-1] += 1
-        current = device
+    before = 0  # layers without tensors at the start
+    for name, layer in module._modules.items():
+        tensors = [] if layer is None else [*layer.parameters(), *layer.buffers()]
+        found = {tensor.device for tensor in tensors if id(tensor) not in seen}
+        seen.update(map(id, tensors))
+        if len(found) > 1:
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) is on several devices "
+                f"({', '.join(sorted(map(str, found)))}): a layer must be on one device"
+            )
+        if found and (not devices or found != {devices[-1]}):
+            devices += found
+            balance.append(before)
+            before = 0
+        if devices:
+            balance[-1] += 1
+        else:
+            before += 1
     return balance, devices
 
 
@@ -226,15 +206,9 @@ def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
             f"({', '.join(map(str, given)) or 'none'}): give a device for each partition (the "
             "same one may be named twice), or fewer partitions"
         )
-    workers: dict[torch.device, Worker] = {}
-    resolved = []
-    for device in given[:partitions]:
-        if isinstance(device, Worker):
-            resolved.append(device)
-        else:
-            checked = _check_device(device)
-            resolved.append(workers.setdefault(checked, Worker.shared(checked)))
-    return resolved
+    found = [d if isinstance(d, Worker) else _check_device(d) for d in given[:partitions]]
+    workers = {d: Worker.shared(d) for d in dict.fromkeys(found) if not isinstance(d, Worker)}
+    return [d if isinstance(d, Worker) else workers[d] for d in found]
 
 
 def _check_device(device: Any) -> torch.device:
@@ -261,11 +235,7 @@ def _check_device(device: Any) -> torch.device:
 
 
 def check_input(input: Any, device: torch.device) -> None:
-    """Refuses input that is not where the first partition is.
-
-    Raises:
-        ValueError: with both devices.
-    """
+    """Refuses input that is not where the first partition is."""
     for leaf in flatten(input)[0]:
         tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
         if isinstance(tensor, Tensor) and not same_memory(tensor.device, device):
@@ -278,19 +248,13 @@ def check_input(input: Any, device: torch.device) -> None:
 def move_layers(
     partitions: Sequence[nn.Module], workers: Sequence[Worker], ties: Sequence[Tie]
 ) -> None:
-    """Moves every partition to the device of its worker, in place; tied tensors to their owner's.
-
-    Args:
-        partitions: by stage.
-        workers: for each its worker.
-        ties: what partitions share.
-    """
-    places: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
+    """Moves partitions to the devices of their workers, in place; tied tensors to their owner's."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in chain.from_iterable(partition.modules() for partition in partitions):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    places.setdefault(id(tensor), []).append((tensors, name, tensor))
+                    places.setdefault(id(tensor), []).append((tensors, name))
     for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
         owners = [tie.places[0] for tie in ties if tie.owner != j]
         foreign = [owner.tensors[owner.name] for owner in owners]  # as they are by now
@@ -298,8 +262,8 @@ def move_layers(
         _move(partition, worker.device, {id(t) for t in (*foreign, *grads)})
     # What was one tensor stays one: where a move makes another one (always of a buffer), all of
     # its places get that.
-    for (tensors, name, _), *others in places.values():
-        for there, other_name, _ in others:
+    for (tensors, name), *others in places.values():
+        for there, other_name in others:
             there[other_name] = tensors[name]
 
 

@@ -21,7 +21,7 @@ from syncpipe.layers.conversion.layer import index_keys
 
 __all__ = ["translate_keys"]
 
-_OLD_KEY = re.compile(r"partitions\.(\d+)\.([^.]+)\.(.+)")
+_OLD_KEY = re.compile(r"partitions\.\d+\.([^.]+\..+)")
 #: Buffers of torchgpipe's DeferredBatchNorm, which hold nothing between mini-batches.
 _ACCUMULATORS = ("sum", "sum_squares")
 
@@ -29,54 +29,32 @@ _ACCUMULATORS = ("sum", "sum_squares")
 def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
     """Renames old keys in place to those of ``module``; does nothing when there are none.
 
-    Args:
-        state_dict: the dict to load.
-        prefix: what stands before the keys of ``module`` in it.
-        module: the module that is loaded, whose children are the layers.
+    ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
     """
     index_keys(state_dict, prefix, module)
     if "partitions" in module._modules:
         return
-    found = [
-        key
-        for key in state_dict
-        if key.startswith(prefix) and _OLD_KEY.fullmatch(key, len(prefix)) is not None
-    ]
-    if not found:
+    old: dict[str, tuple[str, Any]] = {}  # names without partitions, and values
+    before = list(state_dict)
+    for key in (key for key in before if key.startswith(prefix)):
+        if (found := _OLD_KEY.fullmatch(key, len(prefix))) is not None:
+            owner, _, last = key.rpartition(".")
+            accumulates = last in _ACCUMULATORS and f"{owner}.running_mean" in before
+            value = state_dict.pop(key)
+            if not accumulates:
+                old[key] = found[1], value
+    if not old:
         return
-    old = [key for key in found if not _is_accumulator(key, state_dict)]
+    names, values = [name for name, _ in old.values()], [value for _, value in old.values()]
     own = module.state_dict()
-    named = [_named(key[len(prefix) :]) for key in old]
-    if {_plain(key) for key in named} != {_plain(key) for key in own} and _in_order(
-        [state_dict[key] for key in old], old, own
-    ):
-        named = list(own)
-    moved = {prefix + name: state_dict[key] for name, key in zip(named, old, strict=True)}
-    for key in found:
-        del state_dict[key]
-    state_dict.update(moved)
-
-
-def _is_accumulator(key: str, state_dict: dict[str, Any]) -> bool:
-    """Whether a key is of a buffer that torchgpipe's DeferredBatchNorm adds."""
-    owner, _, last = key.rpartition(".")
-    return last in _ACCUMULATORS and f"{owner}.running_mean" in state_dict
-
-
-def _named(key: str) -> str:
-    """The key without its partition: layer and rest."""
-    return key.split(".", 2)[2]
-
-
-def _plain(key: str) -> str:
-    """A key without the ``module.`` that torchgpipe puts before those of a skippable layer."""
-    return key.replace("module.", "")
-
-
-def _in_order(values: list[Any], keys: list[str], own: dict[str, Any]) -> bool:
-    """Whether the values can be those of the model's own keys, one after another."""
-    return len(values) == len(own) and all(
-        key.rpartition(".")[2] == mine.rpartition(".")[2]
+    in_order = len(values) == len(own) and all(
+        name.rpartition(".")[2] == mine.rpartition(".")[2]
         and getattr(value, "shape", None) == getattr(tensor, "shape", None)
-        for value, key, (mine, tensor) in zip(values, keys, own.items(), strict=True)
+        for name, value, (mine, tensor) in zip(names, values, own.items(), strict=True)
     )
+    # torchgpipe puts a ``module.`` before the keys of a skippable layer.
+    if in_order and {n.replace("module.", "") for n in names} != {
+        n.replace("module.", "") for n in own
+    }:
+        names = list(own)
+    state_dict.update({prefix + n: value for n, value in zip(names, values, strict=True)})

@@ -7,7 +7,7 @@ it. What the others compute with is for ``stages.sharing`` to say; here is who s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,8 +18,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from syncpipe.data import extent, storage_of
-from syncpipe.runtime.streams import same_memory
-from syncpipe.runtime.worker import Worker
 
 __all__ = [
     "Place",
@@ -28,14 +26,12 @@ __all__ = [
     "check_modes",
     "check_replicas",
     "find_ties",
-    "move_tensors",
     "overlapping",
 ]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor is: the stage, the modules on the way, and the names."""
+class Place(NamedTuple):
+    """Where a tensor is: the stage, the modules on the way, its name there and its full name."""
 
     stage: int
     way: tuple[nn.Module, ...]
@@ -48,25 +44,19 @@ class Place:
         return self.way[-1]
 
     @property
-    def tensors(self) -> dict[str, Any]:
-        """The dict of the module that holds it."""
-        return self.module._parameters if self.is_parameter else self.module._buffers
-
-    @property
     def is_parameter(self) -> bool:
         """Whether it is one of the module's parameters, not of its buffers."""
         return self.name in self.module._parameters
 
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The dict of the module that holds it."""
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A tensor that several stages have.
-
-    Attributes:
-        tensor: the parameter or buffer.
-        places: where it is, in the order of the layers.
-        stages: the stages that have it, the owner first.
-    """
+    """A parameter or buffer that several stages have, in the order of layers: the owner first."""
 
     tensor: Tensor
     places: tuple[Place, ...]
@@ -79,17 +69,12 @@ class Tie:
 
     def __str__(self) -> str:
         """Its names."""
-        return " and ".join(
-            f"{name!r} (stage {j})"
-            for name, j in dict.fromkeys((place.full_name, place.stage) for place in self.places)
-        )
+        names = dict.fromkeys(f"{p.full_name!r} (stage {p.stage})" for p in self.places)
+        return " and ".join(names)
 
 
 def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
-    """What several partitions share.
-
-    Args:
-        partitions: by stage. Their children have the names that they have in the wrapped module.
+    """What several partitions share, by the names in the wrapped module.
 
     Raises:
         ValueError: it is where nothing else can be put in its place.
@@ -151,28 +136,23 @@ def _check(tie: Tie) -> None:
             f"{tie} are one parameter that has no value yet, in stages that may want different "
             "shapes: run the plain model once before it is made a Pipe"
         )
-    for place in tie.places:
-        for module in place.way:
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ValueError(
-                    f"{tie} are one tensor, and {type(module).__name__} is TorchScript, which "
-                    "computes with its own tensors only: choose a balance that puts both layers "
-                    "into one stage, or untie them"
-                )
-            if getattr(module, "_syncpipe_skips_are_internal", False):
-                raise ValueError(
-                    f"{tie} are one tensor, one of them inside of another Pipe, which keeps its "
-                    "layers where they are: choose a balance that puts both layers into one "
-                    "stage, or untie them"
-                )
+    for module in chain.from_iterable(place.way for place in tie.places):
+        why = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            why = (
+                f"{type(module).__name__} is TorchScript, which computes with its own tensors only"
+            )
+        if getattr(module, "_syncpipe_skips_are_internal", False):
+            why = "one of them inside of another Pipe, which keeps its layers where they are"
+        if why:
+            raise ValueError(
+                f"{tie} are one tensor, and {why}: choose a balance that puts both layers into one "
+                "stage, or untie them"
+            )
 
 
 def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
-    """Refuses ties with stages that have replicas.
-
-    Raises:
-        ValueError: with their names.
-    """
+    """Refuses ties with stages that have replicas."""
     for tie in ties:
         for j in tie.stages:
             if replicas[j] > 1:
@@ -184,11 +164,7 @@ def check_replicas(ties: Sequence[Tie], replicas: Sequence[int]) -> None:
 
 
 def check_modes(ties: Sequence[Tie]) -> None:
-    """Refuses normalisations in training that have running statistics in common.
-
-    Raises:
-        ValueError: with their names.
-    """
+    """Refuses normalisations in training that have running statistics in common."""
     for tie in ties:
         for place in tie.places:
             module = place.module
@@ -231,11 +207,7 @@ def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[_Named, _Name
 
 
 def check_memory(partitions: Sequence[nn.Module]) -> None:
-    """Refuses different parameters of partitions on different devices that overlap in memory.
-
-    Raises:
-        ValueError: with their names.
-    """
+    """Refuses different parameters of partitions on different devices that overlap in memory."""
     for a, b in overlapping(partitions):
         if a.stage != b.stage:
             raise ValueError(
@@ -243,40 +215,3 @@ def check_memory(partitions: Sequence[nn.Module]) -> None:
                 "different devices: make them one parameter (a.weight = b.weight), or copies of "
                 "their own"
             )
-
-
-def move_tensors(
-    partitions: Sequence[nn.Module],
-    workers: Sequence[Worker],
-    ties: Sequence[Tie],
-    places: Iterable[tuple[int, str]],
-) -> None:
-    """Moves single parameters and buffers to the devices of their stages, in place.
-
-    Args:
-        partitions: by stage.
-        workers: for each its worker.
-        ties: what partitions share.
-        places: stages and names; what is not there any more is left out.
-    """
-    owners = {id(tie.tensor): tie for tie in ties}
-    for j, full_name in places:
-        path, _, name = full_name.rpartition(".")
-        try:
-            module = partitions[j].get_submodule(path)
-        except AttributeError:
-            continue
-        tensor = {**module._buffers, **module._parameters}.get(name)
-        if tensor is None:
-            continue
-        tie = owners.get(id(tensor))
-        device = workers[j if tie is None else tie.owner].device
-        if same_memory(tensor.device, device):
-            continue
-        moved = (tensor, tensor.grad if tensor.is_leaf else None)
-        module._apply(  # type: ignore[no-untyped-call]
-            lambda t, moved=moved, device=device: t.to(device) if any(t is m for m in moved) else t,
-            recurse=False,
-        )
-        for place in () if tie is None else tie.places:
-            place.tensors[place.name] = {**module._buffers, **module._parameters}[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,17 +24,37 @@ _KEEP_IT = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.R
 def watch_time_first(modules: Iterable[tuple[str, nn.Module]], sizes: Sequence[int]) -> None:
     """Looks at what each time-first module is given first; for the first call of a pipe.
 
-    Args:
-        modules: of the pipe, with their names; its layers are those without a dot.
-        sizes: of the micro-batches, at least of those that have come to light.
+    ``modules`` are those of the pipe with their names, its layers without a dot; ``sizes`` those of
+    the micro-batches, at least of those that have come to light.
     """
     certain = True  # whether layers are given the batch in the dimension of the input
     for name, module in modules:
         if name and "." not in name:
             certain = certain and isinstance(module, _KEEP_IT)
         if _takes_time(module):
-            watch = _Watch(name, sizes, certain)
-            watch.handle = module.register_forward_pre_hook(watch)
+            handles: list[Any] = []
+            look = partial(_look, handles, name, sizes, certain)
+            handles.append(
+                module.register_forward_pre_hook(look)
+            )  # once, so fast ways are not lost
+
+
+def _look(
+    handles: list[Any],
+    name: str,
+    sizes: Sequence[int],
+    certain: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+) -> None:
+    handles.pop().remove()
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or given.dim() != 3 or given.shape[0] not in sizes:
+        return
+    if given.shape[1] not in sizes or certain:  # or it may be transposed
+        shown = ", ".join(str(size) for size in sorted(set(sizes)) if size)
+        why = f"dimension 0 is what the pipe cuts into micro-batches (of {shown})"
+        warnings.warn(time_first_message(name, module, given, why), stacklevel=2)
 
 
 def is_time_first(module: nn.Module) -> bool:
@@ -43,26 +64,6 @@ def is_time_first(module: nn.Module) -> bool:
 
 def _takes_time(module: nn.Module) -> bool:
     return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first
-
-
-class _Watch:
-    """A hook for one call of a module. (None of these modules has a fast path without hooks.)"""
-
-    handle: Any = None
-
-    def __init__(self, name: str, sizes: Sequence[int], certain: bool) -> None:
-        self.name, self.sizes, self.certain = name, sizes, certain
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.handle.remove()
-        given = args[0] if args and isinstance(args[0], Tensor) else None
-        if given is None or given.dim() != 3:
-            return
-        other = given.shape[1] not in self.sizes or self.certain  # or it may be transposed
-        if given.shape[0] in self.sizes and other:
-            sizes = ", ".join(str(size) for size in sorted(set(self.sizes)) if size)
-            why = f"dimension 0 is what the pipe cuts into micro-batches (of {sizes})"
-            warnings.warn(time_first_message(self.name, module, given, why), stacklevel=2)
 
 
 def time_first_message(name: str, module: nn.Module, given: Tensor, why: str) -> str:

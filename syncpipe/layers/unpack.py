@@ -11,7 +11,7 @@ their own, which a layer that takes them apart knows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -74,49 +74,38 @@ def unpacks(module: nn.Module) -> bool:
 
 
 def call_note(error: BaseException, layer: Any, value: Any, *, unpack: bool) -> str | None:
-    """What to say of a layer that was called with other arguments than it takes.
+    """What to say of a layer that was called with other arguments than it takes, if it was.
 
-    Args:
-        error: what calling it raised.
-        layer: the layer.
-        value: what it was given.
-        unpack: whether that was spread over its arguments.
-
-    Returns:
-        None if the call was right, or nobody knows.
+    ``error`` is what calling it with ``value`` raised; ``unpack`` whether that was spread.
     """
     if not isinstance(error, TypeError):
         return None
-    whole = _fits(layer, lambda signature: signature.bind(value))
+    try:
+        bind = inspect.signature(getattr(layer, "forward", layer)).bind
+    except (TypeError, ValueError):
+        return None  # nobody knows
+
+    def fits(*args: Any, **kwargs: Any) -> bool:
+        try:
+            bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    what = f"one {type(value).__name__}"
     if type(value) is tuple:
         what = f"a tuple of {len(value)}"
-        spread = _fits(layer, lambda signature: signature.bind(*value))
     elif type(value) is dict:
         what = f"a dict with {', '.join(map(repr, value)) or 'no keys'}"
-        spread = _fits(layer, lambda signature: signature.bind(**value))
-    else:
-        what, spread = f"one {type(value).__name__}", whole
+    spread = Unpacked(fits)(value)
     if unpack:
-        return None if spread is not False else f"unpack=True called it with {what}"
-    if whole is False and spread and what[0] == "a":
-        return (
-            f"it was called with {what} as its one argument, as in an nn.Sequential: "
-            "Pipe(..., unpack=True) (or a syncpipe.PipeSequential) spreads tuples over arguments "
-            "and dicts over keyword arguments"
-        )
-    if whole is False:
-        return f"it was called with one argument, {what}"
-    return None
-
-
-def _fits(layer: Any, bind: Callable[[inspect.Signature], Any]) -> bool | None:
-    """Whether a layer takes such arguments; None: nobody knows."""
-    try:
-        signature = inspect.signature(layer.forward if isinstance(layer, nn.Module) else layer)
-    except (TypeError, ValueError):
+        return None if spread else f"unpack=True called it with {what}"
+    if fits(value):
         return None
-    try:
-        bind(signature)
-    except TypeError:
-        return False
-    return True
+    if not spread:
+        return f"it was called with one argument, {what}"
+    return (
+        f"it was called with {what} as its one argument, as in an nn.Sequential: "
+        "Pipe(..., unpack=True) (or a syncpipe.PipeSequential) spreads tuples over arguments "
+        "and dicts over keyword arguments"
+    )

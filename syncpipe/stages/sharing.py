@@ -38,7 +38,8 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.data import place_of
 from syncpipe.layers.batchnorm import DeferredBatchNorm
-from syncpipe.layers.ties import Tie, check_modes, find_ties, move_tensors
+from syncpipe.layers.placement import move_layers
+from syncpipe.layers.ties import Tie, check_modes, find_ties
 from syncpipe.runtime.locks import forkable
 from syncpipe.runtime.module_state import version_of
 from syncpipe.runtime.streams import Lane, same_memory
@@ -171,7 +172,7 @@ class SharedTensors:
         ties = find_ties(self._partitions)
         places = {(place.stage, place.full_name) for tie in ties for place in tie.places}
         if places != self._places:
-            move_tensors(self._partitions, self._workers, ties, places ^ self._places)
+            move_layers(self._partitions, self._workers, ties)
             self._places = places
         if not ties:
             self.copies, self._shallow = Copies(), {}
