@@ -178,14 +178,11 @@ class Inlined:
                 f"{self.name} with use_cache=False, or set model.config.use_cache = False"
             )
         if getattr(config, "layerdrop", 0):
-            return (
-                "Layers that are dropped at random cannot be cut: set layerdrop=0.0 in the config, "
-                "and make the model of that"
+            return "Layers that are dropped at random cannot be cut: make the model of a config" + (
+                " with layerdrop=0.0"
             )
         if "mask_hidden_states" in line and getattr(config, "apply_spec_augment", False):
-            return "Masks that training draws cannot be cut: set model.config." + (
-                "apply_spec_augment = False"
-            )
+            return "Drawn masks cannot be cut: set model.config.apply_spec_augment = False"
         return (
             "Move this into a module of its own (which is kept as one layer), or convert the "
             "modules in it one by one"
@@ -316,16 +313,11 @@ class Inlined:
         seconds = sum(node.meta["seconds"] for node in calls)
         for path, line, reason in self.whole:
             module = self.model.get_submodule(path)
-            if isinstance(module, _LAYERS):
-                continue  # PyTorch's own, which nobody writes anew
             share = sum(parameter.numel() for parameter in module.parameters()) / total
             time = sum(node.meta["seconds"] for node in calls if node.target == path)
-            if share > 0.5 or (seconds > 0.1 and time > seconds / 2):
-                part = (
-                    f"{share:.0%} of the parameters"
-                    if share > 0.5
-                    else "more than half of" + (" the time")
-                )
+            large = share > 0.5 or (seconds > 0.1 and time > seconds / 2)
+            if large and not isinstance(module, _LAYERS):  # which nobody writes anew
+                part = f"{share:.0%} of the parameters, {time / (seconds or 1):.0%} of the time"
                 yield (
                     f"{path} ({type(module).__name__}) is one layer and has {part}: "
                     f"{reason}" + (f":\n  {line}\n" if line else ". ") + "Where that can be in a "

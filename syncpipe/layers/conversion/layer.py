@@ -75,14 +75,10 @@ class _Segment:
 
 
 class _Code(NamedTuple):
-    """A function of what a segment takes and pops, in one mode.
-
-    ``known`` is what it uses by a name, ``needed`` the places of arguments that only it has.
-    """
+    """A function of what a segment takes and pops, in one mode; ``known`` it uses by a name."""
 
     text: str
     known: dict[str, Any]
-    needed: list[int]
 
     def compiled(self) -> Callable[..., Any]:
         names = {name: each.obj for name, each in _custom_builtins.items()} | self.known
@@ -277,8 +273,7 @@ def _written(segment: _Segment, mode: int, output: Any, keep: Callable[[str, Any
         graph.output(tuple(values))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
-    needed = [k for k, value in enumerate(arguments) if value[1 - mode] is None]
-    return _Code(code.src.strip() + "\n", names, needed)
+    return _Code(code.src.strip() + "\n", names)
 
 
 # Layers
@@ -340,9 +335,8 @@ class ConvertedLayer(Holder):
         mode = 0 if self.training else 1
         if self._retyped:
             raise TypeError(
-                "the dtype of the parameters was changed after the model was converted, and the "
-                f"code of this layer has the dtype of then in it: change it first, then convert\n"
-                f"{self._codes[mode].text}"
+                "the dtype of the parameters was changed after the model was converted, and this "
+                f"code has the dtype of then in it: change it first, then convert\n{self}"
             )
         if self._signature is not None:
             values: list[Any] = [*self._signature.tensors(input)]
@@ -351,12 +345,6 @@ class ConvertedLayer(Holder):
         namespaces = self._skip_namespaces
         for name in self._syncpipe_skips.pop:
             values.append(store.take((namespaces[name], name), self))
-        if any(values[k] is ... for k in self._codes[mode].needed):
-            raise RuntimeError(
-                f"this layer is in {('training', 'evaluation')[mode]}, and one before it is not: "
-                "the model does something else in training than in evaluation here, so all of its "
-                "layers must be in one mode"
-            )
         graded = torch.is_grad_enabled()
         try:
             results = self._functions[mode](self, *values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -184,69 +184,38 @@ def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None
     """Compares the layers with the model.
 
     Raises:
-        RuntimeError: they differ; with the layer where they begin to.
+        RuntimeError: they differ; with what differs, and the layer that has it, where it is known.
     """
     for training in (True, False):
         found = _compared(model, layers, call, training)
-        if found.same:
-            continue
-        outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
-        if outputs:
-            paths = {id(m): path for path, m in model.named_modules() if path}
-            located = _compared(model, layers, call, training, paths)
-            path, what = located.names[0].partition("#")[0], outputs[0]
-        else:
-            what = found.names[-1]
+        if not found.same:
+            outputs = [name for name in found.names if not name.startswith(_GRADIENT)]
+            what = outputs[0] if outputs else found.names[-1]
             path = what.removeprefix(_GRADIENT).rpartition(".")[0]
-        held = [{name for name, _ in layer.named_modules()} for layer in layers]
-        k = max((k for k, names in enumerate(held) if path in names), default=0)
-        before = f", or in what layer {k - 1} hands to it" if k else ""
-        shown = "\n".join(map(str, list(layers)[max(0, k - 1) : k + 1]))
-        raise RuntimeError(
-            f"the layers do something else than {type(model).__name__}: {what} in "
-            f"{'training' if training else 'evaluation'} differs ({found}), first in layer {k}"
-            f"{before}:\n{shown}\nDoes the model do the same in every call? If not, make it so, or "
-            "move what is shown here into a module of its own"
-        )
+            at = [k for k, layer in enumerate(layers) if path in dict(layer.named_modules())]
+            shown = "" if outputs or not at else f", of layer {at[0]}:\n{layers[at[0]]}"
+            raise RuntimeError(
+                f"the layers do something else than {type(model).__name__}: {what} in "
+                f"{'training' if training else 'evaluation'} differs ({found}){shown}\nDoes the "
+                "model do the same in every call? If not, make it so, or move what does not into "
+                "a module of its own (print the layers to see what they do)"
+            )
 
 
-def _compared(
-    model: nn.Module,
-    layers: nn.Module,
-    call: _Arguments,
-    training: bool,
-    paths: Mapping[int, str] | None = None,
-) -> Comparison:
-    """Compares outputs, buffers and, in training, gradients, with the same random numbers.
-
-    Outputs of the modules with ``paths``, by their ids, come before all else, in order.
-    """
+def _compared(model: nn.Module, layers: nn.Module, call: _Arguments, training: bool) -> Comparison:
+    """Compares outputs, buffers and, in training, gradients, with the same random numbers."""
     expected, actual = (
-        unchanged(module, partial(_values, module, call, training, paths or {}))
-        for module in (model, layers)
+        unchanged(module, partial(_values, module, call, training)) for module in (model, layers)
     )
     return compare(actual, expected)
 
 
-def _values(
-    module: nn.Module, call: _Arguments, training: bool, paths: Mapping[int, str]
-) -> dict[str, Any]:
+def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, Any]:
     """What a run gives, by names for messages."""
-    found: dict[str, Any] = {}
-
-    def note(part: nn.Module, _: Any, output: Any) -> None:
-        for leaf in leaves_of(output):
-            found[f"{paths[id(part)]}#{len(found)}"] = leaf
-
-    handles = [m.register_forward_hook(note) for m in module.modules() if id(m) in paths]
     args, kwargs = call()
-    try:
-        with torch.set_grad_enabled(training):
-            outputs = leaves_of(module.train(training)(*args, **kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    found |= {f"output {k}": value for k, value in enumerate(outputs)}
+    with torch.set_grad_enabled(training):
+        outputs = leaves_of(module.train(training)(*args, **kwargs))
+    found: dict[str, Any] = {f"output {k}": value for k, value in enumerate(outputs)}
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in saved:
@@ -259,11 +228,9 @@ def _values(
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
     if training and roots and leaves:
-        # Gradients that differ from element to element.
-        steps = [torch.arange(root.numel(), device=root.device) % 17 - 8 for root in roots]
-        given = [
-            (step / 8).reshape(root.shape).to(root.dtype)
-            for step, root in zip(steps, roots, strict=True)
+        given = [  # differs from element to element
+            ((torch.arange(t.numel(), device=t.device) % 17 - 8) / 8).reshape(t.shape).to(t.dtype)
+            for t in roots
         ]
         grads = torch.autograd.grad(roots, list(leaves.values()), given, allow_unused=True)
         found |= {_GRADIENT + n: g for n, g in zip(leaves, grads, strict=True)}

@@ -4,9 +4,6 @@ PyTorch's functions, the methods and sizes of tensors, and calls of leaf modules
 values are those of an ordinary run, so the model's own Python decides which way it goes: where it
 decides by a size, that becomes a guard. Modules that are no leaves are inlined: their forward runs
 as it is, and what it does is traced.
-
-``fx.symbolic_trace`` runs the model with stand-ins for tensors, which have no sizes, and
-``torch.export`` makes flat operators of it, which have no modules (see docs/how-it-works.md).
 """
 
 from __future__ import annotations
@@ -192,16 +189,9 @@ class _Number:
         return plain(self)
 
 
-class _Int(_Number, int):
-    pass
-
-
-class _Float(_Number, float):
-    pass
-
-
-class _Bool(_Number, int):
-    pass
+_Int: Any = type("_Int", (_Number, int), {})
+_Float: Any = type("_Float", (_Number, float), {})
+_Bool: Any = type("_Bool", (_Number, int), {})
 
 
 def plain(value: Any) -> Any:
@@ -229,16 +219,13 @@ def _computing(
     return method
 
 
-def _deciding(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _using(fn: Callable[..., Any], *, decides: bool = True) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
-        self.tracer.decided(self, plain(self))
+        if decides:
+            self.tracer.decided(self, plain(self))
         return fn(plain(self), *args)
 
     return method
-
-
-def _showing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: fn(plain(self), *args)
 
 
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
@@ -251,10 +238,10 @@ for _name in ("neg", "abs", "pos"):
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name), decides=True))
 for _use in (hash, bool, int, float, round, divmod):
-    setattr(_Number, f"__{_use.__name__}__", _deciding(_use))
-_Number.__trunc__ = _deciding(int)  # type: ignore[attr-defined]
+    setattr(_Number, f"__{_use.__name__}__", _using(_use))
+_Number.__trunc__ = _using(int)  # type: ignore[attr-defined]
 for _show in (repr, str, format):
-    setattr(_Number, f"__{_show.__name__}__", _showing(_show))
+    setattr(_Number, f"__{_show.__name__}__", _using(_show, decides=False))
 
 
 # The trace
@@ -285,20 +272,11 @@ class Tracer(TorchFunctionMode):
     its arguments; ``grad``, whether gradients were on; ``pure``, whether it may be left out where
     nobody uses what it gives; ``seconds``, for modules; ``name``, for the code.
 
-    Args:
-        model: the model.
-        leaves: the paths of its leaf modules.
-        paths: the path of every module.
-        names: of the tensors that are its inputs.
-        objects: what the model uses besides its own tensors and plain values, in all traces of
-            it, by names in the code.
-
-    Attributes:
-        root: what the model did.
-        faults: what the trace cannot stand for.
-        inputs: the nodes of the caller's tensors.
-        output: what the model gave, with nodes for values.
-        result: what the model gave.
+    ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of inputs;
+    ``objects`` is what the model uses besides its own tensors and plain values, in all traces of
+    it, by names in the code. After the run, ``result`` is what the model gave, ``output`` the same
+    with nodes for values, ``root`` what it did, ``inputs`` the nodes of the caller's tensors, and
+    ``faults`` what the trace cannot stand for.
     """
 
     def __init__(
@@ -473,8 +451,10 @@ class Tracer(TorchFunctionMode):
         attribute = name == "__get__"
         if attribute:
             name = func.__self__.__name__
-        if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
-            return self._sizes(args[0], func(args[0]))
+        if name in ("shape", "size"):
+            node = self._nodes.get(id(args[0]))
+            if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
+                return func(*args, **kwargs)
         if name in _READS:
             self._fault(f"Python takes values out of a tensor, or puts them in ({name})")
         if name in _DECIDES:
@@ -543,6 +523,7 @@ class Tracer(TorchFunctionMode):
             return self._number(node, result)
         elif isinstance(result, _PLAIN):
             return result
+        node.meta["pure"] |= isinstance(result, torch.Size)
         old = _fields(result)
         named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
         get = operator.getitem if old is None or not named else getattr
@@ -598,17 +579,6 @@ class Tracer(TorchFunctionMode):
 
     # Sizes, and numbers computed of them
 
-    def _sizes(self, tensor: Tensor, sizes: torch.Size) -> torch.Size:
-        node = self._nodes.get(id(tensor))
-        if node is None or node.op == "get_attr":  # sizes of parameters are the model's own
-            return sizes
-        return torch.Size(
-            [
-                self._number(self._place("call_method", "size", (node, k), pure=True), size)
-                for k, size in enumerate(sizes)
-            ]
-        )
-
     def _number(self, node: fx.Node, value: Any) -> Any:
         value = plain(value)
         kind = _Bool if isinstance(value, bool) else _Int if isinstance(value, int) else _Float
@@ -636,8 +606,6 @@ class Tracer(TorchFunctionMode):
 
     def _built(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A node that makes a dataclass, named tuple or mapping anew."""
-        if args and not _remade(cls, args[0]):
-            self._fault(f"a {cls.__name__} that cannot be made again of what is in it is passed")
         return self._place("call_function", _named(cls), args, kwargs, pure=True)
 
     def _lifted(self, leaf: Any) -> Any:
@@ -686,13 +654,6 @@ def _counts(leaf: Any) -> bool:
     return not isinstance(leaf, _PLAIN) or (
         type(leaf) is not bool and isinstance(leaf, (int, float))
     )
-
-
-def _remade(cls: Any, fields: dict[Any, Any]) -> bool:
-    try:
-        return type(cls(fields)) is cls and list(cls(fields)) == list(fields)
-    except Exception:
-        return False
 
 
 def _named(fn: Any) -> Any:

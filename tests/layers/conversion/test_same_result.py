@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe import Pipe, sequential
 from syncpipe.data import tensors_in
-from tests.layers.conversion.models import CASES, Carries, Pair, Transformer, padded, tokens
+from tests.layers.conversion.models import CASES, Pair, Transformer, padded, tokens
 from tests.support.models import assert_same_tree
 
 
@@ -112,19 +112,6 @@ def test_any_balance_schedule_and_recomputation(data, name):
             torch.testing.assert_close(ours.grad, theirs.grad)
         else:
             assert_same_tree(ours.grad, theirs.grad, "gradients")
-
-
-def test_layers_in_different_modes_are_refused_where_the_modes_differ():
-    layers = sequential(Carries(), x := torch.randn(3, 4))
-    assert "# in training" in repr(layers)
-    layers[0].eval()
-    with pytest.raises(RuntimeError, match=r"in training, and one before it is not: .*one mode"):
-        layers(x)
-    layers.eval()
-    layers(x)
-    same = sequential(Pair(), x)
-    same[0].eval()
-    same(x)
 
 
 def test_dropout_obeys_the_mode():
