@@ -9,7 +9,7 @@ was decided by when the model was traced, so that it has to be the same in every
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,17 +56,13 @@ class Signature:
         tensors, self._constants = _split(sample)
         self.names = list(tensors)
         self._tensors_of_sample = bare = list(map(_bare, tensors.values()))
-        cut = [t for t in tensors.values() if isinstance(t, Tensor) and t.dim() > 0]
+        cut = [t for t in tensors.values() if isinstance(t, Tensor) and t.dim() > 0 and len(t)]
         if not cut:
             raise ValueError(
                 f"the sample for {name} holds no tensor with a batch in dimension 0: give the "
                 f"arguments of {name}.forward{self.parameters}, as for one call of the model"
             )
         self.batch = len(cut[0])
-        if not self.batch:
-            raise ValueError(
-                f"the sample for {name} has no samples in it: dimension 0 has length 0"
-            )
         self.is_cut = [
             isinstance(t, Tensor) and t.dim() > 0 and len(t) == self.batch for t in tensors.values()
         ]
@@ -119,15 +115,19 @@ class Signature:
         tensors, self._tensors_of_sample = self._tensors_of_sample, []
         return tensors
 
-    def call(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the sample, with copies of these tensors: models write into them."""
-        copies = iter([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
-        given = map_tree(lambda leaf: next(copies) if leaf is _PLACE else leaf, self._sample)
+        return self._with(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+
+    def _with(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the sample, with these tensors."""
+        following = iter(tensors)
+        given = map_tree(lambda leaf: next(following) if leaf is _PLACE else leaf, self._sample)
         bound = inspect.BoundArguments(self.parameters, given)
         return bound.args, bound.kwargs
 
     def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a call as one input: a tensor, or a dict by name.
+        """The tensors of a call as one input: a tensor, or a dict by the names of the sample.
 
         Tensors that are not cut are in ``NoChunk``.
 
@@ -135,13 +135,9 @@ class Signature:
             TypeError: they do not fit the signature.
             ValueError: they differ from the sample in what must be the same.
         """
-        bound = self._bound(args, kwargs)
-        tensors = self._checked(bound)
-        cut = {
-            name: tensor
-            for name, tensor, is_cut in zip(self.names, tensors, self.is_cut, strict=True)
-            if is_cut and isinstance(tensor, Tensor)
-        }
+        tensors = self._checked(self._bound(args, kwargs))
+        marked = zip(self.names, tensors, self.is_cut, strict=True)
+        cut = {name: t for name, t, is_cut in marked if is_cut and isinstance(t, Tensor)}
         if len(set(map(len, cut.values()))) > 1:
             lines = "".join(f"\n  {name}: {described(tensor)}" for name, tensor in cut.items())
             raise ValueError(
@@ -152,34 +148,16 @@ class Signature:
             )
         if self._alone and cut:
             return tensors[0]
-        marks = iter(self.is_cut)
-
-        def marked(leaf: Any) -> Any:
-            if not _is_tensor(leaf):
-                return leaf
-            return leaf if next(marks) or isinstance(leaf, NoChunk) else NoChunk(leaf)
-
-        named: dict[str, Any] = map_tree(marked, bound)
-        for name, parameter in self.parameters.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                named.update(named.pop(name, {}))
-        return named
+        return {
+            name: tensor if name in cut or isinstance(tensor, NoChunk) else NoChunk(tensor)
+            for name, tensor in zip(self.names, tensors, strict=True)
+        }
 
     def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An input of ``train_batch`` as arguments: a tuple is positional, a dict by keyword."""
-        if not isinstance(input, Mapping):
-            return (tuple(input), {}) if isinstance(input, (tuple, list)) else ((input,), {})
-        given, positional = dict(input), list[Any]()
-        known = self.parameters.parameters
-        starred = any(p.kind is p.VAR_POSITIONAL and name in given for name, p in known.items())
-        for name, p in known.items():
-            if p.kind is p.VAR_POSITIONAL:
-                positional += given.pop(name, ())
-            elif name in given and (
-                p.kind is p.POSITIONAL_ONLY or (starred and p.kind is p.POSITIONAL_OR_KEYWORD)
-            ):
-                positional.append(given.pop(name))
-        return tuple(positional), given
+        if isinstance(input, Mapping):
+            return self._with(input.values()) if list(input) == self.names else ((), dict(input))
+        return (tuple(input), {}) if isinstance(input, (tuple, list)) else ((input,), {})
 
     def tensors(self, input: Any) -> list[Tensor]:
         """The tensors of an input, in the order of the sample."""
