@@ -170,7 +170,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (DropsLayers, (X,), ValueError, r"depends on the values.*\n.*\n.*with layerdrop=0\.0"),
     (MasksSpeech, (X,), ValueError, r"mask_hidden_states.*\n.*apply_spec_augment = False"),
     (prefixed, (X,), ValueError, r"Prefix and prompt tuning hand their prefix.*LoraConfig"),
-    (LooksWhetherCompiled, (X,), RuntimeError, r"output 0 in training differs.*\n.*same in every call"),
+    (LooksWhetherCompiled, (X,), RuntimeError, r"output 0 in training differs.*\n.*same in every"),
     (DetachesUnlessCompiled, (X,), RuntimeError, r"gradient of a\.\w+ in tr.*, of layer 0:"),
     (Recurrent, (torch.rand(3, 5, 4),), ValueError, r"output 1 of Rec.*batch in dimension 1"),
     (Pairs, (X,), ValueError, r"output 0 of Pairs .*the batch in dimension 0 and 1"),
