@@ -19,8 +19,8 @@ from syncpipe.layers.unpack import PipeSequential
 from syncpipe.options import Selective
 from syncpipe.pipe import Pipe
 from syncpipe.planner import Plan, plan
-from syncpipe.runtime.inline import inline
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
+from syncpipe.runtime.thread_state import inline
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import pop, skippable, stash
 from syncpipe.training.sources import RepeatingLoader

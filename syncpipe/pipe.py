@@ -37,8 +37,8 @@ from syncpipe.options import (
     checked_schedule,
 )
 from syncpipe.planner.auto import auto
-from syncpipe.runtime.inline import INLINE, driven
-from syncpipe.runtime.locks import forkable
+from syncpipe.runtime.interrupts import forkable
+from syncpipe.runtime.thread_state import INLINE, driven
 from syncpipe.schedules.build import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline

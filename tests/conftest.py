@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from syncpipe.runtime.free_threading import FREE_THREADED
+from syncpipe.runtime.worker import FREE_THREADED
 from tests import simulated
 from tests.support import accelerator
 from tests.support.interrupts import modes_on

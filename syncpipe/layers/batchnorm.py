@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from syncpipe.runtime.locks import forkable
+from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.streams import moved
 
 __all__ = [

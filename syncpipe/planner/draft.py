@@ -24,7 +24,7 @@ from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.chain import Chain, Mode, costs_of, ends_of
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.sizes import sizes_of
-from syncpipe.runtime.free_threading import has_lock
+from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import Costs, Simulation, play
 from syncpipe.schedules.schedule import KINDS, Kind, Schedule, devices_of

@@ -24,111 +24,39 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
-from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Step, Steps
 
-__all__ = ["RUNNING", "Engine", "Run", "Running", "Task", "stop_threads"]
-
-_T = TypeVar("_T")
+__all__ = ["RUNNING", "Bind", "Engine", "Run"]
 
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 _LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
-_LOCK_SECONDS = 0.1  # and whoever waits for its lock, whether the call is over
-
 
 #: Performs an action for a micro-batch, given the values of the messages that it needs, in a list
 #: that is its to empty. Returns the values of the messages that it sends.
 Run = Callable[[int, list[Any]], Sequence[Any]]
+#: What performs the actions of a kind on a stage, in this call.
+Bind = Callable[[Kind, int], Run]
 
 
-class Task(Protocol):
-    """What the engine runs."""
-
-    def bind(self, kind: Kind, j: int) -> Run:
-        """What performs the actions of a kind on a stage, in this call."""
-
-
-class Running:
-    """A call, for what runs inside of its actions on one thread.
-
-    Args:
-        engine: whose call it is, weakly: what a layer makes may keep this alive.
-        w: the worker.
-        busy: for each worker the lock that it holds during an action; none where one thread runs
-            all of them.
-        cancelled: whether the call is over.
-    """
-
-    __slots__ = ("_alone", "_busy", "_cancelled", "_w", "engine")
-
-    def __init__(
-        self,
-        engine: weakref.ref[Engine],
-        w: int,
-        busy: Sequence[threading.Lock],
-        cancelled: threading.Event,
-    ) -> None:
-        self.engine = engine
-        self._w = w
-        self._busy = busy
-        self._cancelled = cancelled
-        self._alone = not busy
-
-    def alone(self, run: Callable[[], _T]) -> _T:
-        """Runs something while no other worker is in the middle of an action.
-
-        Two may want that: each is then at a place where the other one may run.
-        """
-
-        def stop_others() -> None:
-            self._busy[self._w].release()
-            for lock in self._busy:
-                _take(lock, self._cancelled)
-
-        if self._alone:
-            return run()
-        outside_of_turn(stop_others)  # which may need generators to get to the end of an action
-        self._alone = True
-        try:
-            return run()
-        finally:
-            self._alone = False
-            for w, lock in enumerate(self._busy):
-                if w != self._w:
-                    lock.release()
-
-
-#: The calls inside of which this runs, outermost first. A pipe inside a layer runs inline:
-#: all nodes of the layer are then made by one thread, which is what autograd orders them by.
-RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("syncpipe_running", default=())
+#: The engines inside of whose calls this runs, weakly: what a layer makes may keep this alive.
+#: A pipe inside a layer runs inline: all nodes of the layer are then made by one thread, which is
+#: what autograd orders them by.
+RUNNING: ContextVar[tuple[weakref.ref[Engine], ...]] = ContextVar("syncpipe_running", default=())
 
 
 class _Cancelled(BaseException):
     """Ends a worker's part of a call that has failed elsewhere."""
 
 
-def _take(lock: threading.Lock, cancelled: threading.Event) -> None:
-    """Waits for the lock of a worker, who may have died with it; raises when the call is over."""
-    while not lock.acquire(timeout=_LOCK_SECONDS):
-        if cancelled.is_set():
-            raise _Cancelled
-
-
 class _Inbox:
-    """The messages for one worker in one call.
-
-    Attributes:
-        put: puts a message in: its number and a value; None for both: the call is cancelled.
-    """
-
-    __slots__ = ("_arrived", "_queue", "put")
+    """The messages for one worker in one call: a number and a value; None: it is cancelled."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int | None, Any]] = SimpleQueue()
@@ -155,17 +83,13 @@ class _Reports:
         self._news: SimpleQueue[None] = SimpleQueue()
 
     def report(self, w: int) -> None:
-        """Worker ``w`` is done."""
         self._missing.discard(w)
         self._news.put(None)
 
-    def wait(self, threads: Sequence[WorkerThread], died: Callable[[int], None]) -> None:
-        """Waits until each has reported; may be interrupted and called again.
-
-        Args:
-            threads: of workers 0, 1, ...
-            died: is told of those that will never report.
-        """
+    def wait(
+        self, threads: Sequence[WorkerThread], died: Callable[[int], None] = lambda w: None
+    ) -> None:
+        """Waits until each has reported, or ``died``; may be interrupted and called again."""
         while self._missing:
             try:
                 self._news.get(timeout=_LOOK_SECONDS)
@@ -178,12 +102,10 @@ class _Reports:
 class _Execution:
     """One run of a program."""
 
-    def __init__(self, engine: Engine, steps: Steps, task: Task) -> None:
-        self.engine = weakref.ref(engine)
-        self.steps = steps
-        self.runs = {what: task.bind(*what) for what in steps.kinds}
+    def __init__(self, engine: Engine, steps: Steps, bind: Bind) -> None:
+        self.steps, self.running = steps, (*RUNNING.get(), weakref.ref(engine))
+        self.runs = {what: bind(*what) for what in steps.kinds}
         self.inboxes = [_Inbox() for _ in steps.of]
-        self.busy = [threading.Lock() for _ in steps.of]
         self.failures: list[tuple[tuple[bool, int, int], BaseException]] = []
         self.cancelled = threading.Event()
 
@@ -206,9 +128,8 @@ class _Execution:
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The steps of worker ``w``, on its thread. Never raises."""
         step: Step | None = None
-        running = Running(self.engine, w, self.busy, self.cancelled)
-        RUNNING.set((*RUNNING.get(), running))  # each job has a context of its own
-        take, busy, is_over = self.inboxes[w].take, self.busy[w], self.cancelled.is_set
+        RUNNING.set(self.running)  # each job has a context of its own
+        take, is_over = self.inboxes[w].take, self.cancelled.is_set
         try:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.set_device_index(device.index)
@@ -218,11 +139,8 @@ class _Execution:
                         raise _Cancelled
                     what, i, needs, sends, to = step
                     received = [take(needs)]
-                    if not busy.acquire(blocking=False):
-                        _take(busy, self.cancelled)
                     # The task gets the only reference to what it receives.
                     made = [self.runs[what](i, received.pop())]
-                    busy.release()  # after an error the call is over, and nobody waits for it
                     self.deliver(to, sends, made.pop())
         except _Cancelled:
             pass
@@ -231,7 +149,7 @@ class _Execution:
 
     def run_here(self) -> None:
         """All steps, on the calling thread."""
-        RUNNING.set((*RUNNING.get(), Running(self.engine, 0, (), self.cancelled)))
+        RUNNING.set(self.running)
         runs = self.runs
         values: dict[int, Any] = {}
         take, put = values.pop, values.__setitem__
@@ -240,32 +158,28 @@ class _Execution:
 
 
 class Engine:
-    """The threads of a pipe, one for each worker, started at the first call that needs them.
-
-    Args:
-        workers: one for each list of steps in the programs to run.
-    """
+    """The threads of a pipe, one for each worker, started at the first call that needs them."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = list(workers)
         self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._share = 0
-        weakref.finalize(self, stop_threads, self._threads, os.getpid())
+        weakref.finalize(self, _stop, self._threads, os.getpid())
 
-    def run(self, steps: Steps, task: Task, state: CallerState, *, inline: bool) -> None:
+    def run(self, steps: Steps, bind: Bind, state: CallerState, *, inline: bool) -> None:
         """Runs a program to its end.
 
         Args:
             steps: the program.
-            task: what to do for each action.
+            bind: says what to do for each action.
             state: the caller's state, in force wherever an action runs.
             inline: run everything on the calling thread.
 
         Raises:
             BaseException: what an action raised; of several, that of the first by ``Action.rank``.
         """
-        execution = _Execution(self, steps, task)
+        execution = _Execution(self, steps, bind)
         if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit
             # In a context of its own: whatever is set there is gone after it, Ctrl-C or not.
             state.context.copy().run(backward_here, execution.run_here)
@@ -274,7 +188,7 @@ class Engine:
         queues: list[SimpleQueue[Item | None]] = []
         jobs = [
             (
-                _job(state.context.copy().run, execution.work, w, worker.device, state),
+                partial(state.context.copy().run, execution.work, w, worker.device, state),
                 partial(reports.report, w),
             )
             for w, worker in enumerate(self._workers)
@@ -326,18 +240,15 @@ class Engine:
             mine = torch.get_num_threads()
             done = _Reports(len(self._threads))
             for w, thread in enumerate(self._threads):
-                thread.jobs.put((_job(_set_threads, share), partial(done.report, w)))
-            done.wait(self._threads, lambda w: None)
+                thread.jobs.put((partial(_set_threads, share), partial(done.report, w)))
+            done.wait(self._threads)
             # New threads inherit what was set last, wherever: leave them the caller's number.
             torch.set_num_threads(mine)
             self._share = share
 
-    def running(self) -> Running | None:
-        """The call of this engine inside of which the caller of this is, if any."""
-        for running in RUNNING.get():
-            if running.engine() is self:
-                return running
-        return None
+    def is_running(self) -> bool:
+        """Whether the caller of this is inside of a call of this engine."""
+        return any(engine() is self for engine in RUNNING.get())
 
     def share(self) -> int:
         """The number of intra-op threads for each CPU worker."""
@@ -345,25 +256,13 @@ class Engine:
         return max(1, torch.get_num_threads() // max(1, cpus))
 
 
-def _job(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
-    def job() -> None:
-        function(*args)
-
-    return job
-
-
 def _set_threads(count: int) -> None:
     torch.get_num_threads()  # or the thread's first operation would set what others have set last
     torch.set_num_threads(count)
 
 
-def stop_threads(threads: list[WorkerThread], process: int) -> None:
-    """Ends threads, and waits for them a little; a finalizer of who owns them.
-
-    Args:
-        threads: all of them.
-        process: the one that has started them; in its forks they are not there.
-    """
+def _stop(threads: list[WorkerThread], process: int) -> None:
+    """Ends the threads that a process (not one of its forks) has started; waits a little."""
     if process != os.getpid():
         return
     for thread in threads:

@@ -1,9 +1,5 @@
 """Says where in the pipeline an exception came from, without changing the exception."""
 
-from __future__ import annotations
-
-__all__ = ["annotate"]
-
 
 def annotate(error: BaseException, note: str) -> None:
     """Adds a note to an exception, once."""

@@ -16,13 +16,8 @@ AccumulateGrad: type[Any] = _C._functions.AccumulateGrad
 
 
 def nodes_of(ends: Iterable[Any], begins: Iterable[Any] = ()) -> list[Any]:
-    """All nodes of a graph, each once.
-
-    Args:
-        ends: the nodes of its results; None stands for a result without a graph.
-        begins: nodes where it begins: neither these nor what is behind them.
-    """
-    seen = {None, *begins}
+    """All nodes of a graph, each once, from its ``ends`` to before its ``begins``."""
+    seen = {None, *begins}  # None stands for a result without a graph
     nodes: list[Any] = []
     for node in ends:
         if node not in seen:
@@ -36,36 +31,25 @@ def nodes_of(ends: Iterable[Any], begins: Iterable[Any] = ()) -> list[Any]:
     return nodes
 
 
+# ``torch.autograd.backward`` takes a third of the time of a small cell to look at its arguments.
+# This takes roots, gradients, whether the graph stays, whether to record a graph, leaves, whether
+# some of these may not be reached, and whether to add to ``.grad``.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
 def go_back(
     roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any] = (), *, keep: bool = False
 ) -> None:
-    """Runs a graph backward, and adds to the gradients of its leaves.
-
-    As ``torch.autograd.backward``, which takes a third of the time of a small cell to look at its
-    arguments: here they are from the graph itself.
-
-    Args:
-        roots: tensors, or ends of a graph (``GradientEdge``).
-        grads: for each the gradient.
-        inputs: the leaves whose gradients are wanted; none for all of them.
-        keep: let the graph be run once more.
-    """
+    """Runs a graph backward from tensors or ``GradientEdge``s, and adds to the gradients of its
+    leaves: of ``inputs``, or of all; ``keep`` lets the graph be run once more."""
     _run_backward(tuple(roots), tuple(grads), keep, False, tuple(inputs), True, True)
 
 
 def captured(
     roots: Sequence[Any], grads: Sequence[Any], leaves: Sequence[Tensor], *, keep: bool
 ) -> Sequence[Tensor | None]:
-    """Runs a graph backward, and returns the gradients of leaves instead of adding to them.
-
-    The arguments are those of :func:`go_back`.
-    """
+    """As :func:`go_back`, but returns the gradients of leaves instead of adding to them."""
     found: Sequence[Tensor | None] = _run_backward(
         tuple(roots), tuple(grads), keep, False, tuple(leaves), True, False
     )
     return found
-
-
-#: Takes roots, gradients, whether the graph stays, whether to record a graph, leaves, whether some
-#: of these may not be reached, and whether to add to ``.grad``.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward

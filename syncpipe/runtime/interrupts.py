@@ -1,20 +1,17 @@
-"""Putting things back, whenever Ctrl-C comes.
+"""Putting things back whenever Ctrl-C comes, and locks that a forked child finds free.
 
 Python looks for Ctrl-C between any two bytecodes of the main thread, also on the first line of a
-``finally``, and then the rest of it does not run. What does not help:
-
-* a context manager written in Python, ``@contextmanager`` and ``ExitStack`` included: Ctrl-C comes
-  after it was entered and before its ``with`` knows, or on the first line of its ``__exit__``;
-* blocking the signal: only the main thread may, layers run in others as well, and a layer that
-  hangs could not be interrupted any more.
-
+``finally``, whose rest then does not run, and in context managers written in Python. The signal
+cannot be blocked: layers run in other threads as well, and one that hangs has to be interrupted.
 What helps: what takes everything back, however often it is called, is called once more if Ctrl-C
-came in the middle of it. A second Ctrl-C within a microsecond may still get through. Locks
-are held by ``with lock:`` itself, which is C, and has no bytecodes.
+came in the middle of it. Locks are held by ``with lock:`` itself, which is C and has no bytecodes.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,9 +19,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["swapped", "undone"]
+__all__ = ["Swap", "forkable", "swapped", "undone"]
 
 _T = TypeVar("_T")
+#: A dict and a key, or a module or tensor and the name of an attribute; and what to put there.
+Swap = tuple[Any, str, Any]
 
 
 def undone(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
@@ -47,13 +46,8 @@ def undone(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T
             raise
 
 
-def swapped(swaps: Iterable[tuple[Any, str, Any]], run: Callable[[], _T]) -> _T:
-    """Calls a function while other values are in some places, which all have one before.
-
-    Args:
-        swaps: a dict and a key, or a module or tensor and the name of an attribute, and the value.
-        run: the function.
-    """
+def swapped(swaps: Iterable[Swap], run: Callable[[], _T]) -> _T:
+    """Calls a function while other values are in some places, which all have one before."""
     swaps = list(swaps)
     before = [
         (owner, name, getattr(owner, name) if _by_attribute(owner) else owner[name])
@@ -64,10 +58,10 @@ def swapped(swaps: Iterable[tuple[Any, str, Any]], run: Callable[[], _T]) -> _T:
         _put(swaps)
         return run()
 
-    return undone(put_and_run, lambda: _put(before))
+    return undone(put_and_run, partial(_put, before))
 
 
-def _put(swaps: Iterable[tuple[Any, str, Any]]) -> None:
+def _put(swaps: Iterable[Swap]) -> None:
     for owner, name, value in swaps:
         if _by_attribute(owner):
             setattr(owner, name, value)
@@ -77,3 +71,24 @@ def _put(swaps: Iterable[tuple[Any, str, Any]]) -> None:
 
 def _by_attribute(owner: Any) -> bool:
     return isinstance(owner, nn.Module | Tensor)
+
+
+_locks: set[weakref.ref[Any]] = set()
+
+
+def forkable() -> Any:
+    """A ``threading.RLock`` that is free in a forked child, which has the forking thread only."""
+    lock: Any = threading.RLock()
+    _locks.add(weakref.ref(lock, _locks.discard))  # written in C: Ctrl-C cannot come in between
+    return lock
+
+
+def _free() -> None:
+    for lock in [reference() for reference in list(_locks)]:
+        # Those of the thread that forked are still its own: the child goes on with that thread.
+        if lock is not None and not lock._is_owned():
+            lock._at_fork_reinit()  # as the locks of Python's own modules
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free)

@@ -8,17 +8,14 @@ tensors ahead of the node of the graph that asks for it:
     out                |w copy |
     back                             |w copy  | copy |e
 
-What goes is storages, not tensors: views of one share one copy, and what comes back has the strides
-and the alignment that it had, so kernels do what they would have done. What stays on the device:
-parameters and buffers, what is small, and what is no plain tensor. What others hold there all the
-same is not fetched, but used.
+What goes is storages: views of one share one copy, and what comes back has the strides and the
+alignment that it had, so kernels do what they would have done. Parameters and buffers, what is
+small, and what is no plain tensor stay on the device.
 
 The host runs ahead of the device. So memory must not be free when a copy is done, which the host
-would learn late, but when the compute stream is past it, as all other memory: that stream takes and
-gives it, and waits for copies to the host when more than a few are under way.
-
-Who owns what: nodes of the graph own what was packed, that owns its copy. A call that fails drops
-its graph, and with it all copies. Pinned memory is kept by its allocator until copies are done.
+would learn late, but when the compute stream is past it: that stream takes and gives it, and waits
+for copies to the host when more than a few are under way. Nodes of the graph own what was packed,
+that owns its copy.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe.data import described, storage_of
-from syncpipe.runtime.module_state import version_of
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import Lane
 
 __all__ = ["Offload"]
@@ -52,18 +50,15 @@ class Offload:
 
     Args:
         lane: the stage's.
-        out: a stream for copies to the host.
-        back: one for those that come back.
+        out, back: streams for copies to the host, and back.
         own: the parameters and buffers of the stage.
     """
 
     def __init__(self, lane: Lane, out: Any, back: Any, own: Iterable[Tensor]) -> None:
-        assert lane.streams is not None
-        self.device = lane.device
-        self.streams = lane.streams
+        self.device, self.streams = lane.device, lane.streams
         self.compute, self.out, self.back = lane.compute, out, back
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # to the host, and still here
         self._own = {storage_of(tensor) for tensor in own}
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # to the host, and still here
         self._copies: dict[int, list[weakref.ref[_Copy]]] = {}  # for each micro-batch, in order
         self._following: dict[int, int] = {}
         self._known: dict[tuple[int, int], weakref.ref[_Copy]] = {}  # by storage and version
@@ -92,22 +87,44 @@ class Offload:
 
         return offloading
 
-    def _pack(self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]) -> _Stays | _Away:
-        if type(tensor) is not Tensor or not _is_plain(tensor) or tensor.device != self.device:
-            return _Stays(tensor)
-        if self.streams.current() != self.compute:  # a layer has streams of its own
-            return _Stays(tensor)
-        storage = storage_of(tensor)
-        if tensor.untyped_storage().nbytes() < SMALL or storage in self._own:
-            return _Stays(tensor)
-        key = (storage, version_of(tensor))
+    def _pack(
+        self, tensor: Tensor, i: int, copies: list[weakref.ref[_Copy]]
+    ) -> Callable[[], Tensor]:
+        """What gives the tensor back."""
+        plain = (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.device == self.device
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        )
+        if (
+            not plain
+            or self.streams.current() != self.compute  # a layer has streams of its own
+            or tensor.untyped_storage().nbytes() < SMALL
+            or storage_of(tensor) in self._own
+        ):
+            # Not the tensor itself: stored by the node that made it, the two would never die.
+            kept = tensor if tensor.grad_fn is None else tensor.detach()
+            return partial(_checked, kept, version_of(tensor), kept)
+        key = (storage_of(tensor), version_of(tensor))
         known = self._known.get(key)
         copy = None if known is None else known()
         if copy is None:
             copy = _Copy(self, tensor, i, len(copies))
             copies.append(weakref.ref(copy))
             self._known[key] = weakref.ref(copy)
-        return _Away(copy, tensor)
+        # Without memory, but it counts the versions of what it is an alias of.
+        probe = tensor.detach()
+        probe.data = tensor.new_empty(0)
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+        def fetched() -> Tensor:
+            _checked(probe, key[1], f"{probe.dtype}{list(layout[1])}")
+            memory = copy.here()
+            with torch.no_grad():
+                return probe.new_empty(0).set_(memory.untyped_storage(), *layout)
+
+        return fetched
 
     def leave(self, copied: Any, memory: Tensor) -> None:
         """Keeps memory until the compute stream has waited for its copy to be done."""
@@ -140,16 +157,11 @@ class Offload:
 
 
 class _Copy:
-    """A storage, on the host.
-
-    Attributes:
-        memory: its bytes on the device, from when they are asked for.
-    """
+    """A storage, on the host."""
 
     def __init__(self, offload: Offload, tensor: Tensor, i: int, k: int) -> None:
-        self._offload = offload
-        self._i, self._k = i, k
-        self.memory: Tensor | None = None
+        self._offload, self._i, self._k = offload, i, k
+        self._memory: Tensor | None = None  # its bytes on the device, when they were asked for
         self._there: Any = None
         storage = tensor.untyped_storage()
         # Weakly; and no other storage has its address meanwhile.
@@ -164,12 +176,12 @@ class _Copy:
 
     def fetch(self) -> None:
         """Starts to bring it back, unless that was done."""
-        if self.memory is not None:
+        if self._memory is not None:
             return
         offload = self._offload
         storage = torch.UntypedStorage._new_with_weak_ptr(self._source.cdata)
         if storage is not None:  # it was never gone
-            self.memory = _bytes_of(storage, offload.device)
+            self._memory = _bytes_of(storage, offload.device)
             return
         streams, back = offload.streams, offload.back
         memory = torch.empty_like(self._host, device=offload.device)
@@ -178,12 +190,12 @@ class _Copy:
         with streams.use(back):
             memory.copy_(self._host, non_blocking=True)
         self._there = streams.record(back)
-        self.memory = memory
+        self._memory = memory
 
     def here(self) -> Tensor:
         """Its bytes on the device, for the stream at hand; others are then on their way."""
         self.fetch()
-        memory, there = self.memory, self._there
+        memory, there = self._memory, self._there
         assert memory is not None
         offload = self._offload
         if there is not None:
@@ -191,7 +203,7 @@ class _Copy:
             self._there = None
         offload.coming(self._i, self._k)
         if _graph_stays():
-            self.memory = None
+            self._memory = None
         return memory
 
     def __del__(self) -> None:
@@ -199,64 +211,21 @@ class _Copy:
             self._offload.streams.wait(self._offload.compute, self._there)
 
 
-class _Stays:
-    """What is stored for backward as it is."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Not the tensor itself: stored by the node that made it, the two would never die.
-        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = version_of(tensor)
-
-    def value(self) -> Tensor:
-        """The tensor."""
-        _check_version(self._tensor, self._tensor, self._version)
-        return self._tensor
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()
 
 
-class _Away:
-    """A tensor whose memory is on the host."""
-
-    __slots__ = ("_copy", "_layout", "_probe", "_version")
-
-    def __init__(self, copy: _Copy, tensor: Tensor) -> None:
-        self._copy = copy
-        self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._version = version_of(tensor)
-        # Without memory, but it counts the versions of what it is an alias of.
-        self._probe = tensor.detach()
-        self._probe.data = tensor.new_empty(0)
-
-    def value(self) -> Tensor:
-        """The tensor."""
-        _check_version(self._probe, None, self._version, self._layout[1])
-        memory = self._copy.here()
-        with torch.no_grad():
-            return self._probe.new_empty(0).set_(memory.untyped_storage(), *self._layout)
-
-
-def _unpack(packed: _Stays | _Away) -> Tensor:
-    return packed.value()
-
-
-def _check_version(probe: Tensor, tensor: Tensor | None, version: int, shape: Any = ()) -> None:
+def _checked(probe: Tensor, version: int, tensor: Any) -> Any:
+    """The tensor (or its name), which autograd leaves to whoever sets hooks to look after."""
     now = version_of(probe)
-    if now != version:  # autograd leaves this to whoever sets hooks
-        what = f"{probe.dtype}{list(shape)}" if tensor is None else described(tensor)
+    if now != version:
+        what = described(tensor) if isinstance(tensor, Tensor) else tensor
         raise RuntimeError(
             f"a tensor ({what}) that is needed for backward was modified in place since the "
             f"forward (version {version} became {now}): let the layer work on a copy, and call "
             "backward before the optimizer's step"
         )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "cpu"
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    return tensor
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:

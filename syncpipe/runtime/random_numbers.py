@@ -17,9 +17,9 @@ A recomputation seeds the same way, so it draws what was drawn before. Which lay
 anew in each call from the first micro-batch, for which layers that nobody knows hold all
 generators; those that do not draw then run freely.
 
-A thread of the user's that draws meanwhile takes no locks of ours, and a layer may draw for the
-first time in a later micro-batch. Neither can be seen while it happens. But what counts is whether
-a recomputation gives what the forward gave, and that is compared (:func:`fingerprint`).
+A thread of the user's may draw meanwhile, and a layer for the first time in a later micro-batch.
+Neither can be seen while it happens. But what counts is whether a recomputation gives what the
+forward gave, and that is compared (:func:`fingerprint`).
 """
 
 from __future__ import annotations
@@ -28,45 +28,33 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncpipe.data import tensors_in
-from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.locks import forkable
+from syncpipe.runtime.interrupts import forkable, undone
 
 __all__ = [
-    "Generators",
-    "Turn",
-    "changed",
-    "draw_seed",
-    "fingerprint",
-    "holds_generators",
-    "is_compiled",
-    "is_random",
-    "let_modules_hold",
-    "never_draws",
-    "outside_of_turn",
-    "put_back_states",
-    "run_seeded",
-    "states_of",
-    "undisturbed",
-]
+    "LOCKS", "Generators", "NoDispatch", "NoFunctions", "Turn", "changed", "draw_seed",
+    "fingerprint", "has_hooks", "holds_generators", "is_compiled", "is_random", "let_modules_hold",
+    "never_draws", "outside_of_turn", "put_back_states", "run_seeded", "states_of", "undisturbed",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 _Key = tuple[str, int]
 _CPU: _Key = ("cpu", 0)
 
-# --- generators ----------------------------------------------------------------------------------
-
 # Entered together they shield our own bookkeeping from the modes that are meant for the layers.
 # Both are PyTorch's own and used by ``with`` itself: Ctrl-C cannot come in between.
 NoDispatch: Any = torch._C._DisableTorchDispatch
 NoFunctions: Any = torch._C.DisableTorchFunction
+
+# --- generators ----------------------------------------------------------------------------------
 
 
 class _Locks:
@@ -97,41 +85,38 @@ class Generators:
 
     Sets of them are bit masks.
 
-    Args:
-        device: where the layers are.
-
     Attributes:
-        all: all of them.
+        own: the generators.
+        all: all of them, as a bit mask.
         in_modules: the CPU's, held by modules that :func:`let_modules_hold`; 0 on accelerators,
             where no other thread wants the device's generator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._own: list[tuple[_Key, torch.Generator]] = [(_CPU, torch.default_generator)]
-        if device.type not in ("cpu", "meta"):
-            generator = _device_generator(device)
-            if generator is not None:
-                self._own.append(((device.type, device.index), generator))
-        self.all = (1 << len(self._own)) - 1
-        self.in_modules = 1 << len(self._own) if device.type == "cpu" else 0
+        self.own, self._keys = [torch.default_generator], [_CPU]
+        generator = None if device.type in ("cpu", "meta") else _device_generator(device)
+        if generator is not None:
+            self.own.append(generator)
+            self._keys.append((device.type, device.index))
+        self.all = (1 << len(self.own)) - 1
+        self.in_modules = self.all + 1 if device.type == "cpu" else 0
 
     def pick(self, which: int) -> list[tuple[_Key, torch.Generator]]:
         """The generators in a bit mask; in the one order in which their locks are taken."""
-        return [pair for k, pair in enumerate(self._own) if which >> k & 1]
+        pairs = zip(self._keys, self.own, strict=True)
+        return [pair for k, pair in enumerate(pairs) if which >> k & 1]
 
 
 def _device_generator(device: torch.device) -> torch.Generator | None:
     module: Any = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
-    if generators is not None:
-        if not len(generators) and hasattr(module, "init"):
-            module.init()
-            generators = module.default_generators
-        generator: torch.Generator = generators[device.index]
-        return generator
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    return None
+    if generators is None:
+        return torch.mps._get_default_mps_generator() if device.type == "mps" else None
+    if not len(generators) and hasattr(module, "init"):
+        module.init()
+        generators = module.default_generators
+    generator: torch.Generator = generators[device.index]
+    return generator
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
@@ -164,8 +149,7 @@ def _cell_seed(seed: int, layer: int, i: int) -> int:
 
     The CPU's generator looks at the low 32 bits only, so these are kept apart for the cells of a
     call: a bijection (the finalizer of MurmurHash3) of ``seed + a different number each``. Every
-    65,536 micro-batches the numbers begin again, elsewhere between those of layers: at multiples
-    of the golden ratio, which are as far apart as can be.
+    65,536 micro-batches the numbers begin again, between those of layers (at the golden ratio).
     """
     again, i = divmod(i, 1 << 16)
     low = (seed + (i << 16) + layer + 40503 * again) & 0xFFFFFFFF
@@ -214,9 +198,8 @@ class Turn:
         self._before: list[Tensor] = []  # the states of others
         self._own: list[Tensor] = []  # its own, after the last module that drew
         self._outer: Turn | None = None
-        self.held = self._drew_outside = False
+        self.held = self.drew_outside = self.touches = self.nests = False
         self.draws = 0
-        self.touches = self.nests = False
         self.ends: dict[_Key, list[list[int]]] = {}
 
     def holding(self, run: Callable[[], _T]) -> _T:
@@ -231,13 +214,13 @@ class Turn:
                         generator.manual_seed(self._seed)
             return run()
 
-        def end() -> None:
-            put_back_states(self._generators, self._before)
-
         lock, other_lock, *_ = [*self._locks, nullcontext(), nullcontext()]
         with lock, other_lock:
             self._before = states_of(self._generators)
-            return undone(lambda: self.present(drawing, held=True), end)
+            return undone(
+                lambda: self.present(drawing, held=True),
+                lambda: put_back_states(self._generators, self._before),
+            )
 
     def present(self, run: Callable[[], _T], *, held: bool = False) -> _T:
         """Runs something in which modules draw; each holds the generators for itself."""
@@ -267,40 +250,32 @@ class Turn:
             return self.holding(drawing)
         if not self._observe:
             return run()
-        self._drew_outside |= bool(changed(self._generators, self._own))
+        self.drew_outside |= bool(changed(self._generators, self._own))
         return drawing()
 
     def outside(self, run: Callable[[], _T]) -> _T:
         """Runs something that takes other locks, for others as if the turn had not begun yet."""
         self.nests = True
-        profile = sys.getprofile()
+        profile, held = sys.getprofile(), self.held
         looking = profile is not None and profile == self._look
         if looking:
             sys.setprofile(None)
+        own = states_of(self._generators) if held else []
+        if held:
+            put_back_states(self._generators, self._before)
         try:
-            return self._released(run) if self.held else self._absent(run)
-        finally:
-            if looking:
-                sys.setprofile(profile)
-
-    def _released(self, run: Callable[[], _T]) -> _T:
-        own = states_of(self._generators)
-        put_back_states(self._generators, self._before)
-        try:
-            for lock in self._locks:
+            for lock in self._locks if held else ():
                 lock.release()
-            return self._absent(run)
-        finally:
-            self._lock_again()
-            self._before = states_of(self._generators)
-            put_back_states(self._generators, own)
-
-    def _absent(self, run: Callable[[], _T]) -> _T:
-        _here.turn = self._outer
-        try:
+            _here.turn = self._outer
             return run()
         finally:
+            if held:
+                self._lock_again()
+                self._before = states_of(self._generators)
+                put_back_states(self._generators, own)
             _here.turn = self
+            if looking:
+                sys.setprofile(profile)
 
     def _lock_again(self) -> None:
         interrupt: BaseException | None = None
@@ -325,7 +300,7 @@ class Turn:
             if sys.getprofile() == self._look:
                 sys.setprofile(None)
         self.draws = changed(self._generators, start)
-        self._drew_outside |= bool(changed(self._generators, self._own))
+        self.drew_outside |= bool(changed(self._generators, self._own))
         return output
 
     def _look(self, frame: Any, event: str, arg: Any) -> None:
@@ -385,9 +360,6 @@ def run_seeded(
         observe: find out from which generators it draws, or whose states it uses.
         module: what the layer calls; None: it is a function.
         mark: note where those of accelerators stand in the end, which tells how much was drawn.
-
-    Returns:
-        The layer's output, and what was seen.
     """
     modules_can_hold = bool(generators.in_modules) and module is not None
     if observe and module is not None and modules_can_hold and _is_known(module):
@@ -396,21 +368,19 @@ def run_seeded(
     turn = Turn(picked or generators.pick(generators.all), _cell_seed(*cell), observe=observe)
     if not picked:
         turn.draws = which
-        return turn.present(lambda: layer(value)), turn
+        return turn.present(partial(layer, value)), turn
 
     def run() -> Any:
         output = turn.observed(layer, value) if observe else layer(value)
-        if mark:
-            with NoDispatch(), NoFunctions():
-                own = [(key, generator) for key, generator in picked if key != _CPU]
-                ends = states_of([generator for _, generator in own])
-                turn.ends = {key: fingerprint(end) for (key, _), end in zip(own, ends, strict=True)}
+        for key, generator in picked if mark else ():
+            if key != _CPU:
+                turn.ends[key] = fingerprint(states_of([generator]))
         return output
 
     output = turn.holding(run)
     if turn.touches:
         turn.draws = generators.all
-    elif turn.draws and modules_can_hold and not (turn._drew_outside or turn.nests):
+    elif turn.draws and modules_can_hold and not (turn.drew_outside or turn.nests):
         turn.draws = generators.in_modules
     return output, turn
 
@@ -421,55 +391,46 @@ def fingerprint(output: Any) -> list[list[int]]:
     Only on the CPU, where a layer that does the same gives the same to the last bit; elsewhere the
     states of generators have to do. Sums of every 61st word, so that it matters where one stands.
     """
+    found: list[list[int]] = []
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return []
+        return found
     with NoDispatch(), NoFunctions():
-        return [_sums(t) for t in tensors_in(output) if _is_plain(t)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _sums(tensor: Tensor) -> list[int]:
-    words = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if words.numel() % 8 == 0 and words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0:
-        words = words.view(torch.int64)
-    rows = words.numel() // 61
-    sums = words[: 61 * rows].view(rows, 61).sum(0, dtype=torch.int64)
-    found: list[int] = torch.cat([sums, words[61 * rows :].long()]).tolist()
+        for tensor in tensors_in(output):
+            plain = type(tensor) is Tensor and tensor.device.type == "cpu"
+            if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+                continue
+            if tensor.is_conj() or tensor.is_neg():
+                continue
+            words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            if not (words.numel() % 8 or words.data_ptr() % 8 or words.storage_offset() % 8):
+                words = words.view(torch.int64)
+            rows = words.numel() // 61
+            sums = words[: 61 * rows].view(rows, 61).sum(0, dtype=torch.int64)
+            found.append(torch.cat([sums, words[61 * rows :].long()]).tolist())
     return found
 
 
 # --- what is known of PyTorch's modules ----------------------------------------------------------
 
-_NEVER_DRAW: frozenset[type] = frozenset(
-    {
-        nn.Linear, nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding,
-        nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-        nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
-        nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        nn.LocalResponseNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU,
-        nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh,
-        nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax,
-        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-        nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
-        nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.PixelShuffle,
-        nn.PixelUnshuffle, nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d,
-        nn.ReplicationPad2d, nn.Sequential,
-    }
-)  # fmt: skip
 #: These draw in training, in their own forward and nowhere else.
 _DRAW: frozenset[type] = frozenset(
     {
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
         nn.FeatureAlphaDropout, nn.RReLU,
     }
+)  # fmt: skip
+#: Files of ``torch.nn.modules`` whose modules never draw, but for a few.
+_QUIET_FILES = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in (
+        "activation", "batchnorm", "channelshuffle", "container", "conv", "distance", "flatten",
+        "fold", "instancenorm", "linear", "normalization", "padding", "pixelshuffle", "pooling",
+        "sparse", "upsampling",
+    )
+)  # fmt: skip
+_DRAW_THERE = (
+    nn.RReLU, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+    LazyModuleMixin,
 )  # fmt: skip
 #: What ``module(...)`` calls in place of ``_call_impl``: an attribute of ``nn.Module`` made for
 #: ``compile``, which is left out of what is pickled or copied.
@@ -487,7 +448,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call: Callable[..., Any] = module._call_impl
     if _here.turn is None or not module.training:
         return call(*args, **kwargs)
-    return _here.turn.inside(lambda: call(*args, **kwargs))
+    return _here.turn.inside(partial(call, *args, **kwargs))
 
 
 def _holds(module: nn.Module) -> bool:
@@ -501,22 +462,28 @@ def is_compiled(module: nn.Module) -> bool:
 
 def never_draws(module: nn.Module) -> bool:
     """Whether a layer is made of PyTorch's own modules that never draw, without any hook."""
-    return _is_plainly(module, lambda m: type(m) in _NEVER_DRAW)
+    return all(map(_is_quiet, module.modules()))
 
 
 def _is_known(module: nn.Module) -> bool:
     """Whether it is made of those, and of modules that hold the generators while they draw."""
-    return _is_plainly(module, lambda m: type(m) in _NEVER_DRAW or _holds(m))
+    return all(_is_quiet(m) or (_holds(m) and _is_plain(m)) for m in module.modules())
 
 
-def _is_plainly(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> bool:
-    return (
-        is_one(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-        and "forward" not in module.__dict__
-        and (module.__dict__.get(_CALL) is None or _holds(module))
-        and all(_is_plainly(child, is_one) for child in module.children())
+def _is_quiet(module: nn.Module) -> bool:
+    known = type(module).__module__ in _QUIET_FILES and not isinstance(module, _DRAW_THERE)
+    return known and module.__dict__.get(_CALL) is None and _is_plain(module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return "forward" not in module.__dict__ and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around the forward of a module, or its backward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )

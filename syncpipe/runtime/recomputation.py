@@ -1,40 +1,60 @@
 """Cells that run without keeping their graph, and are computed again before they go back.
 
-The graph is cut at every boundary of a stage, so nothing has to be put back into an old graph: the
-first one is dropped as soon as the outputs are there, the second one is what goes back.
-
     forward     x --> [cell] --> y        y goes on, the graph is dropped, x is kept
     recompute   x --> [cell] --> y'       this graph goes back
 
-Both runs record a graph. A forward without one may take other kernels, with other last bits; and
-it would save no memory at the peak, for the recomputation needs that of a whole cell as well.
+Both runs record a graph: a forward without one may take other kernels, with other last bits. The
+second one computes from what the first one used, and leaves no trace. Of what is in modules,
+
+* modes, parameters and most buffers are only read. They are noted. If there is something else in
+  its place at the recomputation (``eval()``, a parameter that was frozen), the old one is put back
+  meanwhile. A tensor that was modified in place is lost, and refused, and so is another module.
+* BatchNorm's statistics, a codebook, ... are changed by forwards. They are copied before each one,
+  and the recomputation works on copies of the copies. Which buffers these are is seen after each
+  forward. Until one changes, a copy in a call is enough: it is what was before that forward.
+
+The parameter of ``nn.Embedding(max_norm=...)`` may be changed by forwards, for the rows that a cell
+used stay what they were; its recomputation changes no row again.
+
+What is in a module is seen by all threads, so whoever recomputes such a stage has it to itself:
+forwards and recomputations take its lock. A pipe inside a layer is covered by the lock of the
+outermost stage, which makes one order of locks: stage before random state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
+from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from syncpipe.data import attributes_of, clones, described, map_tensors, objects_in, tensors_in
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.runtime.module_state import CellState, modified, version_of
+from syncpipe.runtime.interrupts import Swap, forkable, swapped
 
 __all__ = [
-    "Recomputation",
-    "UnchangedObjects",
-    "is_checkpointing",
-    "is_recomputing",
-    "stored_by",
-    "without_storing",
-]
+    "OUTERMOST", "Changes", "ModuleState", "Recomputation", "check_objects", "is_checkpointing",
+    "is_recomputing", "noted_objects", "stored_by", "version_of",
+]  # fmt: skip
 
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
+#: The lock of the outermost stage that runs here; it covers the pipes inside.
+OUTERMOST: ContextVar[Any] = ContextVar("syncpipe_stage_lock", default=None)
+
+_Place = tuple[nn.Module, str]
+_Noted = tuple[str, Tensor | None, int]  # a name, the tensor that was there, and its version
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def is_checkpointing() -> bool:
@@ -54,85 +74,310 @@ def is_recomputing() -> bool:
     return _RECOMPUTING.get()
 
 
-def _while_set(flag: ContextVar[bool], run: Callable[..., Any], *args: Any) -> Any:
-    token = flag.set(True)
-    try:
-        return run(*args)
-    finally:
-        flag.reset(token)
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor has been modified in place."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def without_storing(cell: Callable[[Any], Any], inputs: Any) -> Any:
-    """Runs a cell that will run again, and is told so."""
-    return _while_set(_CHECKPOINTING, cell, inputs)
+def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
+    return RuntimeError(
+        f"{what} of {where} was modified in place between forward and backward (version {then} "
+        f"became {now}), so that the cell cannot be recomputed: call backward before the "
+        "optimizer's step, and modify copies; or use checkpoint='never' if a layer itself does this"
+    )
+
+
+class Changes:
+    """What the forwards of one stage change, as far as is known; from call to call.
+
+    Attributes:
+        lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
+        any: whether there ever was anything that two runs of the stage at a time would disturb.
+        renorming: the embeddings that keep their rows short.
+        renormed: for each of their parameters that is alive how often forwards modified it.
+        owners: the modules with buffers.
+        changing: the buffers that some forward has changed.
+        constant: for each module the others, as they were in a forward that did not change them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.lock = forkable()
+        self.any = False
+        self.renorming: list[nn.Module] = []
+        self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self.owners: list[nn.Module] = []
+        self.changing: set[_Place] = set()
+        self.constant: dict[nn.Module, list[_Noted]] = {}
+        self._modes: list[bool] = []
+        self.follow(list(root.modules()))
+
+    def renorm(self, run: Callable[[], Any]) -> Any:
+        """Runs a forward, and counts how often it modified the parameters of embeddings."""
+        weights: list[Any] = [module.weight for module in self.renorming]
+        before = list(map(version_of, weights))
+        result = run()
+        for weight, then in zip(weights, before, strict=True):
+            self.renormed[weight] = self.renormed.get(weight, 0) + version_of(weight) - then
+        return result
+
+    def follow(self, modules: list[nn.Module]) -> None:
+        """Goes by the modules that there are now: some may have come in since the last call."""
+        owners = [module for module in modules if module._buffers]
+        modes = [module.training for module in owners]
+        if owners != self.owners:
+            # Batch norm writes through functions that leave no trace.
+            norms = {(m, name) for m in owners if isinstance(m, _NormBase) for name in m._buffers}
+            there = {(module, name) for module in owners for name in module._buffers}
+            self.changing = self.changing & there | norms
+        if owners != self.owners or modes != self._modes:
+            self.owners, self._modes, self.constant = owners, modes, {}
+        self.renorming = [
+            module
+            for module in modules
+            if "max_norm" in module.__dict__
+            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.max_norm is not None
+        ]
+        self.any |= bool(owners or self.renorming)
+
+
+class ModuleState:
+    """The modules of a stage as they are in one call: their modes and their parameters.
+
+    If some parameters have no value yet (``lazy``), it is not good for later cells.
+    """
+
+    def __init__(self, root: nn.Module, changes: Changes) -> None:
+        self._root, self.changes = root, changes
+        self._modules, self._marks = _walk(root)
+        self._states = [(m, m.training, dict(m._parameters)) for m in self._modules]
+        found = {p: None for _, _, own in self._states for p in own.values() if p is not None}
+        self._parameters = [p for p in found if not is_lazy(p)]
+        self.lazy = len(self._parameters) < len(found)
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._tracked = [p for p in self._parameters if not p.is_inference()]
+        self.note_versions()
+        self._checked: tuple[object, list[Swap]] | None = None
+        self._originals: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        changes.follow(self._modules)
+
+    def like(self, other: ModuleState) -> bool:
+        """Whether the modules, their modes and parameters are the same ones."""
+        return self._marks == other._marks
+
+    def note_versions(self) -> None:
+        """The parameters are as they should be: cells that do not compute with them as they were
+        before may be in flight."""
+        self._versions = list(map(_VERSION, self._tracked))
+        self._renormed = dict(self.changes.renormed.items())
+
+    def original(self, buffer: Tensor | None, version: int) -> Tensor | None:
+        """The copy of a buffer in a version, which it has when this is asked for the first time."""
+        if buffer is None:
+            return None
+        key = id(buffer), version
+        if key not in self._originals:
+            self._originals[key] = buffer, _copy(buffer, {})  # it stays alive
+        return self._originals[key][1]
+
+    def swaps(self, where: object, moment: object) -> list[Swap]:
+        """What to put back for a recomputation of ``where``, nearly always nothing.
+
+        Modules are looked at once for each ``moment``. Raises a ``RuntimeError`` if a parameter was
+        modified in place, or the layers are other ones.
+        """
+        if (versions := list(map(_VERSION, self._tracked))) != self._versions:
+            renormed = self.changes.renormed
+            for p, then, now in zip(self._tracked, self._versions, versions, strict=True):
+                now -= renormed.get(p, 0) - self._renormed.get(p, 0)  # by the forward itself
+                if now != then:
+                    raise _modified(f"a parameter ({described(p)})", where, then, now)
+        if self._checked is None or self._checked[0] != moment:
+            self._checked = (moment, self._differences(where))
+        return self._checked[1]
+
+    def _differences(self, where: object) -> list[Swap]:
+        modules, marks = _walk(self._root)
+        if marks == self._marks:
+            return []
+        swaps: list[Swap] = []
+        same = list(map(id, modules)) == list(map(id, self._modules))
+        for module, training, parameters in self._states:
+            if not same or list(module._parameters) != list(parameters):
+                raise RuntimeError(_other_modules(self._modules, modules, where))
+            if module.training != training:
+                plain = "training" in module.__dict__  # not so in TorchScript's
+                swaps.append((module.__dict__ if plain else module, "training", training))
+            for name, parameter in parameters.items():
+                if module._parameters[name] is not parameter:
+                    swaps.append((module._parameters, name, parameter))
+        for known, flag in zip(self._parameters, self._flags, strict=True):
+            if known.requires_grad != flag:
+                swaps.append((known, "requires_grad", flag))
+        return swaps
+
+
+def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
+    """All modules; and numbers that tell whether anything that was noted of them has changed."""
+    modules: list[nn.Module] = []
+    marks: list[int] = []
+    seen: set[int] = set()
+    pending: list[nn.Module | None] = [root]
+    while pending:
+        module = pending.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        modules.append(module)
+        marks += (id(module), module.training)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                marks += (id(parameter), parameter.requires_grad)
+        pending.extend(module._modules.values())
+    return modules, marks
+
+
+def _other_modules(then: list[nn.Module], now: list[nn.Module], where: object) -> str:
+    came = ", ".join(type(m).__name__ for m in now if m not in then)
+    gone = ", ".join(type(m).__name__ for m in then if m not in now)
+    return (
+        f"the modules of {where} changed between forward and backward (new: {came}; gone: {gone}), "
+        "so that the cell cannot be recomputed: change them before the forward or after backward"
+    )
+
+
+def _copy(buffer: Tensor | None, made: dict[int, Tensor]) -> Tensor | None:
+    """A copy of a buffer; one that two modules share stays one."""
+    if buffer is None:
+        return None
+    if id(buffer) not in made:
+        made[id(buffer)] = (buffer.detach() if buffer.requires_grad else buffer).clone()
+    return made[id(buffer)]
 
 
 class Recomputation:
-    """A cell that ran without keeping its graph, and how to run it again.
+    """A cell that runs without keeping its graph, and how to run it again; under the stage's lock.
 
-    Args:
-        cell: computes the cell from a tree of inputs.
-        inputs: that tree, detached; kept here until the cell was computed again.
-        mutates_inputs: whether the cell may write into its inputs.
-        state: what else the result depends on, as it was before the forward.
-        where: the cell, which as a string is its name in messages.
+    Made before the forward, for it notes buffers as they are then.
+
+    Attributes:
+        modules: as they are in this call; to be replaced if it is lazy.
+        cell: computes the cell again from a tree of inputs.
+        inputs: that tree, detached.
+        mutates_inputs: whether the cell writes into its inputs.
         stored: what tells which tensors the forward stored; None: nobody will compare.
     """
 
-    __slots__ = ("_cell", "_mutates_inputs", "_state", "_stored", "_versions", "_where", "inputs")
+    cell: Callable[[Any], Any]
+    mutates_inputs = False
+    stored: Counter[Any] | None = None
 
-    def __init__(
-        self,
-        cell: Callable[[Any], Any],
-        inputs: Any,
-        *,
-        mutates_inputs: bool,
-        state: CellState,
-        where: object,
-        stored: Counter[Any] | None = None,
-    ) -> None:
-        self._cell = cell
-        self._stored = stored
-        self.inputs = inputs
-        self._versions = list(map(version_of, tensors_in(inputs)))
-        self._mutates_inputs = mutates_inputs
-        self._state = state
+    def __init__(self, modules: ModuleState, where: object) -> None:
+        self.modules = self._first = modules
         self._where = where
+        self._noted: list[tuple[nn.Module, list[_Noted]]] = []
+        self._copies: dict[_Place, Tensor | None] = {}
+        self._lazy: list[_Place] = []
+        self.inputs: Any = None
+        made: dict[int, Tensor] = {}
+        changing = modules.changes.changing
+        for module in modules.changes.owners:
+            noted: list[_Noted] = []
+            for name, buffer in module._buffers.items():
+                if buffer is not None and is_lazy(buffer):
+                    self._lazy.append((module, name))
+                elif (module, name) in changing:
+                    self._copies[module, name] = _copy(buffer, made)
+                else:
+                    noted.append((name, buffer, version_of(buffer)))
+                    modules.original(buffer, version_of(buffer))
+            self._noted.append((module, noted))
+
+    def forward(self, run: Callable[[Any], Any], inputs: Any) -> Any:
+        """Runs the cell for the first time; then sees which buffers that changed."""
+        token = _CHECKPOINTING.set(True)
+        try:
+            outputs = run(inputs)
+        finally:
+            _CHECKPOINTING.reset(token)
+        made: dict[int, Tensor] = {}
+        changes = self.modules.changes
+        for module, noted in self._noted:
+            # What was not so before may have changed without a trace in its version.
+            new = not _same_tensors(noted, changes.constant.get(module))
+            for each in list(noted):
+                name, buffer, version = each
+                now, before = module._buffers.get(name), self._first.original(buffer, version)
+                if (
+                    now is not buffer
+                    or version_of(now) != version
+                    or (new and now is not None and not torch.equal(now, before))  # type: ignore[arg-type]
+                ):
+                    changes.changing.add((module, name))
+                    self._copies[module, name] = _copy(before, made)  # others may want it
+                    noted.remove(each)
+            changes.constant[module] = noted
+        for module, name in self._lazy:  # it has its first value now, which is as good
+            self._copies[module, name] = _copy(module._buffers[name], made)
+        return outputs
+
+    def keep(self, inputs: Any) -> None:
+        """Keeps the detached inputs until the cell is computed again."""
+        self.inputs = inputs
+        self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
+        self._versions = list(map(_VERSION, self._tracked))
 
     def __call__(self, inputs: Any, moment: object, keep: bool) -> Any:
-        """The cell's outputs once more.
+        """The cell's outputs once more, from the inputs with a new graph; ``keep``: and again.
 
-        Args:
-            inputs: those of the forward, with a new graph.
-            moment: the same as long as the user's code cannot have changed any module.
-            keep: let it be done again.
+        ``moment`` is the same as long as the user's code cannot have changed any module.
         """
-        results: list[Any] = []
         begins: list[Any] = []
-        if self._stored is not None:
+        if self.stored is not None:
             begins = [tensor.grad_fn for tensor in tensors_in(inputs)]
-
-        def run() -> None:
-            given = map_tensors(clones, inputs) if self._mutates_inputs else inputs
-            results.append(self._cell(given))
-
+        token = _RECOMPUTING.set(True)
         try:
-            self._check_inputs()
-            _while_set(_RECOMPUTING, lambda: self._state.restored(run, moment, keep=keep))
+            if list(map(_VERSION, self._tracked)) != self._versions:
+                raise self._input_modified()
+            swaps = self._swaps(moment, keep)
+            if self.mutates_inputs:
+                inputs = map_tensors(clones, inputs)
+            outputs = swapped(swaps, partial(self.cell, inputs)) if swaps else self.cell(inputs)
         except BaseException as error:
             annotate(error, f"while recomputing {self._where}")
             raise
-        outputs = results.pop()
-        if self._stored is not None:
-            shapes = any(len(key) > 1 for key in self._stored)
-            self._compare(self._stored, stored_by(outputs, begins, shapes=shapes))
+        finally:
+            _RECOMPUTING.reset(token)
+        if self.stored is not None:
+            shapes = any(len(key) > 1 for key in self.stored)
+            self._compare(self.stored, stored_by(outputs, begins, shapes=shapes))
         return outputs
 
-    def _check_inputs(self) -> None:
-        for tensor, then in zip(tensors_in(self.inputs), self._versions, strict=True):
-            if (now := version_of(tensor)) != then:
-                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
-                raise modified(f"{kind} ({described(tensor)})", self._where, then, now)
+    def _input_modified(self) -> RuntimeError:
+        pairs = zip(self._tracked, self._versions, strict=True)
+        tensor, then = next((t, then) for t, then in pairs if t._version != then)
+        kind = "a parameter" if isinstance(tensor, nn.Parameter) else "an input"
+        return _modified(f"{kind} ({described(tensor)})", self._where, then, tensor._version)
+
+    def _swaps(self, moment: object, keep: bool) -> list[Swap]:
+        """What makes the stage what it was before the forward."""
+        made: dict[int, Tensor] = {}
+        changes = self.modules.changes
+        swaps = list(self.modules.swaps(self._where, moment))
+        changes.any |= bool(swaps)
+        for module, noted in self._noted:
+            for name, buffer, version in noted:
+                if version_of(buffer) != version:
+                    kept = _copy(self._first.original(buffer, version), made)
+                    swaps.append((module._buffers, name, kept))
+                elif module._buffers.get(name, buffer) is not buffer:
+                    swaps.append((module._buffers, name, buffer))
+        for (module, name), kept in self._copies.items():
+            if name in module._buffers:
+                swaps.append((module._buffers, name, _copy(kept, made) if keep else kept))
+        for embedding in changes.renorming:
+            swaps.append((embedding.__dict__, "max_norm", None))
+        return swaps
 
     def _compare(self, then: Counter[Any], now: Counter[Any]) -> None:
         if now == then:
@@ -148,21 +393,27 @@ class Recomputation:
         )
 
 
+def _same_tensors(now: list[_Noted], then: list[_Noted] | None) -> bool:
+    """Whether both note the same tensors, by identity, in the same versions."""
+    return (
+        then is not None
+        and len(now) == len(then)
+        and all(a[1] is b[1] and a[2] == b[2] for a, b in zip(now, then, strict=True))
+    )
+
+
 def stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
     """The operations in the graph of a cell, which say what was stored.
 
-    Args:
-        outputs: of the cell.
-        begins: the nodes of its inputs, before it ran.
-        shapes: with shapes and dtypes of what they gave, which takes longer.
+    It ends at its outputs, and begins after the nodes that its inputs had; ``shapes`` are those of
+    what operations gave, with dtypes, which takes longer.
     """
     found: Counter[Any] = Counter()
     for node in nodes_of([t.grad_fn for t in tensors_in(outputs)], begins):
         kind = type(node).__name__
-        if kind in _OURS:
-            continue
-        metadata = node._input_metadata if shapes else ()
-        found[kind, *[(tuple(each.shape), each.dtype) for each in metadata]] += 1
+        if kind not in _OURS:
+            metadata = node._input_metadata if shapes else ()
+            found[kind, *[(tuple(each.shape), each.dtype) for each in metadata]] += 1
     return found
 
 
@@ -171,28 +422,27 @@ def stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
 _OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad", "ToCopyBackward0"}
 
 
-class UnchangedObjects:
-    """Guards objects in the inputs of a cell during its forward: they cannot be copied.
+#: Objects, and their attributes by name.
+_Objects = list[tuple[Any, dict[str, tuple[Any, ...]]]]
 
-    Args:
-        inputs: a tree.
-    """
 
-    def __init__(self, inputs: Any) -> None:
-        self._objects = [(thing, _attributes(thing)) for thing in objects_in(inputs)]
+def noted_objects(inputs: Any) -> _Objects:
+    """The objects in the inputs of a cell, which cannot be copied, for :func:`check_objects`."""
+    return [(thing, _attributes(thing)) for thing in objects_in(inputs)]
 
-    def check(self, where: object) -> None:
-        """Raises a ``RuntimeError`` if the forward set an attribute, or modified one's tensor."""
-        for thing, then in self._objects:
-            now = _attributes(thing)
-            for name in then.keys() | now.keys():
-                if then.get(name, ())[1:] != now.get(name, ())[1:]:
-                    raise RuntimeError(
-                        f"{where} changed the attribute {name!r} of the {type(thing).__name__} "
-                        "that it was given, so that it cannot be recomputed: let the layer return "
-                        "a new object, pass tensors in tuples or dicts (or in a class registered "
-                        "with torch.utils._pytree), or use checkpoint='never'"
-                    )
+
+def check_objects(noted: _Objects, where: object) -> None:
+    """Raises a ``RuntimeError`` if a forward set an attribute, or modified one's tensor."""
+    for thing, then in noted:
+        now = _attributes(thing)
+        for name in then.keys() | now.keys():
+            if then.get(name, ())[1:] != now.get(name, ())[1:]:
+                raise RuntimeError(
+                    f"{where} changed the attribute {name!r} of the {type(thing).__name__} "
+                    "that it was given, so that it cannot be recomputed: let the layer return "
+                    "a new object, pass tensors in tuples or dicts (or in a class registered "
+                    "with torch.utils._pytree), or use checkpoint='never'"
+                )
 
 
 def _attributes(thing: Any) -> dict[str, tuple[Any, ...]]:

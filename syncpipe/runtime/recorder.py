@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from syncpipe.runtime.streams import Lane, Streams
+from syncpipe.runtime.streams import Lane
 from syncpipe.schedules.schedule import Devices, devices_of
 
 __all__ = ["Moment", "Record", "Recorder", "as_range"]
@@ -77,14 +77,12 @@ class Recorder:
     def __init__(
         self, records: list[Record], origins: dict[torch.device, Moment], step: int
     ) -> None:
-        self._records = records
-        self._origins = origins
-        self.step = step
+        self._records, self._origins, self.step = records, origins, step
         self._lanes: list[Lane] = []
         self._rows: Devices = ()
 
     def begin(self, lanes: list[Lane], rows: Devices) -> None:
-        """Call before anything is recorded, on the caller's thread.
+        """Call first, on the caller's thread.
 
         Args:
             lanes: for each worker its lane.
@@ -94,47 +92,41 @@ class Recorder:
         for lane in lanes:
             if lane.streams is not None and lane.device not in self._origins:
                 # A host that is busy wakes up late; the quickest of some readings tells the time.
-                readings = [_origin(lane.streams, lane.compute) for _ in range(5)]
+                readings = [_origin(lane) for _ in range(5)]
                 self._origins[lane.device] = min(readings, key=itemgetter(0))[1]
 
     @contextmanager
     def span(self, kind: str, i: int, j: int) -> Iterator[None]:
         """The context in which stage ``j`` computes something."""
-        record, lane = self._record(kind, i, j), self._lane(i, j)
-        record.start, running = self._now(lane, lane.compute), time.thread_time()
+        row = self._row(i, j)
+        lane = self._lanes[row]
+        start, running = self._now(lane, lane.compute), time.thread_time()
         yield
-        record.host = time.thread_time() - running
-        record.end = self._now(lane, lane.compute)
-        self._records.append(record)
+        host = time.thread_time() - running
+        end = self._now(lane, lane.compute)
+        self._records.append(Record(kind, i, j, row, self.step, start, end, host=host))
 
     @contextmanager
     def transfer(self, i: int, j: int, target: int, *, backward: bool) -> Iterator[None]:
         """The context in which something is sent from stage ``j`` to ``target``, or back."""
         if backward:  # along the same edge, the other way
             j, target = target, j
-        record, source, there = (
-            self._record("transfer", i, j),
-            self._lane(i, j),
-            self._lane(i, target),
-        )
-        record.target, record.backward = target, backward
+        row = self._row(i, j)
+        source, there = self._lanes[row], self._lanes[self._row(i, target)]
         if source.streams is not None:  # it cannot begin before what it sends is there
             source.streams.wait(source.outbound, source.streams.record(source.compute))
-        record.start = self._now(source, source.outbound)
+        start = self._now(source, source.outbound)
         yield
-        copied_by = source if there.streams is None else there
-        record.end = self._now(copied_by, source.outbound if copied_by is source else there.inbound)
+        if there.streams is None:
+            end = self._now(source, source.outbound)
+        else:
+            end = self._now(there, there.inbound)
+        record = Record("transfer", i, j, row, self.step, start, end, target, backward)
         self._records.append(record)
-
-    def _record(self, kind: str, i: int, j: int) -> Record:
-        return Record(kind, i, j, self._row(i, j), self.step)
 
     def _row(self, i: int, j: int) -> int:
         rows = devices_of(self._rows, j)
         return rows[i % len(rows)]
-
-    def _lane(self, i: int, j: int) -> Lane:
-        return self._lanes[self._row(i, j)]
 
     def _now(self, lane: Lane, stream: Any) -> Moment:
         if lane.streams is None:
@@ -143,10 +135,10 @@ class Recorder:
         return Moment(origin.host, lane.streams.stamp(stream), origin.event)
 
 
-def _origin(streams: Streams, stream: Any) -> tuple[float, Moment]:
+def _origin(lane: Lane) -> tuple[float, Moment]:
     """An event with the host's time, and by how much that may be wrong."""
     begin = time.perf_counter()
-    event = streams.stamp(stream)
+    event = lane.streams.stamp(lane.compute)
     event.synchronize()
     end = time.perf_counter()
     return end - begin, Moment(end, event)

@@ -16,21 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "AcceleratorStreams",
-    "Lane",
-    "Streams",
-    "accelerators",
-    "checked_device",
-    "moved",
-    "same_memory",
+    "AcceleratorStreams", "Lane", "accelerators", "checked_device", "moved", "same_memory",
     "using",
-]
+]  # fmt: skip
 
 
 def accelerators() -> list[torch.device]:
@@ -70,31 +64,6 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-class Streams(Protocol):
-    """The operations on streams of one device; streams and events are opaque here."""
-
-    def current(self) -> Any:
-        """The stream on which the calling thread works on this device."""
-
-    def new(self) -> Any:
-        """A new stream of this device."""
-
-    def use(self, stream: Any) -> AbstractContextManager[None]:
-        """Makes ``stream`` (and its device) current for the calling thread."""
-
-    def record(self, stream: Any) -> Any:
-        """An event that happens when all work so far on ``stream`` is done."""
-
-    def stamp(self, stream: Any) -> Any:
-        """The same, of an event that can tell its time (only traces ask)."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Lets further work on ``stream`` wait for ``event``; the host does not wait."""
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps the memory of ``tensor`` from being reused before ``stream`` is done with it."""
-
-
 @contextmanager
 def using(stream: torch.Stream) -> Iterator[None]:
     """Makes a stream and its device current on this thread, and puts back what was.
@@ -113,47 +82,52 @@ def using(stream: torch.Stream) -> Iterator[None]:
 
 
 class AcceleratorStreams:
-    """:class:`Streams` of a real accelerator, by PyTorch's device-agnostic interface."""
+    """The operations on streams of one device, by PyTorch's device-agnostic interface.
+
+    To all others streams and events are opaque: tests have operations of their own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def current(self) -> torch.Stream:
+        """The stream on which the calling thread works on this device."""
         return torch.accelerator.current_stream(self.device)
 
     def new(self) -> torch.Stream:
         return torch.Stream(device=self.device)
 
     def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Makes ``stream`` (and its device) current for the calling thread."""
         return using(stream)
 
     def record(self, stream: torch.Stream) -> torch.Event:
+        """An event that happens when all work so far on ``stream`` is done."""
         return stream.record_event()
 
     def stamp(self, stream: torch.Stream) -> torch.Event:
+        """The same, of an event that can tell its time (only traces ask)."""
         return stream.record_event(torch.Event(self.device, enable_timing=True))
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Lets further work on ``stream`` wait for ``event``; the host does not wait."""
         stream.wait_event(event)
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Keeps the memory of ``tensor`` from being reused before ``stream`` is done with it."""
         if tensor.device.type == self.device.type:
             tensor.record_stream(stream)
 
 
 @dataclass(slots=True)
 class Lane:
-    """A worker as one call sees it: its device, and its streams where it has any.
-
-    ``caller`` is the stream on which the caller worked on this device when the call began.
-    """
+    """A worker as one call sees it: its device, and its streams where it has any."""
 
     device: torch.device
-    streams: Streams | None = None
+    streams: Any = None  # as AcceleratorStreams
     compute: Any = None
     outbound: Any = None
     inbound: Any = None
-    caller: Any = None
 
     def active(self) -> AbstractContextManager[Any]:
         """The context in which the stages of this worker run."""
@@ -176,7 +150,7 @@ class Lane:
             for tensor in tensors:
                 self.streams.keep(tensor, self.compute)
 
-    def receive(self, event: Any, tensors: list[Tensor]) -> None:
+    def receive(self, event: Any, tensors: Sequence[Tensor]) -> None:
         """Lets this lane wait for what another one sent (None: nothing to wait for)."""
         if self.streams is None or event is None:
             return
@@ -184,16 +158,12 @@ class Lane:
         for tensor in tensors:
             self.streams.keep(tensor, self.compute)
 
-    def send(self, tensors: list[Tensor], to: Lane, after: Any = None) -> tuple[list[Tensor], Any]:
-        """Sends tensors to another lane.
+    def send(
+        self, tensors: Sequence[Tensor], to: Lane, after: Any = None
+    ) -> tuple[list[Tensor], Any]:
+        """Sends tensors to another lane: they on its device, and an event for :meth:`receive`.
 
-        Args:
-            tensors: on the device of this lane.
-            to: where they are needed.
-            after: tells when they are there; None if this lane itself computed them.
-
-        Returns:
-            The tensors on the device of ``to``, and an event for :meth:`receive` there.
+        ``after`` is the event that says when they are here; None if this lane computed them.
         """
         if same_memory(self.device, to.device):
             event = None if self.streams is None else self.streams.record(self.compute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -9,10 +11,19 @@ from typing import Any
 
 import torch
 
-from syncpipe.runtime.free_threading import FREE_THREADED
-from syncpipe.runtime.streams import AcceleratorStreams, Lane, Streams, checked_device
+from syncpipe.runtime.streams import AcceleratorStreams, Lane, checked_device
 
-__all__ = ["Item", "Worker", "WorkerThread"]
+__all__ = ["FREE_THREADED", "Item", "Worker", "WorkerThread", "has_lock"]
+
+#: Whether this is a free-threaded build of CPython. There an object belongs to the thread that made
+#: it, and what other threads let go of dies when that one next runs Python. A thread that sleeps
+#: keeps all of it alive, the memory of tensors included.
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def has_lock() -> bool:
+    """Whether only one thread at a time can run Python."""
+    return not FREE_THREADED or bool(sys._is_gil_enabled())  # type: ignore[attr-defined, unused-ignore]
 
 
 class Worker:
@@ -28,13 +39,13 @@ class Worker:
         streams: the stream operations to use, where PyTorch's own are not meant (tests).
     """
 
-    def __init__(self, device: torch.device | str | int, *, streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device | str | int, *, streams: Any = None) -> None:
         self.device = checked_device(device)
         if self.device.index is None and self.device.type not in ("cpu", "meta"):
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
         self._given = streams
         self._private = True
-        self._made: tuple[Streams | None, Any, Any, Any] | None = None
+        self._made: tuple[Any, Any, Any, Any] | None = None
         self._host: tuple[Any, Any] | None = None
 
     @classmethod
@@ -56,13 +67,14 @@ class Worker:
                 compute = streams.new() if self._private else None
                 self._made = (streams, compute, streams.new(), streams.new())
         streams, compute, outbound, inbound = self._made
-        caller = None if streams is None else streams.current()
-        compute = caller if compute is None else compute
-        return Lane(self.device, streams, compute, outbound, inbound, caller)
+        if streams is not None and compute is None:
+            compute = streams.current()
+        return Lane(self.device, streams, compute, outbound, inbound)
 
-    def host_streams(self, streams: Streams) -> tuple[Any, Any]:
+    def host_streams(self) -> tuple[Any, Any]:
         """Return two streams for copies to the host and back."""
         if self._host is None:
+            streams = self.lane().streams
             self._host = (streams.new(), streams.new())
         return self._host
 
@@ -78,19 +90,14 @@ class Worker:
         return f"Worker({str(self.device)!r})"
 
 
+#: A job, which must not raise, and what to call once nothing is held of it.
+Item = tuple[Callable[[], Any], Callable[[], Any]]
 #: After a job, and later: so often an idle thread lets go of what dies only when it runs.
 _LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
-Item = tuple[Callable[[], None], Callable[[], None]]
-
 
 class WorkerThread:
-    """A daemon thread that runs the jobs it is given, in order, until it is stopped.
-
-    Attributes:
-        jobs: to put them into: a job, which must not raise, and what to call once nothing is held
-            of it. None stops the thread.
-    """
+    """A daemon thread that runs the ``jobs`` it is given, in order, until it is stopped."""
 
     def __init__(self, name: str) -> None:
         self.jobs: SimpleQueue[Item | None] = SimpleQueue()

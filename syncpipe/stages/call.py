@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from math import lcm
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from syncpipe.data import hidden_tensor, map_tensors, objects_in, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
-from syncpipe.runtime.engine import RUNNING, Run, Task
+from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
@@ -33,8 +33,7 @@ from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
-from syncpipe.stages.sharing import CallReplicas, CallTies, stand_in
-from syncpipe.stages.swaps import knows_itself
+from syncpipe.stages.sharing import CallReplicas, CallTies, knows_itself, stand_in
 
 __all__ = ["Call", "EntryEvent", "MiniBatch", "needs_graph", "sent"]
 
@@ -42,15 +41,10 @@ _T = TypeVar("_T")
 
 
 class EntryEvent(NamedTuple):
-    """Tells when tensors from outside of the pipeline are there.
+    """Tells when tensors from outside of the pipeline are there."""
 
-    Attributes:
-        lane: the stream on which they were made.
-        event: happens when they are there; None: to be recorded on that stream when it is needed.
-    """
-
-    lane: Lane
-    event: Any
+    lane: Lane  #: the stream on which they were made
+    event: Any  #: None: to be recorded on that stream when it is needed
 
 
 class MiniBatch:
@@ -65,7 +59,6 @@ class MiniBatch:
 
     Attributes:
         state: the caller's.
-        seed: of the random numbers.
         modes: for each stage and replica its mode.
         rematerialized: for each how many micro-batches, from the first on, are recomputed.
         runs: for each what runs its cells.
@@ -80,7 +73,7 @@ class MiniBatch:
         inline: bool,
         seed: int | None = None,
     ) -> None:
-        if pipeline.streaming and pipeline.engine.running() is not None:
+        if pipeline.streaming and pipeline.engine.is_running():
             raise RuntimeError(
                 "train_stream calls this pipe once more (by its loss_fn, its data_iter, a layer or "
                 "an optimizer's hook), while other stages update their weights: what came out "
@@ -116,10 +109,7 @@ class Call(MiniBatch):
     ``pipeline.stages``, and in all lists that are kept for each of these.
 
     Args:
-        pipeline: as for :class:`MiniBatch`.
-        m: likewise.
-        checkpoint: likewise.
-        inline: likewise.
+        pipeline, m, checkpoint, inline: as for :class:`MiniBatch`.
         recorder: writes down what runs when, for a trace.
         graph: gradients are captured, and given back by a node of the caller's graph.
 
@@ -148,7 +138,6 @@ class Call(MiniBatch):
     ) -> None:
         super().__init__(pipeline, m, checkpoint=checkpoint, inline=inline)
         self.moment: object = None
-        stages = pipeline.stages
         self.lanes = [worker.lane() for worker in pipeline.workers]
         self._callers = [worker.caller_lane() for worker in pipeline.workers]
         self.lane_of = [self.lanes[w] for w in pipeline.worker_of]
@@ -166,37 +155,23 @@ class Call(MiniBatch):
         self.recorder = recorder
         if recorder is not None:
             recorder.begin(self.lanes, pipeline.placement)
-        self.instead: list[dict[int, Tensor]] = [{} for _ in stages]
+        self.instead: list[dict[int, Tensor]] = [{} for _ in pipeline.stages]
         self.originals: dict[int, Tensor] = {}
         if graph and self.state.grad:
             self._stand_in_for_hooked()
-        shallow: dict[Any, Any] = {}
         self.ties: CallTies | None = None
+        self.replicas: CallReplicas | None = None
         if ties := pipeline.shared.find():
             check_replicas(ties, list(map(len, pipeline.numbers)))
             self._wait_for_caller()
-            self.ties = CallTies(
-                ties, pipeline.shared, self.lane_of, pipeline.edges, self.state, self.instead,
-                self.originals, in_order=graph,
-            )  # fmt: skip
-        self.replicas: CallReplicas | None = None
-        if len(stages) > pipeline.n:
+            self.ties = CallTies(self, ties, in_order=graph)
+        if len(pipeline.stages) > pipeline.n:
             self._wait_for_caller()
-            self.replicas = CallReplicas(
-                pipeline.replicas, pipeline.numbers, self.runs, self.lane_of, self.state,
-                self.instead, self.originals,
-            )  # fmt: skip
+            self.replicas = CallReplicas(self)
+        shallow: dict[Any, Any] = {}
         if any(self.instead):
-            # Other threads that call the pipe look at its modules, too: where these can be copied.
-            last = pipeline.worker_of[pipeline.n - 1]  # where the loss function runs
             watched = [
-                j
-                for j, others in enumerate(self.instead)
-                if others
-                and (
-                    not any(map(knows_itself, self.runs[j].partition.modules()))
-                    or (pipeline.worker_of[j] != last and not (graph or self.inline))
-                )
+                j for j, others in enumerate(self.instead) if others and self._seen(j, graph)
             ]
             shallow = pipeline.shared.copies_of_modules(ties, self.runs, watched)
         for run, others in zip(self.runs, self.instead, strict=True):
@@ -208,6 +183,17 @@ class Call(MiniBatch):
         self._ends = [
             list(zip(self._along(e.source), self._along(e.target), strict=True)) for e in edges
         ]
+
+    def _seen(self, j: int, graph: bool) -> bool:
+        """Whether other threads look at the modules of a stage while its cells run.
+
+        Those that call the pipe do, and the loss function, which runs on the last stage's worker.
+        Modules that cannot be copied are then the stage's own for the time of a run.
+        """
+        worker_of, n = self.pipeline.worker_of, self.pipeline.n
+        if not any(map(knows_itself, self.runs[j].partition.modules())):
+            return True
+        return worker_of[j] != worker_of[n - 1] and not (graph or self.inline)
 
     def _along(self, j: int) -> list[Lane]:
         """For micro-batches in turn the lane on which each passes stage ``j``."""
@@ -230,27 +216,11 @@ class Call(MiniBatch):
                         leaf = self.instead[stage.number].setdefault(id(tensor), _leaf(tensor))
                         self.originals[id(leaf)] = tensor
 
-    def run_backward(self, steps: Steps, task: Task) -> None:
-        """Runs the second half of a program, on whatever thread autograd is."""
-        self.moment = object()
-        state = self.state
-        try:
-            if self.inline or _thread_is_used():
-                with state.applied():
-                    self._run(steps, task, (), inline=True)
-            else:
-                self._run(steps, task, (), inline=False)
-        finally:
-            if state.autocast.casts:  # the caller may have left its autocast, which clears them
-                torch.clear_autocast_cache()
-
-    def run(self, steps: Steps, task: Task, input: Any) -> None:
+    def run(self, steps: Steps, task: Any, input: Any) -> None:
         """Runs a program to its end. The caller's streams then wait for all that it did.
 
-        Args:
-            steps: the program.
-            task: what to do for each action.
-            input: a tree that comes from the caller and is used by the first stage.
+        The ``task`` says what to do for each action (``bind``). The ``input``, a tree, comes from
+        the caller and is used by the first stage.
         """
         self._run(steps, task, input, inline=self.inline)
         if self.ties is not None:
@@ -258,20 +228,30 @@ class Call(MiniBatch):
         if self.replicas is not None:
             self.replicas.finish()
 
-    def _run(self, steps: Steps, task: Task, input: Any, *, inline: bool) -> None:
+    def run_backward(self, steps: Steps, task: Any) -> None:
+        """Runs the second half of a program, on whatever thread autograd is."""
+        self.moment = object()
+        modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+        try:
+            # Where this thread cannot wait for workers, or others cannot do what it does.
+            if self.inline or modes or RUNNING.get():
+                with self.state.applied():
+                    self._run(steps, task, (), inline=True)
+            else:
+                self._run(steps, task, (), inline=False)
+        finally:
+            if self.state.autocasts:  # the caller may have left its autocast, which clears them
+                torch.clear_autocast_cache()
+
+    def _run(self, steps: Steps, task: Any, input: Any, *, inline: bool) -> None:
         self._wait_for_caller()
         self.lane_of[0].record_on_stream(tensors_in(input), self.caller_of[0])
         for j, offload in self._offloads.items():
             offload.goes_back(steps.backwards(j) or range(self.m)[::-1])
-        run = partial(
-            self.pipeline.engine.run,
-            steps,
-            task,
-            self.state,
-            inline=inline,
-        )
+        engine = self.pipeline.engine
         try:
-            outside_of_turn(run)  # the order of locks is: stage before random state
+            # The order of locks is: stage before random state.
+            outside_of_turn(lambda: engine.run(steps, task.bind, self.state, inline=inline))
         finally:
             for offload in self._offloads.values():
                 offload.let_go()
@@ -279,13 +259,8 @@ class Call(MiniBatch):
                 caller.wait_for(lane)
 
     def bound(self, run: Run, kind: Kind, j: int) -> Run:
-        """What performs the actions of a kind on stage ``j``: on its streams, and for the trace.
-
-        Args:
-            run: does it, for a micro-batch and a list of :class:`Parcel`.
-            kind: the kind.
-            j: the stage.
-        """
+        """What performs the actions of a kind on stage ``j``: ``run``, which is given a list of
+        :class:`Parcel`, on the stage's streams, and for the trace."""
         lane, recorder, stage = self.lane_of[j], self.recorder, self.pipeline.stages[j].j
         offload = self._offloads.get(j)
         if offload is not None and kind == "forward":
@@ -295,7 +270,9 @@ class Call(MiniBatch):
 
         def on_streams(i: int, parcels: list[Any]) -> Sequence[Any]:
             with lane.active():
-                _received(lane, parcels)
+                for parcel in parcels:
+                    if parcel.event is not None:
+                        lane.receive(parcel.event, tensors_in(parcel.value))
                 with nullcontext() if recorder is None else recorder.span(kind, i, stage):
                     return run(i, parcels)
 
@@ -303,25 +280,16 @@ class Call(MiniBatch):
 
     def _offload(self, j: int) -> Offload:
         """What sends the activations of a stage to the host."""
-        lane = self.lane_of[j]
-        assert lane.streams is not None
         worker = self.pipeline.workers[self.pipeline.worker_of[j]]
         partition = self.pipeline.stages[j].partition
         own = chain(partition.parameters(), partition.buffers())
-        return Offload(lane, *worker.host_streams(lane.streams), own)
+        return Offload(self.lane_of[j], *worker.host_streams(), own)
+
+    # -- over edges
 
     def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
-        """Sends a value over an edge; for the worker at its near end to call.
-
-        Args:
-            edge: the edge.
-            i: the micro-batch.
-            value: a tree.
-            backward: from the edge's target to its source.
-
-        Returns:
-            The value at the far end, and the event to wait for there.
-        """
+        """Sends the value of a micro-batch over an edge (or back); for the worker at its near end.
+        Returns the value at the far end, and the event to wait for there."""
         if self.quiet and (backward or type(value) is Tensor):
             return value, None
         source, target = self._ends[edge.number][i % self._round]
@@ -329,7 +297,7 @@ class Call(MiniBatch):
             return value, None
         if backward:
             source, target = target, source
-        if not (backward or isinstance(value, Tensor)):
+        elif not isinstance(value, Tensor):
             self._check_objects(edge, i, value)
         if self.recorder is None:
             return sent(source, target, value)
@@ -337,11 +305,8 @@ class Call(MiniBatch):
             return sent(source, target, value)
 
     def _check_objects(self, edge: Edge, i: int, value: Any) -> None:
-        """Refuses objects with tensors in them that would have to be sent.
-
-        Raises:
-            TypeError: a tensor is on an accelerator, or has a graph that only one worker may walk.
-        """
+        """Refuses objects with tensors in them that would have to be sent: on an accelerator, or
+        with a graph that only one worker may walk."""
 
         def has_to_be_sent(tensor: Tensor) -> bool:
             there = tensor.device.type not in ("cpu", "meta")
@@ -361,39 +326,25 @@ class Call(MiniBatch):
                     "torch.utils._pytree.register_pytree_node"
                 )
 
+    # -- from the caller, and to the caller
+
     def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
         """When tensors are there that the calling thread has just made or been given."""
         found = {}
-        for device in {tensor.device for tensor in tensors_in(tree)}:
-            streams = (
-                self._entry_events[device].lane.streams if device in self._entry_events else None
+        for device in {tensor.device for tensor in tensors_in(tree)} & self._entry_events.keys():
+            streams = self._entry_events[device].lane.streams
+            stream = streams.current()
+            found[device] = EntryEvent(
+                Lane(device, streams, stream, stream), streams.record(stream)
             )
-            if streams is not None:
-                stream = streams.current()
-                found[device] = EntryEvent(
-                    Lane(device, streams, stream, stream), streams.record(stream)
-                )
         return found
-
-    def as_caller(self) -> AbstractContextManager[Any]:
-        """The context for what is the caller's own: it works on the caller's streams.
-
-        Without it a worker's thread would use the default stream of every device but its own.
-        """
-        stack = ExitStack()
-        for caller in reversed(self._callers):  # the first one's device becomes current
-            stack.enter_context(caller.active())
-        return stack
 
     def to_stage(
         self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
     ) -> Any:
         """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
 
-        Args:
-            tree: tensors on any devices, and other values.
-            j: the stage.
-            after: when they are there, if they did not come with the call.
+        ``after`` says when it is there, if it did not come with the call.
         """
         lane, after = self.lane_of[j], self._entry_events if after is None else after
         return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
@@ -413,6 +364,16 @@ class Call(MiniBatch):
         lane.receive(event, copies)
         return copies[0]
 
+    def as_caller(self) -> AbstractContextManager[Any]:
+        """The context for what is the caller's own: it works on the caller's streams.
+
+        Without it a worker's thread would use the default stream of every device but its own.
+        """
+        stack = ExitStack()
+        for caller in reversed(self._callers):  # the first one's device becomes current
+            stack.enter_context(caller.active())
+        return stack
+
     def for_caller(self, j: int, function: Callable[..., _T], *args: Any) -> _T:
         """Calls a function on the caller's streams; what stage ``j`` does later waits for it."""
         with self.as_caller():
@@ -427,11 +388,8 @@ class Call(MiniBatch):
             self.caller_of[j].record_on_stream(tensors_in(tree), lane)
 
     def collected(self, values: list[Any]) -> list[Any]:
-        """What the last stage gave for each micro-batch, for the caller and on one device.
-
-        Args:
-            values: trees, each on the device of its replica.
-        """
+        """What the last stage gave for each micro-batch, trees on the devices of its replicas: for
+        the caller and on one device."""
         numbers, results = self.pipeline.numbers[-1], self.pipeline.results
         if len(numbers) == 1:
             self.release_to_caller(numbers[0], values)
@@ -451,16 +409,7 @@ class Call(MiniBatch):
 
 
 def sent(source: Lane, target: Lane, value: Any) -> tuple[Any, Any]:
-    """Sends a tree to another lane.
-
-    Args:
-        source: where it is.
-        target: where it is needed.
-        value: the tree, without a graph.
-
-    Returns:
-        The tree on the device of ``target``, and the event that says when it is there.
-    """
+    """Sends a tree without a graph to another lane: it on that device, and when it is there."""
     if source.streams is None and same_memory(source.device, target.device):
         return value, None
     events: list[Any] = []
@@ -490,27 +439,12 @@ def needs_graph() -> bool:
     )
 
 
-def _thread_is_used() -> bool:
-    """Whether this thread cannot wait for workers, or others cannot do what it does."""
-    return (
-        bool(RUNNING.get())
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._autograd._profiler_enabled()
-    )
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     """A leaf of the same memory, which counts the same versions."""
     leaf = tensor.detach()
     if isinstance(tensor, nn.Parameter):
         return torch.Tensor._make_subclass(type(tensor), leaf, True)
     return leaf.requires_grad_()
-
-
-def _received(lane: Lane, parcels: Sequence[Any]) -> None:
-    for parcel in parcels:
-        if parcel.event is not None:
-            lane.receive(parcel.event, tensors_in(parcel.value))
 
 
 _accelerators = lru_cache(maxsize=1)(accelerators)

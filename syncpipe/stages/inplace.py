@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
-from syncpipe.runtime.module_state import version_of
+from syncpipe.runtime.recomputation import version_of
 
 __all__ = ["Given", "aliased", "entering", "handed_on", "may_write", "sent_marks"]
 
@@ -35,11 +35,8 @@ ALIASED, LENT = 1, 2
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
     """Whether layers may write into what their stage is given.
 
-    PyTorch's own layers do so if they say ``inplace``, and of others nobody knows.
-
-    Args:
-        partition: the layers.
-        pops: whether skips come in, which any of them may see.
+    PyTorch's own layers do so if they say ``inplace``, and of others nobody knows. Any of them may
+    see a skip that the stage ``pops``.
     """
     if _hooked(partition) or global_hooks._global_forward_pre_hooks:
         return True
@@ -75,23 +72,13 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def entering(inputs: Any, target: Any) -> list[int]:
-    """The marks of what comes from the caller.
-
-    Args:
-        inputs: a tree.
-        target: what came with them.
-    """
+    """The marks of what comes from the caller, with its target."""
     lent = 0 if torch.is_inference_mode_enabled() else LENT
     return [lent | mark for mark in aliased(inputs, target)]
 
 
 def aliased(inputs: Any, others: Any = None) -> list[int]:
-    """The marks of tensors of which some overlap: what is written into one has to be seen there.
-
-    Args:
-        inputs: a tree.
-        others: what they may overlap besides each other.
-    """
+    """The marks of tensors that overlap, with each other or with others."""
     tensors, beside = tensors_in(inputs), tensors_in(others)
 
     def is_aliased(tensor: Tensor) -> bool:
@@ -102,16 +89,13 @@ def aliased(inputs: Any, others: Any = None) -> list[int]:
 
 
 def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool) -> list[int]:
-    """The marks of a cell's outputs, for those that are what it was lent.
+    """The marks of a cell's outputs, for those that are what it was lent; nothing if all are 0.
 
     Args:
         inputs: the cell's, with its skips.
         marks: theirs.
         outputs: the cell's, with its skips.
         all_lent: whether it was lent all of them: by the caller, or to be recomputed from.
-
-    Returns:
-        The marks; nothing where all are 0.
     """
     given, made = inputs[0], outputs[0]
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
@@ -129,14 +113,9 @@ def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool
 
 
 def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
-    """The marks of a cell's outputs on their way to other stages.
+    """The marks of a cell's activation, and of each of its skips, on their way to other stages.
 
-    Args:
-        outputs: the activation, and the skips.
-        lent: what :func:`handed_on` says of them.
-
-    Returns:
-        For the activation and for each skip those of its tensors.
+    ``lent`` is what :func:`handed_on` says of them.
     """
     parts = [tensors_in(part) for part in (outputs[0], *outputs[1])]
     all_parts = [tensor for part in parts for tensor in part]
@@ -158,40 +137,37 @@ class Given:
         inputs: a tree.
         marks: for each of its tensors.
         copy: whether the cell may write into its inputs, see :func:`may_write`.
-        kept: the same tree without its graph, if the cell may have to be computed again.
+        again: whether it is computed again from them: then all are lent.
 
     Attributes:
         tree: the inputs as the cell gets them.
-        kept: what the cell can be computed again from while it runs.
     """
 
-    __slots__ = ("_before", "_copied", "_kept", "_marks", "_tensors", "kept", "tree")
-
-    def __init__(self, inputs: Any, marks: Sequence[int], *, copy: bool, kept: Any = None) -> None:
-        if inputs is kept:  # containers, too, are the cell's own
-            inputs = map_tensors(lambda tensors: tensors, inputs)
-        self.tree, self.kept, self._kept = inputs, kept, kept
+    def __init__(
+        self, inputs: Any, marks: Sequence[int], *, copy: bool, again: bool = False
+    ) -> None:
         tensors, grad = tensors_in(inputs), torch.is_grad_enabled()
-        self._marks = marks = marks or [0] * len(tensors)
+        marks = marks or [0] * len(tensors)
+        self._marks = [mark | LENT for mark in marks] if again else marks
         # What is aliased will be refused. PyTorch refuses to write into a leaf, and autocast knows
         # it from a copy.
-        self._copied = [
-            bool(copy and mark == LENT) and not (grad and tensor.is_leaf and tensor.requires_grad)
-            for mark, tensor in zip(marks, tensors, strict=True)
+        flags = [
+            copy and mark == LENT and not (grad and tensor.is_leaf and tensor.requires_grad)
+            for mark, tensor in zip(self._marks, tensors, strict=True)
         ]
-        if True in self._copied:
-            self.tree = _copied(inputs, self._copied)
-        if copy and kept is not None:
-            self.kept = _copied(kept, [not flag for flag in self._copied])
-        self._tensors = tensors_in(self.tree)
+        made = iter(clones([tensor for tensor, flag in zip(tensors, flags, strict=True) if flag]))
+        self._tensors = [
+            next(made) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)
+        ]
+        self.tree = map_tensors(lambda _: self._tensors, inputs)  # containers are copied, too
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [
             tensor.clone() if compare and mark & ALIASED else version_of(tensor)
-            for mark, tensor in zip(marks, self._tensors, strict=True)
+            for mark, tensor in zip(self._marks, self._tensors, strict=True)
         ]
 
-    def written(self, where: str) -> list[bool]:
-        """For each tensor whether the cell has written into it.
+    def written(self, where: str) -> bool:
+        """Whether the cell has written into any of them.
 
         Raises:
             RuntimeError: somebody else should have seen it.
@@ -209,26 +185,4 @@ class Given:
                 "than once, as a skip for example): they would not see it. Let the layer "
                 "work on a copy (for an activation: inplace=False)"
             )
-        return written
-
-    def settle(self, written: list[bool]) -> Any:
-        """The inputs of the recomputation; copies only of what the cell wrote into."""
-        if self.kept is self._kept:
-            return self.kept
-        spare, kept = tensors_in(self.kept), tensors_in(self._kept)
-        return map_tensors(
-            lambda _: [
-                a if flag and not copied else b
-                for a, b, flag, copied in zip(spare, kept, written, self._copied, strict=True)
-            ],
-            self._kept,
-        )
-
-
-def _copied(tree: Any, flags: list[bool]) -> Any:
-    """The tree with copies of some of its tensors."""
-    tensors = tensors_in(tree)
-    made = iter(clones([tensor for tensor, flag in zip(tensors, flags, strict=True) if flag]))
-    return map_tensors(
-        lambda _: [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)], tree
-    )
+        return True in written

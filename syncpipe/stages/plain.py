@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from syncpipe.data import map_tensors, tensors_in
 from syncpipe.options import StageMode
-from syncpipe.runtime.interrupts import swapped
+from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.namespace import SkipKey
@@ -23,7 +24,6 @@ from syncpipe.stages.call import MiniBatch
 from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.sharing import stand_in
-from syncpipe.stages.swaps import Swap
 
 __all__ = ["plain"]
 
@@ -64,7 +64,10 @@ def plain(
     def cell(i: int, value: Any, marks: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
         run, stage = runs[j], runs[j].stage
         there = tuple([store.pop(key) for key in stage.pops])
-        inputs = _placed((value, tuple([skip for skip, _ in there])), stage.device)
+        inputs = map_tensors(
+            lambda tensors: [_placed(t, stage.device) for t in tensors],
+            (value, tuple([skip for skip, _ in there])),
+        )
         marks = [*marks, *[mark for _, own in there for mark in own]]
         again = i < call.rematerialized[j]
         with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
@@ -91,10 +94,6 @@ def plain(
     return outside_of_turn(partial(swapped, swaps, run_all) if swaps else run_all)
 
 
-def _placed(tree: Any, device: Any) -> Any:
-    """A tree on a device; gradients find back."""
-
-    def moved(tensors: list[Tensor]) -> list[Tensor]:
-        return [t if same_memory(t.device, device) else t.to(device) for t in tensors]
-
-    return map_tensors(moved, tree)
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; gradients find back."""
+    return tensor if same_memory(tensor.device, device) else tensor.to(device)

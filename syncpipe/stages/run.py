@@ -6,18 +6,25 @@ Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop ov
 their random numbers, skips come and go, deferred BatchNorm collects its statistics, exceptions get
 a note. What the caller still needs stays as it is, and a cell that is re-materialized is told how
 to be computed again.
+
+By a ``Selective`` mode some operations are not recomputed: PyTorch has a dispatch mode around the
+forward that saves, and one around the recomputation that gives back what was saved. But a random
+operation that is saved draws once only, and those after it in the same layer would draw other
+numbers the second time. So the state of the generators after each one is noted in the forward.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe.data import map_tensors, tensors_in
@@ -25,29 +32,30 @@ from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked, call_note
 from syncpipe.options import ByLayer, Selective, StageMode
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.interrupts import swapped
-from syncpipe.runtime.module_state import OUTERMOST, CellState, ModuleState
+from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.random_numbers import (
     changed,
     fingerprint,
+    holds_generators,
+    is_random,
     never_draws,
+    put_back_states,
     run_seeded,
     states_of,
 )
 from syncpipe.runtime.recomputation import (
+    OUTERMOST,
+    ModuleState,
     Recomputation,
-    UnchangedObjects,
+    check_objects,
+    noted_objects,
     stored_by,
-    without_storing,
 )
-from syncpipe.runtime.recorder import as_range
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey, describe
 from syncpipe.skip.store import current_store, use_store
 from syncpipe.stages.inplace import Given, aliased, entering, may_write
-from syncpipe.stages.selective import Saved
 from syncpipe.stages.stage import CELL, Stage
-from syncpipe.stages.swaps import ShallowCopy, Swap
 
 __all__ = ["Inputs", "StageRun"]
 
@@ -56,21 +64,20 @@ Inputs = tuple[Any, tuple[Any, ...]]
 #: Of a cell that is recomputed: for each layer the generators that it may draw from, and the
 #: fingerprint of what it gave.
 Drawn = dict[int, Any]
+#: Of a cell what its policy saves, and the states of the generators after each random operation.
+_Saved = tuple[Any, deque[list[Tensor]]]
 
 _T = TypeVar("_T")
 _BACKWARD = 0x9E3779B9  # sets what a backward draws apart from what its layers draw
+#: A normalisation in training was given one sample.
+_ONE_SAMPLE = (
+    "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
+    "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
+)
 
 
 class StageRun:
-    """A stage in one call, bound to what is the same for all of its cells.
-
-    Args:
-        stage: the stage.
-        m: the number of micro-batches.
-        seed: of the call's random numbers.
-        mode: what of it is recomputed.
-        grad: whether a graph is recorded.
-        through: of the stage of which this one is a unit.
+    """A stage in one call of ``m`` micro-batches, bound to what is the same for all of its cells.
 
     Attributes:
         through: how many cells went forward so far, in a list.
@@ -100,7 +107,7 @@ class StageRun:
         self.statistics: MiniBatchStatistics | None = None
         self.others: dict[int, Tensor] = {}
         self.swaps: Sequence[Swap] = ()
-        self.shallow: ShallowCopy | None = None
+        self.shallow: Any = None  # a ShallowCopy
         self.modules: ModuleState | None = None
         self.backward_draws: int | None = None
         self.first = stage.j == 0 and stage.whole is None
@@ -109,6 +116,7 @@ class StageRun:
             (StageRun(unit, m, seed, "never", grad=grad, through=self.through), again)
             for unit, again in (stage.units(mode.spans) if isinstance(mode, ByLayer) else ())
         ]
+        self._counts = stage.whole is None
         self._plain = not (stage.has_skips or stage.defers or stage.hooked)
         self._quiet: Sequence[bool] = ()  # for each layer whether it never draws
         self._new = True  # never re-materialized
@@ -129,21 +137,18 @@ class StageRun:
     def forward(
         self, i: int, inputs: Inputs, marks: Sequence[int] = (), target: Any = None
     ) -> Inputs:
-        """Computes cell ``(i, j)``.
+        """Computes cell ``(i, j)``: the output of the last layer, with the skips for other stages.
 
         Args:
             i: the micro-batch.
             inputs: the input of the first layer, and the skips that this stage pops.
             marks: for each tensor of the inputs who else it belongs to; nothing if nobody.
             target: what came with the inputs from the caller.
-
-        Returns:
-            The output of the last layer with the skips for other stages.
         """
         plain = self._plain and not (self.stage.changes.any or self.swaps or self.shallow or marks)
         if plain and not (profiler._is_profiler_enabled or (self.first and self.writes)):
             outputs = self._layers(self.partition, i, None, False, inputs[0]), ()  # mostly
-            self._count()
+            self.through[0] += self._counts
             return outputs
         return self._locked(self._forward, i, inputs, marks, target)
 
@@ -162,67 +167,52 @@ class StageRun:
     def forward_without_storing(
         self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any = None
     ) -> tuple[Inputs, Recomputation]:
-        """Computes cell ``(i, j)``, whose graph is dropped.
-
-        Args:
-            i: the micro-batch.
-            inputs: as for :meth:`forward`.
-            detached: the inputs without their graph.
-            marks: as for :meth:`forward`.
-            target: as for :meth:`forward`.
-
-        Returns:
-            The outputs, and what :meth:`recompute` computes them from again.
-        """
+        """As :meth:`forward`, but the graph is dropped; with what :meth:`recompute` computes the
+        outputs from again: from the inputs without their graph (``detached``)."""
         if self.modules is None:
             self.modules = ModuleState(self.stage.partition, self.stage.changes)
-        return self._locked(self._without_storing, i, inputs, detached, marks, target)
+        return self._locked(self._without_storing, self.modules, i, inputs, detached, marks, target)
 
     def _without_storing(
-        self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any
+        self,
+        modules: ModuleState,
+        i: int,
+        inputs: Inputs,
+        detached: Inputs,
+        marks: Sequence[int],
+        target: Any,
     ) -> tuple[Inputs, Recomputation]:
-        assert self.modules is not None
         where = f"{self.words} {i}"
-        state, drawn = CellState(self.modules, where), Drawn()
-        saved = None if self.policy is None else Saved(self.policy, self.stage.generators)
+        cell, drawn = Recomputation(modules, where), Drawn()
+        saved = None if self.policy is None else (self.policy.contexts(), deque[list[Tensor]]())
         run = partial(self._run, i, drawn=drawn, saved=saved)
         if self.first and self.writes:
             marks = entering(inputs[0], target)
         # The first cell of a call is compared with its recomputation.
         compared = i <= self._compared
         begins = [tensor.grad_fn for tensor in tensors_in(inputs)] if compared else []
-        wrote = False
         if self.writes or any(marks):
-            given = Given(inputs, marks, copy=self.writes, kept=detached)
-            unchanged = UnchangedObjects(inputs)
-            outputs = without_storing(run, given.tree)
-            written = given.written(where)
-            unchanged.check(where)
-            wrote, detached = True in written, given.settle(written)
+            given = Given(inputs, marks, copy=self.writes, again=True)
+            objects = noted_objects(inputs)
+            outputs = cell.forward(run, given.tree)
+            cell.mutates_inputs = given.written(where)
+            check_objects(objects, where)
         else:
-            outputs = without_storing(run, inputs)
-        state.learn()
-        if self._new or state.modules.lazy:
-            self._learn(state)
+            outputs = cell.forward(run, inputs)
+        if self._new or modules.lazy:  # it may have made its parameters only now
+            self._new = False
+            after = ModuleState(self.stage.partition, self.stage.changes)
+            if modules.lazy or not after.like(modules):
+                cell.modules = self.modules = after
         self._count()
-        recomputation = Recomputation(
-            partial(run, again=True),
-            detached,
-            mutates_inputs=wrote,
-            state=state,
-            where=where,
-            stored=self._stored(outputs, begins) if compared and not wrote else None,
-        )
-        return outputs, recomputation
+        cell.cell = partial(run, again=True)
+        cell.keep(detached)
+        if compared and not cell.mutates_inputs:
+            cell.stored = self._stored(outputs, begins)
+        return outputs, cell
 
     def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
-        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it.
-
-        Args:
-            i: the micro-batch.
-            inputs: as for :meth:`forward`.
-            marks: as for :meth:`forward`.
-        """
+        """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
         recomputation: Recomputation | None = None
         flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
 
@@ -250,14 +240,8 @@ class StageRun:
     def recompute(
         self, recomputation: Recomputation, inputs: Inputs, moment: object, *, keep: bool = False
     ) -> Inputs:
-        """The outputs of a cell whose graph was dropped once more, with a new graph.
-
-        Args:
-            recomputation: of the cell.
-            inputs: its inputs, as the begin of the graph.
-            moment: the same as long as the user's code cannot have changed any module.
-            keep: let it be done again.
-        """
+        """The outputs of a cell whose graph was dropped once more, with a new graph that begins
+        with its inputs; otherwise as ``Recomputation.__call__``."""
         outputs: Inputs = self._locked(recomputation, inputs, moment, keep)
         return outputs
 
@@ -266,14 +250,8 @@ class StageRun:
     ) -> tuple[Any, int]:
         """Calls a function (the loss) as if it were one more layer after those of this stage.
 
-        Args:
-            i: the micro-batch.
-            function: the function.
-            given: its argument.
-            draws: bit mask of the generators that it draws from; None if that is not known yet.
-
-        Returns:
-            What the function returns, and the bit mask.
+        ``draws`` is a bit mask of the generators that it draws from, None if that is not known yet;
+        it is returned with what the function returns.
         """
         if draws == 0:
             return function(given), 0
@@ -286,13 +264,7 @@ class StageRun:
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
-        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw.
-
-        Args:
-            i: the micro-batch.
-            run: runs it.
-            args: what that is given.
-        """
+        """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw."""
         stage, draws = self.stage, self.backward_draws
         first = draws is None and not (stage.nests or stage.quiet_backward)
         if first:
@@ -327,8 +299,7 @@ class StageRun:
                 OUTERMOST.reset(token)
 
     def _count(self) -> None:
-        if self.stage.whole is None:
-            self.through[0] += 1
+        self.through[0] += self._counts
         if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
             self.statistics.commit()
 
@@ -340,12 +311,6 @@ class StageRun:
         training = self.stage.partition.training
         return stored_by(outputs, begins, shapes=self.stage.is_new(("stored", training)))
 
-    def _learn(self, state: CellState) -> None:
-        self._new = False  # it may have made its parameters only now
-        after = ModuleState(self.stage.partition, self.stage.changes)
-        if state.modules.lazy or not after.like(state.modules):
-            state.modules = self.modules = after
-
     # -- from inputs to outputs
 
     def _run(
@@ -355,83 +320,62 @@ class StageRun:
         drawn: Drawn | None,
         *,
         again: bool = False,
-        saved: Saved | None = None,
+        saved: _Saved | None = None,
     ) -> Inputs:
-        """The cell, from inputs to outputs.
+        """The cell, from inputs to outputs, with all that may be around the layers.
 
-        Args:
-            i: the micro-batch.
-            inputs: its inputs.
-            drawn: filled, and compared when it runs again.
-            again: whether it does.
-            saved: the operations that are not recomputed.
+        ``drawn`` is filled, and compared when it runs ``again``.
         """
-        stage = self.stage
-        if profiler._is_profiler_enabled:
-            kind = "recompute" if again else "forward"
-            name = f"syncpipe {kind} stage {stage.j} micro-batch {i}"
-            return as_range(name, self._inside, i, inputs, drawn, again, saved)
-        wrapped = self.swaps or self.shallow or saved or stage.changes.renorming
-        if self._plain and not wrapped:
-            return self._layers(self.partition, i, drawn, again, inputs[0]), ()
-        return self._inside(i, inputs, drawn, again, saved)
-
-    def _inside(
-        self, i: int, inputs: Inputs, drawn: Drawn | None, again: bool, saved: Saved | None
-    ) -> Inputs:
-        """The same with all that may be around the layers."""
-        stage = self.stage
-        run: Callable[[], Inputs] = partial(self._with_skips, i, inputs, drawn, again)
-        if stage.changes.renorming and not again:
-            run = partial(stage.changes.renorm, run)
-        if saved is not None:
-            run = partial(saved.around, run, again)
-        if not stage.defers:
-            return run()
-        with collect(None if again else self.statistics, i):
-            return run()
-
-    def _with_skips(self, i: int, inputs: Inputs, drawn: Drawn | None, again: bool) -> Inputs:
         stage, (value, skips) = self.stage, inputs
-        if not stage.has_skips:
-            return self._partition(i, drawn, again, value), ()
+        renorms = stage.changes.renorming and not again
+        wrapped = self.swaps or self.shallow or saved or renorms or profiler._is_profiler_enabled
+        if self._plain and not wrapped:
+            return self._layers(self.partition, i, drawn, again, value), ()
         store: dict[SkipKey, Any] = dict(zip(stage.pops, skips, strict=True))
-        with use_store(store):
-            output = self._partition(i, drawn, again, value)
+        run = partial(self._partition, i, drawn, again, value)
+        with ExitStack() as around:
+            if profiler._is_profiler_enabled:
+                kind = "recompute" if again else "forward"
+                name = f"syncpipe {kind} stage {stage.j} micro-batch {i}"
+                around.enter_context(torch._C._profiler._RecordFunctionFast(name))
+            if saved is not None:
+                around.enter_context(saved[0][again])
+                around.enter_context(_SavedStates(stage, saved[1], again))
+            if stage.defers:
+                around.enter_context(collect(None if again else self.statistics, i))
+            if stage.has_skips:
+                around.enter_context(use_store(store))
+            output = stage.changes.renorm(run) if renorms else run()
         for key in stage.stashes:
             if key not in store:
-                raise RuntimeError(self._did_not_stash(i, key))
+                layers = enumerate(stage.partition)
+                k = next(k for k, layer in layers if key in layer_skips(layer).stashed)
+                raise RuntimeError(
+                    f"{stage.layer(k)} of {self.words} {i} did not stash {describe(key)}, which a "
+                    "forward that it overrides does: call that one, or decorate the class with "
+                    "@skippable(stash=[...]), naming what it does stash (nothing: @skippable())"
+                )
         return output, tuple([store.pop(key) for key in stage.stashes])
 
-    def _did_not_stash(self, i: int, key: SkipKey) -> str:
-        stage = self.stage
-        k = next(k for k, layer in enumerate(stage.partition) if key in layer_skips(layer).stashed)
-        return (
-            f"{stage.layer(k)} of {self.words} {i} did not stash {describe(key)}, which a "
-            "forward that it overrides does: call that one, or decorate the class with "
-            "@skippable(stash=[...]), naming what it does stash (nothing: @skippable())"
-        )
-
     def _partition(self, i: int, drawn: Drawn | None, again: bool, value: Any) -> Any:
-        if self.shallow is None:
-            run = partial(self._layers, self.partition, i, drawn, again)
-            if self.swaps:
-                return swapped(self.swaps, partial(self._hooked, run, value))
-            return self._hooked(run, value)
-        other = self.shallow.follow(self.others)
-        try:
-            return self._hooked(partial(self._layers, other, i, drawn, again), value)
-        finally:
-            self.shallow.give_back()
+        """The partition with the tensors that it computes with, and with its hooks."""
+        partition = self.partition if self.shallow is None else self.shallow.follow(self.others)
+        layers = partial(self._layers, partition, i, drawn, again)
 
-    def _hooked(self, layers: Callable[[Any], Any], value: Any) -> Any:
-        if not self.stage.hooked:
-            return layers(value)
-        token = CELL.set((self.stage.partition, layers))
+        def run() -> Any:
+            if not self.stage.hooked:
+                return layers(value)
+            token = CELL.set((self.partition, layers))
+            try:
+                return self.partition(value)
+            finally:
+                CELL.reset(token)
+
         try:
-            return self.stage.partition(value)
+            return swapped(self.swaps, run) if self.swaps else run()
         finally:
-            CELL.reset(token)
+            if self.shallow is not None:
+                self.shallow.give_back()
 
     def _layers(self, partition: Any, i: int, drawn: Drawn | None, again: bool, value: Any) -> Any:
         """The layers one after another."""
@@ -495,7 +439,7 @@ class StageRun:
             if first or seen.nests:
                 stage.learn(seen, k)
         else:
-            mine = [generator for _, generator in stage.generators.pick(stage.generators.all)]
+            mine = stage.generators.own
             before = [] if wanted is None else states_of(mine)
             value, ends = layer(value), {}
             if wanted is not None and not changed(mine, before):
@@ -515,8 +459,24 @@ class StageRun:
         return value
 
 
-#: A normalisation in training was given one sample.
-_ONE_SAMPLE = (
-    "the last micro-batches of a mini-batch may be smaller than the others: use another batch size "
-    "or number of chunks, DataLoader(..., drop_last=True), or eval() of this normalisation"
-)
+class _SavedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the states of the generators after each random operation; again: puts them back."""
+
+    def __init__(self, stage: Stage, states: deque[list[Tensor]], again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators, self._states, self._again = stage.generators.own, states, again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not is_random(func) or kwargs.get("generator") is not None:
+            return result
+        if not self._again:
+            self._states.append(states_of(self._generators))
+        # There is none if other operations are run this time, which whoever looks for their
+        # results will say. Operations that may be random and are not need no turn.
+        elif (states := self._states.popleft() if self._states else []) and holds_generators():
+            put_back_states(self._generators, states)
+        return result

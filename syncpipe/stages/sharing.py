@@ -1,4 +1,4 @@
-"""Copies of leaves: what tied weights are on other stages, and all weights on replicas.
+"""Other tensors in modules: copies of leaves for tied weights and replicas, versions of a stream.
 
 Outside of running cells there is one tensor. Its owner is the first stage that has it, or the first
 replica of its stage. Whoever else computes with it has a leaf of its own: a copy on its device, as
@@ -10,25 +10,28 @@ order::
                         ^                               |
                         +---- gradient of cell (i, 3) --+          in the backward of each cell
 
-The gradient of a tied weight begins the backward of the weight in cell ``(i, 0)``, and that of the
-cell is added to it: the plain model's order. (Over a third stage in between it goes from stage to
-stage.) A replica adds up those of its micro-batches::
-
     stage 0, replica 0   micro-batches 0 2 4 ..  --+
                                                    +-->  stage 1   0 1 2 3 4 ..
     stage 0, replica 1   micro-batches 1 3 5 ..  --+
 
-When it is through with its stage it sends them to the owner, who adds them to its own: replica 1,
-2, and so on, whenever they come. Each goes through the parameter's hooks as one gradient. To what
-runs, a replica is a stage of its own, over shallow copies of the modules.
+The gradient of a tied weight begins the backward of the weight in cell ``(i, 0)``, and that of the
+cell is added to it: the plain model's order. (Over a third stage in between it goes from stage to
+stage.) A replica adds up those of its micro-batches, and when it is through it sends them to the
+owner, who adds them to its own: replica 1, 2, and so on. To what runs, a replica is a stage of its
+own, over shallow copies of the modules, as ``torch.nn.parallel.replicate`` makes them.
+
+A cell runs on shallow copies, too, where other threads run its modules or look at them (another
+call, the loss function, which may go through all parameters). Versions of a stream, and leaves for
+modules whose ``forward`` is their own (compiled), are put into the modules themselves, and taken
+out after the run; the lock of the stage is held meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,132 +40,171 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from syncpipe.data import place_of
-from syncpipe.layers.batchnorm import DeferredBatchNorm
+from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.placement import move_layers
 from syncpipe.layers.ties import Tie, check_modes, find_ties
-from syncpipe.runtime.locks import forkable
-from syncpipe.runtime.module_state import version_of
+from syncpipe.runtime.interrupts import Swap, forkable
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import Lane, same_memory
-from syncpipe.runtime.thread_state import CallerState
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.steps import Edge
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
-from syncpipe.stages.swaps import ShallowCopy, swaps_of
 
-__all__ = ["CallReplicas", "CallTies", "Replica", "SharedTensors", "stand_in"]
+__all__ = [
+    "CallReplicas",
+    "CallTies",
+    "Replica",
+    "ShallowCopy",
+    "SharedTensors",
+    "knows_itself",
+    "stand_in",
+    "swaps_of",
+]  # fmt: skip
+
+_KNOWING = ("forward", "_compiled_call_impl")
+_MISSING = object()
+
+# In all of this ``others`` says, by the identity of a tensor, what is in its place.
 
 
 def stand_in(run: StageRun, others: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]) -> None:
-    """Lets the cells of a stage compute with other tensors.
-
-    Args:
-        run: the stage.
-        others: by the identity of a tensor of its modules what is in its place.
-        shallow: the copies of its modules, if others run these at the same time.
-    """
+    """Lets the cells of a stage compute with other tensors, on shallow copies if there are any."""
     for each in run.all:
         each.others, each.shallow = others, shallow.get(each.stage)
         each.swaps = [] if each.shallow else swaps_of(each.partition, others)
         each.stage.changes.any = True  # what is in modules is seen by all threads
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of a tensor on another device, and what tells whether it still is one.
+def swaps_of(partition: nn.Module, others: dict[int, Tensor]) -> list[Swap]:
+    """What lets the modules themselves compute with other tensors."""
+    found: list[Swap] = []
+    for module in partition.modules():
+        for held in (module._parameters, module._buffers):
+            found += [(held, name, others[id(t)]) for name, t in held.items() if id(t) in others]
+        for name, value in module.__dict__.items():
+            if type(value) is list and any(id(item) in others for item in value):
+                found.append((module.__dict__, name, _replaced(value, others)))
+    return found
 
-    Attributes:
-        tensor: the original.
-        mark: its memory and its version, when the copy was made.
-        copy: on another device.
-        event: tells when it is there.
-        version: its own, then.
-    """
+
+def _replaced(weights: list[Any], others: dict[int, Tensor]) -> list[Any]:
+    """A list with other tensors, as the flat weights of an LSTM."""
+    return [others.get(id(item), item) for item in weights]
+
+
+def knows_itself(module: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own, so that it cannot be copied."""
+    own = [module.__dict__.get(name) for name in _KNOWING]
+    return any(value is not None and type(value) is not MethodType for value in own)
+
+
+class ShallowCopy:
+    """The modules of a partition once more, with other tensors; they last from call to call."""
+
+    def __init__(self, partition: nn.Module) -> None:
+        self._original = partition
+        self._made: dict[int, tuple[nn.Module, Any]] = {}
+        self._first: list[dict[str, Any]] = []
+        self.partition: Any = self.follow({})
+
+    def follow(self, others: dict[int, Tensor]) -> Any:
+        """The copy, made what the modules are now.
+
+        Raises:
+            ValueError: a module has a ``forward`` that knows it.
+        """
+        before, self._made, self._first = self._made, {}, []
+        for module in self._original.modules():
+            _, other = before.get(id(module), (None, None))
+            if type(other) is not type(module):
+                other = object.__new__(type(module))
+            self._made[id(module)] = module, other
+        for module, other in self._made.values():
+            state = self._state(module, others)
+            object.__setattr__(other, "__dict__", state)  # `__setattr__` may be the user's
+            self._first.append(dict(state))
+        self.partition = self._made[id(self._original)][1]
+        return self.partition
+
+    def _state(self, module: nn.Module, others: dict[int, Tensor]) -> dict[str, Any]:
+        state = {ORIGINAL: module, **module.__dict__}  # that of a copy of a copy stays
+        for name, value in list(state.items()):
+            if type(value) is MethodType and id(value.__self__) in self._made:
+                state[name] = MethodType(value.__func__, self._made[id(value.__self__)][1])
+            elif type(value) is list and any(id(item) in others for item in value):
+                state[name] = _replaced(value, others)
+            elif others and name in _KNOWING and value is not None:
+                raise ValueError(
+                    f"a {type(module).__name__} has replicas, or weights in common with another "
+                    "stage, so that shallow copies of it run; and its forward was compiled, or put "
+                    "in the place of its class's, and knows this one module: give the stage one "
+                    "device, choose a balance that puts what is tied into one stage, or compile "
+                    "another layer"
+                )
+        state["_modules"] = {
+            name: None if child is None else self._made[id(child)][1]
+            for name, child in module._modules.items()
+        }
+        state["_parameters"] = {k: others.get(id(t), t) for k, t in module._parameters.items()}
+        if any(id(t) in others for t in module._buffers.values()):
+            state["_buffers"] = {k: others.get(id(t), t) for k, t in module._buffers.items()}
+        return state
+
+    def give_back(self) -> None:
+        """Sets on the modules what a forward has set on their copies."""
+        for (module, other), first in zip(self._made.values(), self._first, strict=True):
+            for name, value in other.__dict__.items():
+                if first.get(name, _MISSING) is not value:
+                    module.__dict__[name] = value
+
+
+# -- copies of leaves
+
+
+class _Copy(NamedTuple):
+    """A copy of a tensor on another device, when it is there, and in which version it was made."""
 
     tensor: Tensor
-    mark: tuple[Any, ...]
     copy: Tensor
     event: Any
     version: int
 
-    @property
-    def serves(self) -> bool:
-        """Whether nobody has written into either."""
-        return self.mark == _mark(self.tensor) and self.version == version_of(self.copy)
 
+class _Leaves:
+    """The leaves that stand for others in one call.
 
-def _mark(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype
-
-
-class Copies:
-    """Copies on other devices, from call to call."""
+    No copy serves for the next one: what is written into the ``data`` of the original meanwhile
+    leaves no trace.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, torch.device], _Copy] = {}
-
-    def begun(self, state: CallerState) -> CallCopies:
-        """Those of one call, which may use what the last one made."""
-        kept, self._kept = self._kept, {}
-        return CallCopies(state, kept, self._kept)
-
-
-class CallCopies:
-    """The leaves that stand for others in one call."""
-
-    def __init__(self, state: CallerState, before: Any, kept: Any) -> None:
-        self._state, self._before, self._kept = state, before, kept
         self.made: dict[tuple[int, torch.device], _Copy] = {}
 
     def leaf(self, tensor: Tensor, owner: Lane, lane: Lane) -> Tensor:
-        """A leaf with the values of a tensor, where a lane is.
-
-        Args:
-            tensor: a parameter or a buffer.
-            owner: the lane of its device.
-            lane: the other one.
-        """
+        """A leaf with the values of a parameter or buffer of ``owner``'s device, for ``lane``."""
         with torch.inference_mode(False), torch.no_grad():
             value = tensor
             if not same_memory(owner.device, lane.device):
-                value = self._brought(tensor, owner, lane)
+                key = (id(tensor), lane.device)
+                if key not in self.made:
+                    (copy,), event = owner.send([tensor.detach()], lane)
+                    self.made[key] = _Copy(tensor, copy, event, version_of(copy))
+                value = self.made[key].copy
+                lane.receive(self.made[key].event, [value])
             return value.detach().requires_grad_(tensor.requires_grad)
-
-    def _brought(self, tensor: Tensor, owner: Lane, lane: Lane) -> Tensor:
-        key = (id(tensor), lane.device)
-        found = self.made.get(key)
-        if found is None:
-            found = self._before.pop(key, None)
-            if found is None or not found.serves:
-                found = None  # its memory can be used again
-                (copy,), event = owner.send([tensor.detach()], lane)
-                found = _Copy(tensor, _mark(tensor), copy, event, version_of(copy))
-            self.made[key] = found
-            # A gradient is a reason to change the original, and what is written into its `data`
-            # then leaves no trace.
-            trained = self._state.grad and tensor.requires_grad
-            if not (trained or self._state.needs_inline):
-                self._kept[key] = found
-        lane.receive(found.event, [found.copy])
-        return found.copy
 
 
 # -- tied weights
 
 
 class SharedTensors:
-    """What the stages of a pipeline share, from call to call.
-
-    Args:
-        stages: all of them.
-        workers: for each its worker.
-    """
+    """What the stages of a pipeline, each on its worker, share from call to call."""
 
     def __init__(self, stages: Sequence[Stage], workers: Sequence[Worker]) -> None:
         self._partitions = [stage.partition for stage in stages]
         self._workers = list(workers)
         self._places = {(stage.j, name) for stage in stages for name in stage.partition.tied}
-        self.copies = Copies()
         self._shallow: dict[Stage, ShallowCopy] = {}  # of modules that are in several stages
 
     def find(self) -> list[Tie]:
@@ -175,19 +217,13 @@ class SharedTensors:
             move_layers(self._partitions, self._workers, ties)
             self._places = places
         if not ties:
-            self.copies, self._shallow = Copies(), {}
+            self._shallow = {}
         return ties
 
     def copies_of_modules(
         self, ties: Sequence[Tie], runs: Sequence[StageRun], watched: Sequence[int]
     ) -> dict[Stage, ShallowCopy]:
-        """For stages whose modules others run or look at meanwhile, copies of these.
-
-        Args:
-            ties: what stages share.
-            runs: all stages.
-            watched: those at whose modules others look.
-        """
+        """For stages whose modules others run meanwhile, or look at (``watched``), copies."""
         homes: dict[nn.Module, set[int]] = {}
         for place in chain.from_iterable(tie.places for tie in ties):
             homes.setdefault(place.module, set()).add(place.stage)
@@ -205,20 +241,12 @@ class SharedTensors:
 
 
 class CallTies:
-    """The tied tensors of one call; to be made on the caller's thread.
-
-    Args:
-        ties: what the stages share.
-        shared: what is kept of it from call to call.
-        lanes: for each stage the lane of its worker, which waits for the caller already.
-        edges: those of the pipeline; ours have the numbers after them.
-        state: the caller's.
-        instead: for each stage, by the identity of a tensor, what stands in its place; filled.
-        originals: by the identity of a leaf what it stands for; filled.
-        in_order: one worker alone goes forward in the plain model's order.
+    """The tied tensors of one call, whose lanes wait for the caller already; to be made on the
+    caller's thread. Fills ``instead`` and ``originals`` of the call.
 
     Attributes:
-        edges: over which gradients go back, from a stage to the one before it that has the weight.
+        edges: over which gradients go back, from a stage to the one before it that has the weight;
+            their numbers come after those of the pipeline.
         leaves: for each stage those of these that get gradients.
         receivers: for each stage, and each of ``edges`` that leaves it, the leaves that its
             gradients are for.
@@ -226,40 +254,32 @@ class CallTies:
             back.
     """
 
-    def __init__(
-        self,
-        ties: Sequence[Tie],
-        shared: SharedTensors,
-        lanes: Sequence[Lane],
-        edges: Sequence[Edge],
-        state: CallerState,
-        instead: list[dict[int, Tensor]],
-        originals: dict[int, Tensor],
-        *,
-        in_order: bool,
-    ) -> None:
-        several = any(lane is not lanes[0] for lane in lanes)
-        #: What is written into a tied tensor is then seen as in the plain model.
-        self._in_order = not several and (in_order or not state.grad)
+    def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
+        lanes, grad, instead = call.lane_of, call.state.grad, call.instead
+        # One worker alone goes forward in the plain model's order: what is written into a tied
+        # tensor is then seen as there.
+        alone = all(lane is lanes[0] for lane in lanes)
+        self._in_order = alone and (in_order or not grad)
         if not self._in_order:
             check_modes(ties)
         self._ties = ties
         self._versions = [version_of(tie.tensor) for tie in ties]
-        self._copies = shared.copies.begun(state)
+        self._leaves = _Leaves()
         self.leaves: list[list[Tensor]] = [[] for _ in lanes]
         hops: dict[tuple[int, int], list[Tensor]] = {}
         for tie in ties:
-            trained = state.grad and tie.tensor.requires_grad
+            trained = grad and tie.tensor.requires_grad
             for j in tie.stages[1:]:
                 owner, lane = lanes[tie.owner], lanes[j]
                 if trained or not same_memory(owner.device, lane.device):
-                    leaf = instead[j][id(tie.tensor)] = self._copies.leaf(tie.tensor, owner, lane)
-                    originals[id(leaf)] = tie.tensor
+                    leaf = instead[j][id(tie.tensor)] = self._leaves.leaf(tie.tensor, owner, lane)
+                    call.originals[id(leaf)] = tie.tensor
                     self.leaves[j] += [leaf] if trained else []
             for source, target in pairwise(tie.stages if trained else ()):
                 hops.setdefault((target, source), []).append(tie.tensor)
+        number = len(call.pipeline.edges)
         self.edges = tuple(
-            [Edge(len(edges) + k, source, j, None) for k, (j, source) in enumerate(sorted(hops))]
+            [Edge(number + k, source, j, None) for k, (j, source) in enumerate(sorted(hops))]
         )
         self.receivers: list[list[list[Tensor]]] = [[] for _ in lanes]
         self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in lanes]
@@ -274,14 +294,13 @@ class CallTies:
         return {id(tie.tensor) for tie in self._ties if j in tie.stages[1:]}
 
     def finish(self) -> None:
-        """Call after the last cell.
-
-        Raises:
-            RuntimeError: a forward wrote into a tied tensor.
-        """
+        """Call after the last cell; a ``RuntimeError`` if a forward wrote into a tied tensor."""
         for tie, version in () if self._in_order else zip(self._ties, self._versions, strict=True):
-            copies = [each for each in self._copies.made.values() if each.tensor is tie.tensor]
-            if version_of(tie.tensor) != version or not all(each.serves for each in copies):
+            now = [(version_of(tie.tensor), version)]
+            for each in self._leaves.made.values():
+                if each.tensor is tie.tensor:
+                    now.append((version_of(each.copy), each.version))
+            if any(a != b for a, b in now):
                 raise RuntimeError(
                     f"{tie} are one tensor, and a layer modified it in place in its forward (an "
                     "embedding with max_norm, or a buffer that it counts in). Stages see the "
@@ -294,14 +313,10 @@ class CallTies:
 
 
 class Replica:
-    """The layers of a stage once more, from call to call.
-
-    Args:
-        original: the partition.
-    """
+    """The layers of a stage once more, from call to call."""
 
     def __init__(self, original: Partition) -> None:
-        self._copy, self._copies, self._lock = ShallowCopy(original), Copies(), forkable()
+        self._copy, self._lock = ShallowCopy(original), forkable()
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: original, and own
 
     @property
@@ -309,21 +324,13 @@ class Replica:
         """The partition with tensors of its own."""
         return self._copy.partition
 
-    def follow(
-        self, tensors: Sequence[Tensor], owner: Lane, lane: Lane, state: CallerState
-    ) -> None:
-        """Makes it what the partition is now.
-
-        Args:
-            tensors: all parameters and buffers of the partition.
-            owner: the lane of the first replica, where they are.
-            lane: its own.
-            state: the caller's.
-        """
+    def follow(self, tensors: Sequence[Tensor], owner: Lane, lane: Lane) -> None:
+        """Makes it, on ``lane``, what the partition is now, whose parameters and buffers these are
+        on the lane of its ``owner``."""
         with self._lock:  # several threads may call the pipe
-            copies, leaves = self._copies.begun(state), {}
+            made, leaves = _Leaves(), {}
             for tensor in tensors:
-                leaf = copies.leaf(tensor, owner, lane)
+                leaf = made.leaf(tensor, owner, lane)
                 _, last = self._leaves.get(id(tensor), (tensor, leaf))
                 if (last.shape, last.dtype) == (leaf.shape, leaf.dtype):
                     if place_of(last) != place_of(leaf):
@@ -331,11 +338,7 @@ class Replica:
                     leaf = last.requires_grad_(tensor.requires_grad)  # another call has it
                 leaves[id(tensor)] = tensor, leaf
             self._leaves = leaves
-            self.follow_modes()
-
-    def follow_modes(self) -> None:
-        """Goes by the modules as they are now; the tensors stay."""
-        self._copy.follow({key: leaf for key, (_, leaf) in self._leaves.items()})
+            self._copy.follow({key: leaf for key, (_, leaf) in leaves.items()})
 
     def part(self) -> None:
         """Gives what is trained memory of its own until the next call, where it is the owner's."""
@@ -351,49 +354,32 @@ class Replica:
 
 
 class CallReplicas:
-    """The replicas in one call; to be made on the caller's thread.
-
-    Args:
-        replicas: for each stage those that are not the first.
-        numbers: for each stage the numbers of all.
-        runs: by number.
-        lanes: by number, the lane of its worker, which waits for the caller already.
-        state: the caller's.
-        instead: as for :class:`CallTies`.
-        originals: likewise.
+    """The replicas in one call, as :class:`CallTies`.
 
     Attributes:
         trained: by number what gets gradients, in one order on all of a stage.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Sequence[Replica]],
-        numbers: Sequence[tuple[int, ...]],
-        runs: Sequence[StageRun],
-        lanes: Sequence[Lane],
-        state: CallerState,
-        instead: Sequence[dict[int, Tensor]],
-        originals: dict[int, Tensor],
-    ) -> None:
-        self._owners = [runs[those[0]] for those in numbers if len(those) > 1]
+    def __init__(self, call: Any) -> None:
+        pipeline, runs, lanes = call.pipeline, call.runs, call.lane_of
+        self._owners = [runs[those[0]] for those in pipeline.numbers if len(those) > 1]
         self.trained: dict[int, list[Tensor]] = {}
         self._before: list[tuple[Stage, nn.Module, str, Tensor, int]] = []
-        #: Stages that go by what they knew of their draws, and that.
-        self._trusting: list[tuple[Stage, list[int], int]] = []
+        #: Owners, and what their replicas know of their draws.
+        self._known: list[tuple[Stage, list[int], int]] = []
         #: Stages whose draws this call shows, if it comes to its end, in which mode.
         self._seen: list[tuple[Stage, Any]] = []
-        for (j, *others), more in zip(numbers, replicas, strict=True):
-            if not more:
+        for (j, *others), replicas in zip(pipeline.numbers, pipeline.replicas, strict=True):
+            if not others:
                 continue
-            check_replicated(runs[j].stage)
+            _check_replicated(runs[j].stage)
             tensors = list({id(t): t for _, _, t in _places(runs[j].partition)}.values())
-            trained = [t for t in tensors if state.grad and t.requires_grad]
-            self.trained[j] = [instead[j].get(id(t), t) for t in trained]
-            for number, replica in zip(others, more, strict=True):
-                replica.follow(tensors, lanes[j], lanes[number], state)
-                self.trained[number] = list(map(replica.of, trained))
-                originals.update(zip(map(id, self.trained[number]), trained, strict=True))
+            trained = [t for t in tensors if call.state.grad and t.requires_grad]
+            self.trained[j] = [call.instead[j].get(id(t), t) for t in trained]
+            for number, replica in zip(others, replicas, strict=True):
+                replica.follow(tensors, lanes[j], lanes[number])
+                own = self.trained[number] = list(map(replica.of, trained))
+                call.originals.update(zip(map(id, own), trained, strict=True))
                 self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:
                 places = _places(stage.partition)
@@ -415,11 +401,11 @@ class CallReplicas:
             return
         run.stage.backward_draws |= owner.stage.backward_draws
         run.through[0] = run.m + 1
-        known = run.backward_draws = run.stage.backward_draws
+        run.backward_draws = run.stage.backward_draws
         for one, other in zip(owner.all, run.all, strict=True):
             draws = [a | b for a, b in zip(one.stage.draws, other.stage.draws, strict=True)]
             other.stage.draws[:] = draws
-            self._trusting += [(one.stage, draws, known), (other.stage, draws, known)]
+            self._known.append((one.stage, draws, run.backward_draws))
 
     def let_train(self, replicas: Sequence[Sequence[Replica]]) -> None:
         """Call where what is trained changes in the call itself, on each replica by itself."""
@@ -428,11 +414,8 @@ class CallReplicas:
         self._before = [each for each in self._before if not each[3].requires_grad]
 
     def finish(self) -> None:
-        """Call after the last cell: moves running statistics.
-
-        Raises:
-            RuntimeError: a forward wrote into a parameter or a buffer, or drew unexpectedly.
-        """
+        """Call after the last cell: moves running statistics; a ``RuntimeError`` if a forward
+        wrote into a parameter or a buffer, or drew unexpectedly."""
         for stage, module, name, tensor, version in self._before:
             now = module._parameters.get(name, module._buffers.get(name))
             if now is not tensor or version_of(tensor) != version:
@@ -442,14 +425,15 @@ class CallReplicas:
                     "layer counts in its buffers, or writes into its parameters, would be of "
                     "these. Give the stage one device, or let the layer return it"
                 )
-        for stage, draws, backward in self._trusting:
-            for k, (drawn, known) in enumerate(zip(stage.draws, draws, strict=True)):
-                if drawn & ~known:
-                    raise RuntimeError(
-                        _drew(f"layer {stage.first + k} ({stage.names[k]!r})", stage)
-                    )
-            if stage.backward_draws & ~backward:
-                raise RuntimeError(_drew("a backward", stage))
+        for stage, known, backward in self._known:
+            drew = [stage.layer(k) for k, d in enumerate(stage.draws) if d & ~known[k]]
+            drew += ["a backward"] if stage.backward_draws & ~backward else []
+            if drew:
+                raise RuntimeError(
+                    f"{drew[0]} of stage {stage.j}, which has replicas, drew random numbers for "
+                    "the first time only now, and other replicas did not know that it would. It "
+                    "is known from the next call on: call again"
+                )
         for stage, mode in self._seen:
             stage.seen.add(mode)
         for owner in self._owners:
@@ -457,20 +441,8 @@ class CallReplicas:
                 owner.statistics.commit()
 
 
-def _drew(what: str, stage: Stage) -> str:
-    return (
-        f"{what} of stage {stage.j}, which has replicas, drew random numbers for the first time "
-        "only now, and other replicas did not know that it would. It is known from the next call "
-        "on: call again"
-    )
-
-
-def check_replicated(stage: Stage) -> None:
-    """Refuses layers that cannot run on several devices at a time.
-
-    Raises:
-        ValueError: with the layer, and what to do.
-    """
+def _check_replicated(stage: Stage) -> None:
+    """Refuses layers that cannot run on several devices at a time, by a ``ValueError``."""
     for k, layer in enumerate(stage.partition._modules.values()):
         for module in () if layer is None else layer.modules():
             if reason := _reason(module):

@@ -12,8 +12,8 @@ from torch import nn
 
 from syncpipe.layers.batchnorm import DeferredBatchNorm
 from syncpipe.layers.unpack import chained
-from syncpipe.runtime.module_state import Changes
-from syncpipe.runtime.random_numbers import Generators, Turn, let_modules_hold
+from syncpipe.runtime.random_numbers import Generators, Turn, has_hooks, let_modules_hold
+from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
@@ -107,31 +107,18 @@ class Stage:
     @property
     def hooked(self) -> bool:
         """Whether hooks run around the partition as a whole."""
-        own = self.partition
-        return bool(
-            own._forward_hooks
-            or own._forward_pre_hooks
-            or own._backward_hooks
-            or own._backward_pre_hooks
-        )
+        return has_hooks(self.partition)
 
     @property
     def quiet_backward(self) -> bool:
         """Whether all layers are PyTorch's own, which draw in forward alone, without hooks."""
-        return all(
-            m is self.partition or type(m).__module__.startswith("torch.nn.modules.")
+        return not any(
+            has_hooks(m)
+            or not (m is self.partition or type(m).__module__.startswith("torch.nn.modules."))
             for m in self.partition.modules()
-        ) and not (
-            any(
-                m._backward_hooks or m._backward_pre_hooks or m._forward_hooks
-                or m._forward_pre_hooks
-                for m in self.partition.modules()
-            )
-            or any(
-                p._backward_hooks or p._post_accumulate_grad_hooks
-                for p in self.partition.parameters()
-            )
-        )  # fmt: skip
+        ) and not any(
+            p._backward_hooks or p._post_accumulate_grad_hooks for p in self.partition.parameters()
+        )
 
     def is_new(self, mode: Any) -> bool:
         """Whether it runs for the first time in a mode."""
@@ -163,14 +150,11 @@ class Stage:
         return f"layer {self.first + k} ({self.names[k]!r}: {kind})"
 
     def units(self, spans: tuple[tuple[int, int], ...]) -> list[tuple[Stage, bool]]:
-        """The stage in pieces, kept, for they learn what their layers do.
+        """The stage in pieces, and of each whether it is recomputed; kept, for they learn.
 
         Args:
             spans: the layers that are recomputed, for each piece the first and the one after the
                 last.
-
-        Returns:
-            The pieces one after another, and of each whether it is recomputed.
         """
         if self._units[0] != spans:
             self._units = spans, list(self._cut(spans))

@@ -177,11 +177,16 @@ def check_can_train(pipeline: Pipeline, what: str) -> None:
             f"{what} needs gradients, but grad mode is off (torch.no_grad or "
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
-    if pipeline.engine.running() is not None:
+    check_alone(pipeline, what)
+
+
+def check_alone(pipeline: Pipeline, what: str) -> None:
+    """Refuses what changes gradients or modes inside of a call of the same pipe (RuntimeError)."""
+    if pipeline.engine.is_running():
         raise RuntimeError(
-            f"{what} was called inside of a call of the same pipe (by its loss_fn, its "
-            "data_iter or a layer): gradients of two calls cannot be accumulated at once. Call it "
-            "before or after that; eval_batch and pipe(input) can be called inside"
+            f"{what} was called inside of a call of the same pipe (by its loss_fn, its data_iter "
+            "or a layer), whose gradients and modes it would change. Call it before or after that; "
+            "pipe(input) can be called inside"
         )
 
 
@@ -253,12 +258,8 @@ def evaluate(
             weighed(objective)
         return results
 
-    # The modes of a module are everybody's: training waits, and another evaluation. If it is the
-    # training that asks for this (loss_fn does), its other workers wait.
-    running = pipeline.engine.running()
-    if running is not None:
-        with torch.no_grad():
-            return running.alone(lambda: _inside(pipeline, module, list(modules), run))
+    check_alone(pipeline, "eval_batch")
+    # The modes of a module are everybody's: training waits, and another evaluation.
     with pipeline.training, torch.no_grad():
         return _in_eval_mode(module, list(modules), run)
 
@@ -316,17 +317,6 @@ def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
         *([metrics] if metrics else []),
     ]
     return loss if len(found) == 1 else tuple(found)
-
-
-def _inside(
-    pipeline: Pipeline, module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]
-) -> Any:
-    """The same inside of another call, which goes on in the modes that there were."""
-    try:
-        return _in_eval_mode(module, modules, run)
-    finally:
-        for replica in chain.from_iterable(pipeline.replicas):
-            replica.follow_modes()
 
 
 def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:

@@ -22,8 +22,8 @@ from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.inline import INLINE
 from syncpipe.runtime.interrupts import undone
+from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.balance import Profile, balance_by_size, profile
-from syncpipe.runtime.module_state import version_of
+from syncpipe.runtime.recomputation import version_of
 from tests.support.interrupts import interrupt_next, interrupted, modes_on
 from tests.support.models import Counter, Noise, Receive, Send
 from tests.support.running import on_gradient, raising

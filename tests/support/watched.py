@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from syncpipe import is_recomputing
-from syncpipe.runtime.free_threading import FREE_THREADED
+from syncpipe.runtime.worker import FREE_THREADED
 from tests.support.running import on_gradient
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline, is_recomputing
-from syncpipe.runtime.free_threading import FREE_THREADED
+from syncpipe.runtime.worker import FREE_THREADED
 from syncpipe.skip import pop, skippable, stash
 from tests.conftest import our_threads
 from tests.support.models import CHECKPOINT_MODES

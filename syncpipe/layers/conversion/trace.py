@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.runtime.locks import forkable
+from syncpipe.runtime.interrupts import forkable
 
 __all__ = [
     "DEVICE", "Call", "Fault", "Function", "Tracer", "equal", "guard", "leaves_of", "map_tree",

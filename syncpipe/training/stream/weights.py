@@ -28,10 +28,11 @@ from torch.optim import Optimizer
 
 from syncpipe.data import storage_of
 from syncpipe.runtime.graph import go_back
-from syncpipe.runtime.module_state import version_of
+from syncpipe.runtime.interrupts import Swap
+from syncpipe.runtime.recomputation import version_of
 from syncpipe.stages.run import StageRun
+from syncpipe.stages.sharing import swaps_of
 from syncpipe.stages.stage import Stage
-from syncpipe.stages.swaps import Swap, swaps_of
 
 __all__ = ["StageWeights"]
 
