@@ -33,8 +33,6 @@ from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Step, Steps
 
-__all__ = ["RUNNING", "Bind", "Engine", "Run"]
-
 _JOIN_SECONDS = 2.0  # threads that are stuck in a layer must not block whoever drops the pipe
 _LOOK_SECONDS = 1.0  # whoever waits for a thread looks that often whether it is still there
 
@@ -110,7 +108,6 @@ class _Execution:
         self.cancelled = threading.Event()
 
     def fail(self, rank: tuple[bool, int, int], error: BaseException) -> None:
-        """Notes why the call is over."""
         self.failures.append((rank, error))
         self.cancel()
 
@@ -121,7 +118,6 @@ class _Execution:
             inbox.put((None, None))
 
     def deliver(self, to: Sequence[int], numbers: Sequence[int], values: Sequence[Any]) -> None:
-        """Sends messages to the workers that they are for."""
         for w, number, value in zip(to, numbers, values, strict=True):
             self.inboxes[w].put((number, value))
 
@@ -168,16 +164,9 @@ class Engine:
         weakref.finalize(self, _stop, self._threads, os.getpid())
 
     def run(self, steps: Steps, bind: Bind, state: CallerState, *, inline: bool) -> None:
-        """Runs a program to its end.
+        """Runs a program to its end; ``bind`` says what to do, the caller's state is in force.
 
-        Args:
-            steps: the program.
-            bind: says what to do for each action.
-            state: the caller's state, in force wherever an action runs.
-            inline: run everything on the calling thread.
-
-        Raises:
-            BaseException: what an action raised; of several, that of the first by ``Action.rank``.
+        Raises what an action raised, of several that of the first by ``Action.rank``.
         """
         execution = _Execution(self, steps, bind)
         if inline or len(steps.of) == 1 or sys.is_finalizing():  # no thread runs at the exit

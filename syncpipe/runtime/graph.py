@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AccumulateGrad", "captured", "go_back", "nodes_of"]
-
 _C: Any = torch._C
 #: The node that adds to the ``.grad`` of a leaf, its ``variable``; one for all graphs of that leaf.
 AccumulateGrad: type[Any] = _C._functions.AccumulateGrad

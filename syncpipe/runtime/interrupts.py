@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["Swap", "forkable", "swapped", "undone"]
-
 _T = TypeVar("_T")
 #: A dict and a key, or a module or tensor and the name of an attribute; and what to put there.
 Swap = tuple[Any, str, Any]
@@ -29,10 +27,8 @@ Swap = tuple[Any, str, Any]
 def undone(run: Callable[[], _T], undo: Callable[[], Any] | Iterator[Any]) -> _T:
     """Calls a function, and then takes back what it did, or began to do.
 
-    Args:
-        run: the function.
-        undo: takes everything back, however often it is called; or an iterator that takes one
-            thing back with each step, by C functions.
+    ``undo`` takes everything back, however often it is called, or is an iterator that takes one
+    thing back with each step, by C functions.
     """
     if isinstance(undo, Iterator):
         undo = partial(deque, undo, maxlen=0)

@@ -35,8 +35,6 @@ from syncpipe.data import described, storage_of
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import Lane
 
-__all__ = ["Offload"]
-
 #: What is smaller (in bytes) stays: a copy takes longer to start than to run.
 SMALL = 1 << 18
 #: So many copies to the host may be under way, and so many back before they are asked for.

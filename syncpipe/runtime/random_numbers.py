@@ -39,12 +39,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from syncpipe.data import tensors_in
 from syncpipe.runtime.interrupts import forkable, undone
 
-__all__ = [
-    "LOCKS", "Generators", "NoDispatch", "NoFunctions", "Turn", "changed", "draw_seed",
-    "fingerprint", "has_hooks", "holds_generators", "is_compiled", "is_random", "let_modules_hold",
-    "never_draws", "outside_of_turn", "put_back_states", "run_seeded", "states_of", "undisturbed",
-]  # fmt: skip
-
 _T = TypeVar("_T")
 _Key = tuple[str, int]
 _CPU: _Key = ("cpu", 0)
@@ -54,17 +48,14 @@ _CPU: _Key = ("cpu", 0)
 NoDispatch: Any = torch._C._DisableTorchDispatch
 NoFunctions: Any = torch._C.DisableTorchFunction
 
-# --- generators ----------------------------------------------------------------------------------
-
 
 class _Locks:
     """One lock for each generator of the process, and one for reading and setting any state.
 
-    A generator has a mutex of its own, and ``get_state`` makes its result while it holds it. If
-    the garbage collector comes then and lets go of tensors, it lets go of the GIL, too; another
-    thread that calls a method of the generator would hold the GIL and wait for the mutex for ever
-    (seen with torch 2.13). Whoever has ``states`` makes such a call, all others wait without the
-    GIL. Layers that draw do not hold the GIL meanwhile.
+    ``get_state`` makes its result while it holds the generator's own mutex. If the garbage
+    collector then lets go of tensors, it lets go of the GIL, too; another thread that calls a
+    method of the generator would hold the GIL and wait for the mutex for ever (seen with torch
+    2.13). Whoever has ``states`` makes such a call, all others wait without the GIL.
     """
 
     def __init__(self) -> None:
@@ -83,13 +74,8 @@ LOCKS = _Locks()
 class Generators:
     """The generators from which layers on one device can draw: the CPU's and the device's own.
 
-    Sets of them are bit masks.
-
-    Attributes:
-        own: the generators.
-        all: all of them, as a bit mask.
-        in_modules: the CPU's, held by modules that :func:`let_modules_hold`; 0 on accelerators,
-            where no other thread wants the device's generator.
+    Sets of them are bit masks: ``all``; and ``in_modules``, the CPU's, held by modules that
+    :func:`let_modules_hold` (0 on accelerators, whose generator no other thread wants).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,13 +106,11 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """The states of some generators."""
     with LOCKS.states, NoDispatch(), NoFunctions():
         return list(map(torch.Generator.get_state, generators))  # out of a profile function's sight
 
 
 def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    """Sets the states of some generators."""
     with LOCKS.states, NoDispatch(), NoFunctions():
         list(map(torch.Generator.set_state, generators, states))
 
@@ -163,11 +147,7 @@ def _cell_seed(seed: int, layer: int, i: int) -> int:
 
 @cache
 def is_random(operation: Any) -> bool:
-    """Whether an operation may draw."""
     return torch.Tag.nondeterministic_seeded in operation.tags
-
-
-# --- layers that draw ----------------------------------------------------------------------------
 
 
 class Turn:
@@ -175,11 +155,6 @@ class Turn:
 
     A layer or a loss function may itself use a pipe. While that one runs, the generators are given
     up: it takes locks of stages, and these come before the locks of generators.
-
-    Args:
-        picked: the generators.
-        seed: of its random numbers.
-        observe: find out what it does.
 
     Attributes:
         draws: the generators that it draws from, or whose states it uses, as far as was observed.
@@ -203,8 +178,6 @@ class Turn:
         self.ends: dict[_Key, list[list[int]]] = {}
 
     def holding(self, run: Callable[[], _T]) -> _T:
-        """Runs something that draws."""
-
         def drawing() -> _T:
             if self._own:
                 put_back_states(self._generators, self._own)
@@ -304,22 +277,18 @@ class Turn:
         return output
 
     def _look(self, frame: Any, event: str, arg: Any) -> None:
-        """A profile function."""
         if event == "c_call" and isinstance(getattr(arg, "__self__", None), torch.Generator):
             self.touches = True
 
 
 class _Here(threading.local):
-    """The turn of a thread."""
-
-    turn: Turn | None = None
+    turn: Turn | None = None  # of a thread
 
 
 _here = _Here()
 
 
 def holds_generators() -> bool:
-    """Whether the calling thread holds generators."""
     return _here.turn is not None and _here.turn.held
 
 
@@ -410,8 +379,6 @@ def fingerprint(output: Any) -> list[list[int]]:
     return found
 
 
-# --- what is known of PyTorch's modules ----------------------------------------------------------
-
 #: These draw in training, in their own forward and nowhere else.
 _DRAW: frozenset[type] = frozenset(
     {
@@ -466,7 +433,6 @@ def never_draws(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether it is made of those, and of modules that hold the generators while they draw."""
     return all(_is_quiet(m) or (_holds(m) and _is_plain(m)) for m in module.modules())
 
 

@@ -42,11 +42,6 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import Swap, forkable, swapped
 
-__all__ = [
-    "OUTERMOST", "Changes", "ModuleState", "Recomputation", "check_objects", "is_checkpointing",
-    "is_recomputing", "noted_objects", "stored_by", "version_of",
-]  # fmt: skip
-
 _CHECKPOINTING: ContextVar[bool] = ContextVar("syncpipe_checkpointing", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("syncpipe_recomputing", default=False)
 #: The lock of the outermost stage that runs here; it covers the pipes inside.
@@ -88,25 +83,17 @@ def _modified(what: str, where: object, then: int, now: int) -> RuntimeError:
 
 
 class Changes:
-    """What the forwards of one stage change, as far as is known; from call to call.
-
-    Attributes:
-        lock: to be held by whoever runs the stage, if there is ``any`` reason for it.
-        any: whether there ever was anything that two runs of the stage at a time would disturb.
-        renorming: the embeddings that keep their rows short.
-        renormed: for each of their parameters that is alive how often forwards modified it.
-        owners: the modules with buffers.
-        changing: the buffers that some forward has changed.
-        constant: for each module the others, as they were in a forward that did not change them.
-    """
+    """What the forwards of one stage change, as far as is known; from call to call."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.lock = forkable()
-        self.any = False
-        self.renorming: list[nn.Module] = []
+        self.lock = forkable()  #: held by whoever runs the stage, if there is any reason for it:
+        self.any = False  #: there ever was anything that two runs at a time would disturb
+        self.renorming: list[nn.Module] = []  #: the embeddings that keep their rows short
+        #: For each of their parameters that is alive how often forwards modified it.
         self.renormed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self.owners: list[nn.Module] = []
-        self.changing: set[_Place] = set()
+        self.owners: list[nn.Module] = []  #: the modules with buffers
+        self.changing: set[_Place] = set()  #: the buffers that some forward has changed
+        #: For each module the others, as they were in a forward that did not change them.
         self.constant: dict[nn.Module, list[_Noted]] = {}
         self._modes: list[bool] = []
         self.follow(list(root.modules()))
@@ -162,7 +149,6 @@ class ModuleState:
         changes.follow(self._modules)
 
     def like(self, other: ModuleState) -> bool:
-        """Whether the modules, their modes and parameters are the same ones."""
         return self._marks == other._marks
 
     def note_versions(self) -> None:
@@ -218,7 +204,7 @@ class ModuleState:
 
 
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int]]:
-    """All modules; and numbers that tell whether anything that was noted of them has changed."""
+    """All modules; and what tells whether anything that was noted of them has changed."""
     modules: list[nn.Module] = []
     marks: list[int] = []
     seen: set[int] = set()
@@ -259,21 +245,14 @@ class Recomputation:
     """A cell that runs without keeping its graph, and how to run it again; under the stage's lock.
 
     Made before the forward, for it notes buffers as they are then.
-
-    Attributes:
-        modules: as they are in this call; to be replaced if it is lazy.
-        cell: computes the cell again from a tree of inputs.
-        inputs: that tree, detached.
-        mutates_inputs: whether the cell writes into its inputs.
-        stored: what tells which tensors the forward stored; None: nobody will compare.
     """
 
-    cell: Callable[[Any], Any]
-    mutates_inputs = False
-    stored: Counter[Any] | None = None
+    cell: Callable[[Any], Any]  #: computes the cell again from a tree of inputs
+    mutates_inputs = False  #: whether it writes into these
+    stored: Counter[Any] | None = None  #: which tensors the forward stored; None: who cares
 
     def __init__(self, modules: ModuleState, where: object) -> None:
-        self.modules = self._first = modules
+        self.modules = self._first = modules  # to be replaced if it is lazy
         self._where = where
         self._noted: list[tuple[nn.Module, list[_Noted]]] = []
         self._copies: dict[_Place, Tensor | None] = {}
@@ -394,7 +373,6 @@ class Recomputation:
 
 
 def _same_tensors(now: list[_Noted], then: list[_Noted] | None) -> bool:
-    """Whether both note the same tensors, by identity, in the same versions."""
     return (
         then is not None
         and len(now) == len(then)
@@ -427,7 +405,7 @@ _Objects = list[tuple[Any, dict[str, tuple[Any, ...]]]]
 
 
 def noted_objects(inputs: Any) -> _Objects:
-    """The objects in the inputs of a cell, which cannot be copied, for :func:`check_objects`."""
+    """Objects in the inputs of a cell, which cannot be copied, for :func:`check_objects`."""
     return [(thing, _attributes(thing)) for thing in objects_in(inputs)]
 
 

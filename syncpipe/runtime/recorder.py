@@ -20,8 +20,6 @@ import torch
 from syncpipe.runtime.streams import Lane
 from syncpipe.schedules.schedule import Devices, devices_of
 
-__all__ = ["Moment", "Record", "Recorder", "as_range"]
-
 _T = TypeVar("_T")
 _Range = torch._C._profiler._RecordFunctionFast
 
@@ -66,12 +64,9 @@ class Record:
 
 
 class Recorder:
-    """Records one call.
+    """Records call number ``step``, for all threads.
 
-    Args:
-        records: where to put what was recorded; shared by all threads.
-        origins: for each device an event, and when it happened; shared by all calls of a trace.
-        step: the number of the call.
+    ``origins`` has for each device an event, and when it happened, for all calls of a trace.
     """
 
     def __init__(
@@ -82,12 +77,7 @@ class Recorder:
         self._rows: Devices = ()
 
     def begin(self, lanes: list[Lane], rows: Devices) -> None:
-        """Call first, on the caller's thread.
-
-        Args:
-            lanes: for each worker its lane.
-            rows: for each stage the index of its worker, or those of its replicas.
-        """
+        """Call first, on the caller's thread, with the workers' lanes, and the stages' workers."""
         self._lanes, self._rows = lanes, rows
         for lane in lanes:
             if lane.streams is not None and lane.device not in self._origins:

@@ -21,11 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AcceleratorStreams", "Lane", "accelerators", "checked_device", "moved", "same_memory",
-    "using",
-]  # fmt: skip
-
 
 def accelerators() -> list[torch.device]:
     """All accelerators of this machine."""
@@ -37,15 +32,8 @@ def accelerators() -> list[torch.device]:
 
 
 def checked_device(device: torch.device | str | int, kind: str | None = None) -> torch.device:
-    """What ``torch.device`` makes of something, which counts in 8 bits: "cpu:300" is "cpu:44".
-
-    Args:
-        device: the device, or its index.
-        kind: of a device that is given by its index.
-
-    Raises:
-        RuntimeError: it is no device, or one beyond number 127.
-    """
+    """What ``torch.device`` makes of a device, or its index and ``kind``; a ``RuntimeError`` if
+    there is none. It counts in 8 bits: "cpu:300" would be "cpu:44"."""
     counted = isinstance(device, int) and kind is not None
     found = torch.device(kind, device) if counted else torch.device(device)  # type: ignore[arg-type]
     index = device if counted else str(device).partition(":")[2]
@@ -82,10 +70,7 @@ def using(stream: torch.Stream) -> Iterator[None]:
 
 
 class AcceleratorStreams:
-    """The operations on streams of one device, by PyTorch's device-agnostic interface.
-
-    To all others streams and events are opaque: tests have operations of their own.
-    """
+    """The operations on streams of one device; to all others streams and events are opaque."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

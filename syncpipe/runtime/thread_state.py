@@ -29,11 +29,6 @@ from torch.utils._device import DeviceContext
 
 from syncpipe.runtime.interrupts import undone
 
-__all__ = [
-    "INLINE", "CallerState", "backward_here", "driven", "inline", "settled",
-    "without_autocast",
-]  # fmt: skip
-
 _T = TypeVar("_T")
 _C: Any = torch._C
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")

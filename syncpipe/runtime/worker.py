@@ -13,8 +13,6 @@ import torch
 
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, checked_device
 
-__all__ = ["FREE_THREADED", "Item", "Worker", "WorkerThread", "has_lock"]
-
 #: Whether this is a free-threaded build of CPython. There an object belongs to the thread that made
 #: it, and what other threads let go of dies when that one next runs Python. A thread that sleeps
 #: keeps all of it alive, the memory of tensors included.

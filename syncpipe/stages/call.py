@@ -28,14 +28,12 @@ from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
 from syncpipe.runtime.recorder import Recorder
 from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, same_memory
-from syncpipe.runtime.thread_state import CallerState
+from syncpipe.runtime.thread_state import CallerState, settled
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import CallReplicas, CallTies, knows_itself, stand_in
-
-__all__ = ["Call", "EntryEvent", "MiniBatch", "needs_graph", "sent"]
 
 _T = TypeVar("_T")
 
@@ -48,20 +46,13 @@ class EntryEvent(NamedTuple):
 
 
 class MiniBatch:
-    """What all runs of a mini-batch begin with, by the state of their caller.
-
-    Args:
-        pipeline: the pipeline.
-        m: number of micro-batches.
-        checkpoint: for each stage its mode.
-        inline: run on the calling thread.
-        seed: of the random numbers; None: drawn from the caller's generator.
+    """What all runs of a mini-batch of ``m`` micro-batches begin with, by their caller's state.
 
     Attributes:
-        state: the caller's.
-        modes: for each stage and replica its mode.
+        modes: for each stage and replica its checkpoint mode.
         rematerialized: for each how many micro-batches, from the first on, are recomputed.
         runs: for each what runs its cells.
+        seed: of the random numbers; drawn from the caller's generator if none is given.
     """
 
     def __init__(
@@ -108,10 +99,7 @@ class Call(MiniBatch):
     Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
     ``pipeline.stages``, and in all lists that are kept for each of these.
 
-    Args:
-        pipeline, m, checkpoint, inline: as for :class:`MiniBatch`.
-        recorder: writes down what runs when, for a trace.
-        graph: gradients are captured, and given back by a node of the caller's graph.
+    If there is a ``graph``, gradients are captured, and given back by a node of the caller's.
 
     Attributes:
         lanes: for each worker its device and streams.
@@ -232,15 +220,19 @@ class Call(MiniBatch):
         """Runs the second half of a program, on whatever thread autograd is."""
         self.moment = object()
         modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+
+        def run_here() -> None:
+            with self.state.applied():
+                self._run(steps, task, (), inline=True)
+
         try:
             # Where this thread cannot wait for workers, or others cannot do what it does.
             if self.inline or modes or RUNNING.get():
-                with self.state.applied():
-                    self._run(steps, task, (), inline=True)
+                settled(run_here)
             else:
                 self._run(steps, task, (), inline=False)
         finally:
-            if self.state.autocasts:  # the caller may have left its autocast, which clears them
+            if self.state.autocasts:  # whose block the caller may have left
                 torch.clear_autocast_cache()
 
     def _run(self, steps: Steps, task: Any, input: Any, *, inline: bool) -> None:
@@ -285,8 +277,6 @@ class Call(MiniBatch):
         own = chain(partition.parameters(), partition.buffers())
         return Offload(self.lane_of[j], *worker.host_streams(), own)
 
-    # -- over edges
-
     def send(self, edge: Edge, i: int, value: Any, *, backward: bool = False) -> tuple[Any, Any]:
         """Sends the value of a micro-batch over an edge (or back); for the worker at its near end.
         Returns the value at the far end, and the event to wait for there."""
@@ -325,8 +315,6 @@ class Call(MiniBatch):
                     "a dict or a dataclass, or register the class by "
                     "torch.utils._pytree.register_pytree_node"
                 )
-
-    # -- from the caller, and to the caller
 
     def ready(self, tree: Any) -> dict[torch.device, EntryEvent]:
         """When tensors are there that the calling thread has just made or been given."""

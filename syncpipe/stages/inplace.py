@@ -26,8 +26,6 @@ from torch.nn.modules import module as global_hooks
 from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, tensors_in
 from syncpipe.runtime.recomputation import version_of
 
-__all__ = ["Given", "aliased", "entering", "handed_on", "may_write", "sent_marks"]
-
 #: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
 ALIASED, LENT = 1, 2
 
@@ -91,11 +89,7 @@ def aliased(inputs: Any, others: Any = None) -> list[int]:
 def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool) -> list[int]:
     """The marks of a cell's outputs, for those that are what it was lent; nothing if all are 0.
 
-    Args:
-        inputs: the cell's, with its skips.
-        marks: theirs.
-        outputs: the cell's, with its skips.
-        all_lent: whether it was lent all of them: by the caller, or to be recomputed from.
+    It was lent ``all_lent`` inputs if they are the caller's, or it is recomputed from them.
     """
     given, made = inputs[0], outputs[0]
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
@@ -131,16 +125,9 @@ def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[
 
 
 class Given:
-    """The inputs of a cell that may write into them.
+    """The inputs of a cell that may write into them (``copy``), and a ``tree`` that it gets.
 
-    Args:
-        inputs: a tree.
-        marks: for each of its tensors.
-        copy: whether the cell may write into its inputs, see :func:`may_write`.
-        again: whether it is computed again from them: then all are lent.
-
-    Attributes:
-        tree: the inputs as the cell gets them.
+    Whatever the marks are, all are lent if the cell is computed ``again`` from them.
     """
 
     def __init__(

@@ -15,8 +15,6 @@ from syncpipe.skip.layout import inspect_layout
 from syncpipe.stages.sharing import Replica, SharedTensors
 from syncpipe.stages.stage import Partition, Stage
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Partitions on their workers, ready to run.
@@ -86,5 +84,4 @@ class Pipeline:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether all workers are CPU workers."""
         return all(worker.device.type == "cpu" for worker in self.workers)

@@ -25,8 +25,6 @@ from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.sharing import stand_in
 
-__all__ = ["plain"]
-
 
 def plain(
     pipeline: Pipeline,

@@ -57,8 +57,6 @@ from syncpipe.skip.store import current_store, use_store
 from syncpipe.stages.inplace import Given, aliased, entering, may_write
 from syncpipe.stages.stage import CELL, Stage
 
-__all__ = ["Inputs", "StageRun"]
-
 #: The value that travels along the layers, and skips.
 Inputs = tuple[Any, tuple[Any, ...]]
 #: Of a cell that is recomputed: for each layer the generators that it may draw from, and the
@@ -80,11 +78,10 @@ class StageRun:
     """A stage in one call of ``m`` micro-batches, bound to what is the same for all of its cells.
 
     Attributes:
-        through: how many cells went forward so far, in a list.
+        through: how many cells went forward so far, in a list (which units have in common).
         statistics: collects those of deferred BatchNorm, for all replicas of the stage.
-        others: by the identity of a tensor of its modules what it computes with instead.
-        swaps: what puts them into the modules for the time of a run.
-        shallow: copies of the modules for that, if other threads run these.
+        others: by the identity of a tensor of its modules what it computes with instead: ``swaps``
+            put that into the modules for the time of a run, or ``shallow`` copies of them have it.
         modules: the modules as they are in this call, if it recomputes.
         backward_draws: the generators that its backward draws from; None until one went back.
         units: its pieces, if they are recomputed one by one, and whether each is.
@@ -129,10 +126,8 @@ class StageRun:
 
     @cached_property
     def writes(self) -> bool:
-        """Whether its layers may write into inputs as they are in this call."""
+        """Whether its layers may write into inputs."""
         return may_write(self.stage.partition, pops=bool(self.stage.pops))
-
-    # -- forward
 
     def forward(
         self, i: int, inputs: Inputs, marks: Sequence[int] = (), target: Any = None
@@ -311,8 +306,6 @@ class StageRun:
         training = self.stage.partition.training
         return stored_by(outputs, begins, shapes=self.stage.is_new(("stored", training)))
 
-    # -- from inputs to outputs
-
     def _run(
         self,
         i: int,
@@ -378,7 +371,6 @@ class StageRun:
                 self.shallow.give_back()
 
     def _layers(self, partition: Any, i: int, drawn: Drawn | None, again: bool, value: Any) -> Any:
-        """The layers one after another."""
         if self.units:
             return self._in_units(i, value)
         stage = self.stage

@@ -51,17 +51,6 @@ from syncpipe.schedules.steps import Edge
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.stage import Partition, Stage
 
-__all__ = [
-    "CallReplicas",
-    "CallTies",
-    "Replica",
-    "ShallowCopy",
-    "SharedTensors",
-    "knows_itself",
-    "stand_in",
-    "swaps_of",
-]  # fmt: skip
-
 _KNOWING = ("forward", "_compiled_call_impl")
 _MISSING = object()
 

@@ -18,8 +18,6 @@ from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
 
-__all__ = ["CELL", "Partition", "Stage"]
-
 #: The cell that runs here: its partition, and what runs the layers of that.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(
     "syncpipe_cell", default=None
@@ -51,8 +49,7 @@ class Stage:
         names: for each layer its name in the wrapped module.
         first: index of the first layer in the wrapped module.
         device: where the layers are.
-        pops: the skips that come from other stages.
-        stashes: the skips that go to other stages.
+        pops, stashes: the skips that come from other stages, and that go to others.
         whole: the stage of which it is a unit.
 
     Attributes:
@@ -121,7 +118,6 @@ class Stage:
         )
 
     def is_new(self, mode: Any) -> bool:
-        """Whether it runs for the first time in a mode."""
         if mode in self.seen:
             return False
         self.seen.add(mode)

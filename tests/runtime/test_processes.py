@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,13 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncpipe.pipe
+from syncpipe.runtime.worker import FREE_THREADED
+from tests.conftest import our_threads
 from tests.support.running import Do, assert_same, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-
-
-def our_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("syncpipe")]
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
 def model():
@@ -58,57 +58,43 @@ def test_workers_are_started_once_and_not_at_every_call():
 
 
 def test_deleting_a_pipe_ends_its_threads_at_once():
-    pipe = pipe_of(model())
-    output = pipe(torch.randn(8, 4))
-    assert len(our_threads()) == 4
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    reference = copy.deepcopy(layers)
+    pipe, x = pipe_of(layers, checkpoint="always"), torch.randn(8, 4)
+    gone = weakref.ref(pipe)
+    output = pipe(x)
+    assert len(our_threads()) == 3
     gc.disable()
     try:
         del pipe
+        assert gone() is None
         weigh(output).backward()  # the graph needs the threads, and not the pipe
         del output
         assert our_threads() == []
     finally:
         gc.enable()
+    weigh(plain(reference, x)).backward()
+    assert_same([p.grad for p in layers.parameters()], [p.grad for p in reference.parameters()])
 
 
 def test_a_pipe_may_be_deleted_by_one_of_its_own_layers():
     holder = []
-
-    def let_go(x):
-        holder.clear()
-
-    holder.append(pipe_of(nn.Sequential(nn.Tanh(), Do(let_go), nn.Tanh())))
+    holder.append(pipe_of(nn.Sequential(nn.Tanh(), Do(lambda x: holder.clear()), nn.Tanh())))
     x = torch.randn(8, 2)
     assert torch.equal(holder[0](x), x.tanh().tanh())
     gc.collect()
     assert our_threads() == []
 
 
-def test_a_pipe_may_be_deleted_between_forward_and_backward():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    reference = copy.deepcopy(layers)
-    pipe = pipe_of(layers, checkpoint="always")
-    gone = weakref.ref(pipe)
-    x = torch.randn(8, 4)
-    y = pipe(x)
-    del pipe
-    gc.collect()
-    assert gone() is None
-    weigh(y).backward()
-    weigh(plain(reference, x)).backward()
-    assert_same([p.grad for p in layers.parameters()], [p.grad for p in reference.parameters()])
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_of_a_pipe_that_has_run_has_threads_of_its_own(copied):
-    ours = pipe_of(model(), checkpoint="always")
-    x = torch.randn(8, 4)
+    ours, x, results = pipe_of(model(), checkpoint="always"), torch.randn(8, 4), []
     ours(x)
     other = copied(ours)
     for pipe in (ours, other):
         torch.manual_seed(3)
-        pipe.result = trained(pipe, pipe, x)
-    assert_same(ours.result, other.result)
+        results.append(trained(pipe, pipe, x))
+    assert_same(*results)
     assert len(our_threads()) == 8
     del other, pipe
     gc.collect()
@@ -124,9 +110,7 @@ def test_a_failed_call_in_one_thread_does_not_touch_that_of_another():
             raise ValueError("nan")
 
     layers = nn.Sequential(nn.Linear(5, 5), Do(check), nn.Linear(5, 5))
-    pipe = pipe_of(layers)
-    expected = plain(layers, x)
-    wrong = []
+    pipe, expected, wrong = pipe_of(layers), plain(layers, x), []
 
     def good():
         wrong.extend(k for k in range(50) if not torch.equal(pipe(x), expected))
@@ -140,15 +124,13 @@ def test_a_failed_call_in_one_thread_does_not_touch_that_of_another():
     assert wrong == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@forks
 def test_a_pipe_works_in_a_forked_child_and_goes_on_in_the_parent():
     pipe = pipe_of(model(), checkpoint="always")
     x = torch.randn(8, 4)
-    trained(pipe, pipe, x)
-    torch.manual_seed(3)
     state = copy.deepcopy(pipe.state_dict())
-    expected = trained(pipe, pipe, x)
-    expected = [t.clone() for t in expected]
+    torch.manual_seed(3)
+    expected = [t.clone() for t in trained(pipe, pipe, x)]
     pipe.load_state_dict(state)
 
     def check():
@@ -160,81 +142,51 @@ def test_a_pipe_works_in_a_forked_child_and_goes_on_in_the_parent():
     check()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_while_another_thread_is_inside_a_layer():
-    inside, go_on = threading.Event(), threading.Event()
-    parent = os.getpid()
-
-    def wait(x):
-        if os.getpid() == parent:
-            inside.set()
-            go_on.wait()
-
-    layers = nn.Sequential(
-        nn.Sequential(nn.BatchNorm1d(4), Do(wait), nn.Dropout()), nn.Linear(4, 4)
-    )
-    pipe = pipe_of(layers, checkpoint="always")
-    x = torch.randn(8, 4)
-    thread = threading.Thread(target=pipe, args=(x,))
+@contextmanager
+def stopped(call, *arguments, inside, go_on):
+    """A thread of the parent's that stands inside of a call while the parent forks."""
+    thread = threading.Thread(target=call, args=arguments)
     thread.start()
     inside.wait()
     try:
-        status = in_child(lambda: weigh(pipe(x)).backward())
+        yield
     finally:
         go_on.set()
         thread.join()
-    assert status == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_while_another_thread_builds_a_pipe():
-    ours, theirs = pipe_of(model()), pipe_of(model())
-    building, go_on = threading.Event(), threading.Event()
-    built = syncpipe.pipe.Pipeline
+@forks
+@pytest.mark.parametrize("where", ["forward", "backward", "building"])
+def test_a_fork_while_another_thread_is_in_the_middle_of_a_call(where, monkeypatch):
+    inside, go_on, waits = threading.Event(), threading.Event(), []
+
+    def wait(x):
+        if waits == [os.getpid()]:
+            inside.set()
+            go_on.wait()
 
     def build(*args):
-        building.set()
-        go_on.wait()
+        wait(None)
         return built(*args)
 
-    x = torch.randn(8, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(syncpipe.pipe, "Pipeline", build)
-        thread = threading.Thread(target=theirs, args=(x,))
-        thread.start()
-        building.wait()
-    try:
-        status = in_child(lambda: (ours(x), theirs(x)))
-    finally:
-        go_on.set()
-        thread.join()
-    assert status == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_graph_goes_back_in_a_child_that_was_forked_while_a_layer_ran():
-    inside, go_on = threading.Event(), threading.Event()
-    waits = []
-
-    def wait(x):
-        if waits and os.getpid() == waits[0]:
-            inside.set()
-            go_on.wait()
-
-    layers = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4), Do(wait)), nn.Linear(4, 4))
-    pipe = pipe_of(layers, checkpoint="always")
-    x = torch.randn(8, 4)
-    loss = weigh(pipe(x))
+    built = syncpipe.pipe.Pipeline
+    monkeypatch.setattr(syncpipe.pipe, "Pipeline", build)
+    waiting = nn.Sequential(nn.BatchNorm1d(4), Do(wait), nn.Dropout())
+    pipe, x = (
+        pipe_of(nn.Sequential(waiting, nn.Linear(4, 4)), checkpoint="always"),
+        torch.ones(8, 4),
+    )
+    other = pipe_of(model())
+    loss = weigh(pipe(x)) if where != "building" else None
     waits.append(os.getpid())
-    thread = threading.Thread(target=pipe, args=(x,))
-    thread.start()
-    inside.wait()
-    try:
-        status = in_child(loss.backward)
-    finally:
-        go_on.set()
-        thread.join()
-    assert status == 0
+    runs = {
+        "forward": lambda: weigh(pipe(x)).backward(),
+        "backward": lambda: loss.backward(),
+        "building": lambda: (pipe(x), other(x)),
+    }
+    with stopped(other if where == "building" else pipe, x, inside=inside, go_on=go_on):
+        waits *= 2  # nobody waits any more
+        assert in_child(runs[where]) == 0
 
 
 @pytest.mark.parametrize("name", ["is_available", "device_count", "current_accelerator"])
@@ -247,7 +199,7 @@ def test_a_pipe_on_cpu_workers_does_not_ask_for_accelerators(name, monkeypatch):
     pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@forks
 def test_a_data_loader_forks_its_workers_after_the_pipe_ran():
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     pipe = pipe_of(layers, checkpoint="always")
@@ -290,7 +242,30 @@ def test_the_interpreter_exits_with_pipes_alive(how):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )
-    assert done.stdout == "ran\n"
     assert done.returncode == {"from an exception": 1, "by sys.exit": 4}.get(how, 0), done.stderr
+    assert done.stdout == "ran\n"
     assert ("the end" in done.stderr) == (how == "from an exception")
     assert how == "from an exception" or "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(FREE_THREADED, reason="modules are empty there before their objects die")
+def test_a_pipe_that_is_called_while_the_interpreter_ends():
+    code = textwrap.dedent("""
+        import torch
+        from tests.support.running import pipe_of
+
+        class Last:
+            def __init__(self):
+                self.pipe = pipe_of(torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh()))
+                self.x = torch.zeros(4, 2)
+                self.pipe(self.x)
+
+            def __del__(self, print=print):
+                print(float(self.pipe(self.x).sum()), flush=True)
+
+        last = Last()
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=260)
+    # Where torch's own modules are gone first, no module of its can be called any more.
+    gone = "torch/nn/modules/module.py" in done.stderr and "'NoneType' object" in done.stderr
+    assert done.stdout == "0.0\n" or gone, done.stderr

@@ -17,21 +17,45 @@ from tests.support.running import MODES, Do, assert_same, one_by_one, pipe_of, t
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(7))
 
 
-def between(layers, change, mode="always", x=X):
-    """The gradients of a plain model and of a pipe that both change before backward."""
-    found = []
+class Block(nn.Module):
+    """What it gives depends on its mode and on a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.Identity()
+        self.register_buffer("shift", torch.ones(()))
+
+    def forward(self, x):
+        x = self.norm(self.linear(x)) + self.shift
+        return x.tanh() if self.training else x.sigmoid()
+
+
+# Between forward and backward
+
+CHANGES = {
+    "eval()": lambda m: m.eval(),
+    "eval() of a layer": lambda m: m[0].eval(),
+    "frozen": lambda m: m.requires_grad_(False),
+    "a buffer modified": lambda m: m[0].shift.fill_(3),
+    "a buffer replaced": lambda m: setattr(m[0], "shift", torch.tensor(3.0)),
+}
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_changed_since_the_forward_is_as_it_was(kind, mode):
+    layers, found, modes = blocks(), [], []
     ours = pipe_of(copy.deepcopy(layers), checkpoint=mode)
-    weigh(ours(x)).backward()  # not new any more
+    trained(ours, ours, X)  # not new any more
     ours.zero_grad()
     for module, run in ((layers, lambda x: one_by_one(layers, x)), (ours, ours)):
-        loss = weigh(run(x))
-        change(module)
+        loss = weigh(run(X.clone().requires_grad_()))
+        CHANGES[kind](module)
         loss.backward()
         found.append([p.grad for p in module.parameters()])
-    return found
-
-
-# Parameters
+        modes.append([m.training for m in module.modules()])
+    assert_same(*found)
+    assert_same(modes[1][-len(modes[0]) + 1 :], modes[0][1:])  # what was set meanwhile stays
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,12 +85,6 @@ def test_a_parameter_that_was_replaced_is_recomputed_from_the_old_one():
     assert torch.equal(ours, old.grad)
 
 
-def test_parameters_that_were_frozen_after_the_forward_are_recomputed_as_before():
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    x = X.clone().requires_grad_()
-    assert_same(*between(layers, lambda module: module.requires_grad_(False), x=x))
-
-
 class Times(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,14 +94,48 @@ class Times(nn.Module):
         return x * self.weight
 
 
-def test_a_frozen_parameter_that_was_modified_is_refused_where_nothing_else_is_stored():
-    pipe = pipe_of(nn.Sequential(Times(), nn.Linear(6, 6)), checkpoint="always")
-    pipe[0].requires_grad_(False)
-    loss = weigh(pipe(X.clone().requires_grad_()))
+def frozen():
+    return nn.Sequential(Times().requires_grad_(False), nn.Linear(6, 6))
+
+
+def blocks():
+    return nn.Sequential(Block(), Block())
+
+
+def renorms():
+    return nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Tanh())
+
+
+def triple(layer):
     with torch.no_grad():
-        pipe[0].weight.mul_(3)
-    with pytest.raises(RuntimeError, match=r"a parameter \(float32\[6\]\).* modified in place"):
+        layer.weight.mul_(3)
+
+
+def put_norm(block):
+    block.norm = nn.BatchNorm1d(6)
+
+
+MODIFIED = r"a parameter \(float32.* modified in place between forward and backward"
+
+
+@pytest.mark.parametrize(
+    ("layers", "x", "change", "message"),
+    [
+        (frozen, X, triple, MODIFIED),
+        (renorms, torch.arange(4), triple, MODIFIED),
+        (blocks, X, put_norm, r"modules of stage 0.*new: BatchNorm1d; gone: Identity"),
+    ],
+    ids=["frozen parameter", "embedding that renorms", "another module"],
+)
+def test_what_cannot_be_as_it_was_is_refused(layers, x, change, message):
+    pipe = pipe_of(layers(), checkpoint="always")
+    loss = weigh(pipe(x.clone().requires_grad_() if x.is_floating_point() else x))
+    change(pipe[0])
+    with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+# Between calls, and in them
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,31 +153,7 @@ def test_embeddings_that_renorm_their_rows_train_as_in_the_plain_loop(mode):
         assert_same(*results)
 
 
-def test_an_embedding_that_was_modified_by_others_is_refused_though_it_renorms():
-    pipe = pipe_of(nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Tanh()), checkpoint="always")
-    loss = weigh(pipe(torch.arange(4)))
-    with torch.no_grad():
-        pipe[0].weight.mul_(3)
-    with pytest.raises(RuntimeError, match="was modified in place between forward and backward"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_lazy_layers_get_their_parameters_in_the_first_call(mode):
-    pipe = pipe_of(
-        nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2)), checkpoint=mode
-    )
-    y = pipe(X)
-    weigh(y).backward()
-    assert torch.equal(pipe[1].num_batches_tracked, torch.tensor(4))
-    other = copy.deepcopy(pipe)
-    ours = [p.grad for p in pipe.parameters()]
-    other.zero_grad()
-    weigh(one_by_one(nn.Sequential(*other), X)).backward()
-    assert_same(ours, [p.grad for p in other.parameters()])
-
-
-class Late(nn.Module):
+class MakesItself(nn.Module):
     """Makes its parameter when it sees its first input."""
 
     def forward(self, x):
@@ -134,56 +162,22 @@ class Late(nn.Module):
         return (x * self.weight).tanh()
 
 
-def test_a_layer_may_make_its_parameters_in_its_first_forward():
-    pipe = pipe_of(nn.Sequential(Late(), Late()), checkpoint="always")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make", [MakesItself, lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())]
+)
+def test_layers_may_make_their_parameters_in_the_first_call(make, mode):
+    pipe = pipe_of(nn.Sequential(make(), make()), checkpoint=mode)
     weigh(pipe(X)).backward()
-    ours = [p.grad for p in pipe.parameters()]
+    ours = [p.grad.clone() for p in pipe.parameters()]
+    assert all(count == 4 for name, count in pipe.named_buffers() if "tracked" in name)
     pipe.zero_grad()
     weigh(one_by_one(nn.Sequential(*pipe), X)).backward()
     assert_same(ours, [p.grad for p in pipe.parameters()])
 
 
-# Modes and modules
-
-
-class Modal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        x = self.linear(x)
-        return x.tanh() if self.training else x.sigmoid()
-
-
-@pytest.mark.parametrize("change", [lambda m: m.eval(), lambda m: m[0].eval()])
-def test_a_cell_is_recomputed_in_the_mode_of_its_forward(change):
-    layers = nn.Sequential(Modal(), Modal())
-    assert_same(*between(layers, change))
-
-
-def test_the_mode_that_was_set_meanwhile_stays():
-    pipe = pipe_of(nn.Sequential(Modal(), Modal()), checkpoint="always")
-    loss = weigh(pipe(X))
-    pipe.eval()
-    loss.backward()
-    assert not any(module.training for module in pipe.modules())
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.Identity()
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
-
-
-def put_norm(block):
-    block.norm = nn.BatchNorm1d(6)
-
-
 LATER = {
+    "a value": lambda block: block.shift.fill_(2),
     "a batch norm": put_norm,
     "a parametrization": lambda block: spectral_norm(block.linear),
     "a hook with buffers": lambda block: old_spectral_norm(block.linear),
@@ -192,7 +186,7 @@ LATER = {
 
 @pytest.mark.parametrize("kind", LATER)
 def test_buffers_that_come_into_a_layer_between_calls_are_known(kind):
-    layers = nn.Sequential(Block(), Block())
+    layers = blocks()
     other = copy.deepcopy(layers)
     pipe = pipe_of(layers, checkpoint="always")
     weigh(pipe(X)).backward()
@@ -204,45 +198,65 @@ def test_buffers_that_come_into_a_layer_between_calls_are_known(kind):
         assert_same(ours, trained(lambda x: one_by_one(other, x), other, X))
 
 
-def test_a_layer_that_comes_in_between_forward_and_backward_is_refused():
-    pipe = pipe_of(nn.Sequential(Block(), Block()), checkpoint="always")
-    loss = weigh(pipe(X))
-    put_norm(pipe[0])
-    with pytest.raises(RuntimeError, match=r"modules of stage 0.*new: BatchNorm1d; gone: Identity"):
-        loss.backward()
+# Inputs
 
 
-# How often, and where not at all
+class Box:
+    def __init__(self, x):
+        self.x = x
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * y
+class Slim:
+    __slots__ = ("x",)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]
+    def __init__(self, x):
+        self.x = x
 
 
-def test_asking_twice_for_what_was_saved_recomputes_once():
-    runs = []
+@pytest.mark.parametrize("made", [Box, Slim])
+@pytest.mark.parametrize("what", ["nothing", "sets", "modifies"])
+def test_an_object_that_a_layer_changes_is_refused(what, made):
+    changes = {
+        "nothing": lambda box: None,
+        "sets": lambda box: setattr(box, "x", box.x.tanh()),
+        "modifies": lambda box: box.x.add_(1) and None,
+    }
+    layers = nn.Sequential(Do(made), Do(changes[what]), Do(lambda box: box.x))
+    pipe = Pipe(layers, [1, 1, 1], devices=["cpu:0"] * 3, chunks=4, checkpoint="always")
+    x = X.clone().requires_grad_()
+    if what == "nothing":
+        pipe(x * 1).sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        return
+    with pytest.raises(RuntimeError, match=rf"stage 1 .*attribute 'x' of the {made.__name__}"):
+        pipe(x * 1)
 
-    def layer(x):
-        runs.append(len(x))
-        return Twice.apply(x.sin(), x.cos())
 
-    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Do(layer)), checkpoint="always")
-    weigh(pipe(X)).backward()
-    assert len(runs) == 2 * 4
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_input_that_is_given_twice_is_one_tensor(chunks, mode):
+    add = Do(lambda pair: pair[0].relu_() + pair[1])
+    pipe = pipe_of(nn.Sequential(add, nn.Linear(6, 6)), chunks=chunks, checkpoint=mode)
+    x = X.clone()
+    assert torch.equal(pipe((x, x)), pipe[1](X.relu() * 2))
 
 
-def test_saved_tensor_hooks_may_be_forbidden():
-    pipe = Pipe(nn.Sequential(nn.Linear(6, 6)), [1], devices=["cpu"], checkpoint="always")
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        weigh(pipe(X)).backward()
-    assert pipe[0].weight.grad is not None
+@pytest.mark.parametrize("mode", MODES)
+def test_an_entry_of_the_input_may_be_modified_in_a_later_stage(mode):
+    class First(nn.Linear):
+        def forward(self, d):
+            return {"x": super().forward(d["x"]), "m": d["m"]}
+
+    layers = nn.Sequential(First(6, 6), Do(lambda d: d["x"] * d["m"].add_(1).clone()))
+    pipe = pipe_of(layers, chunks=3, checkpoint=mode)
+    for _ in range(2):
+        pipe.zero_grad()
+        weigh(pipe({"x": X, "m": X.clone()})).backward()
+        ours = layers[0].weight.grad
+        pipe.zero_grad()
+        pieces = [layers({"x": x, "m": x.clone()}) for x in X.chunk(3)]
+        weigh(torch.cat(pieces)).backward()
+        assert torch.equal(ours, layers[0].weight.grad)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-import subprocess
 import sys
-import textwrap
 import threading
 from collections import deque
 
@@ -37,14 +35,9 @@ def hooks_in_c(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", deque(maxlen=0).append)
 
 
-def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
 @pytest.mark.parametrize("w", range(3))
 def test_a_thread_that_was_killed_while_it_had_nothing_to_do(w):
-    model = layers()
-    pipe = pipe_of(model)
+    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
     x = torch.randn(8, 4)
     expected = pipe(x)
     before = our_threads()
@@ -76,13 +69,11 @@ def test_threads_that_are_killed_at_any_time(train):
     def kills():
         while not over.is_set():
             over.wait(delays.random() / 25)
-            threads = our_threads()
-            if threads:
+            if threads := our_threads():
                 kill(delays.choice(threads))
 
     killer = threading.Thread(target=kills)
     killer.start()
-    failed = 0
     for _ in range(30):
         try:
             if train:
@@ -90,10 +81,10 @@ def test_threads_that_are_killed_at_any_time(train):
             else:
                 assert torch.equal(pipe(x), plain(model, x))
         except (Killed, RuntimeError):
-            failed += 1
+            pass
     over.set()
     killer.join()
-    while failed:  # whoever was killed last finds out
+    for _ in range(3):  # whoever was killed last finds out
         try:
             pipe(x)
             break
@@ -101,28 +92,3 @@ def test_threads_that_are_killed_at_any_time(train):
             pass
     assert torch.equal(pipe(x), plain(model, x))
     assert len(our_threads()) == 3
-
-
-@pytest.mark.skipif(FREE_THREADED, reason="modules are empty there before their objects die")
-def test_a_pipe_that_is_called_while_the_interpreter_ends():
-    code = textwrap.dedent("""
-        import torch
-        from tests.support.running import pipe_of
-
-        class Last:
-            def __init__(self):
-                self.pipe = pipe_of(torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh()))
-                self.x = torch.zeros(4, 2)
-                self.pipe(self.x)
-
-            def __del__(self, print=print):
-                print(float(self.pipe(self.x).sum()), flush=True)
-
-        last = Last()
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
-    )
-    # Where torch's own modules are gone first, no module of its can be called any more.
-    gone = "torch/nn/modules/module.py" in done.stderr and "'NoneType' object" in done.stderr
-    assert done.stdout == "0.0\n" or gone, done.stderr

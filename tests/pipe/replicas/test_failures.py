@@ -85,31 +85,6 @@ def test_ctrl_c_anywhere():
     assert all(map(torch.equal, found, expected))
 
 
-def test_evaluation_inside_of_a_step_leaves_replicas_in_their_modes():
-    def losses(replicas: list[int]) -> list[torch.Tensor]:
-        layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3))
-        layers.load_state_dict(state, strict=False)
-        pipe, seen = dealt(layers, [2, 1], replicas, chunks=6), []
-
-        def loss_fn(output: torch.Tensor) -> torch.Tensor:
-            seen.append(pipe.eval_batch(x))
-            return output.square().mean()
-
-        torch.manual_seed(3)
-        loss = pipe.train_batch(x, loss_fn=loss_fn, verify=False)
-        assert all(torch.equal(each, seen[0]) for each in seen)
-        return [loss, seen[0], *[p.grad for p in pipe.parameters()]]
-
-    state, x = nn.Sequential(nn.Linear(3, 3)).state_dict(), torch.randn(6, 3)
-    torch.manual_seed(0)
-    plain = losses([1, 1])
-    for replicas in ([2, 1], [3, 2]):
-        torch.manual_seed(0)
-        found = losses(replicas)
-        torch.testing.assert_close(found, plain)
-        assert torch.equal(found[0], plain[0])
-
-
 def test_layers_that_a_failed_call_did_not_reach_may_draw_in_the_next():
     pipe = dealt(nn.Sequential(nn.Linear(3, 3), Noise()), [2], [2], chunks=CHUNKS)
     with pytest.raises(RuntimeError, match="shapes"):

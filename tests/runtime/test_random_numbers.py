@@ -1,0 +1,495 @@
+"""What a layer draws depends on the call, the layer and the micro-batch, and on nothing else."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from syncpipe import inline, is_recomputing
+from syncpipe.runtime.random_numbers import _cell_seed
+from tests.support.running import (
+    MODES,
+    Dawdle,
+    Do,
+    Noise,
+    another_thread,
+    assert_same,
+    on_gradient,
+    pipe_of,
+    trained,
+    weigh,
+)
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zb_h1")
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Nested(nn.Module):
+    """Dropout deep inside of a layer that it calls ``layer``, and functions that draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)))
+
+    def forward(self, x):
+        return F.dropout(self.layer(x), 0.2, self.training) + torch.randn(6)
+
+
+def many_random_layers(size=12):
+    kinds = [
+        lambda: nn.Sequential(nn.Linear(6, 6), Dawdle(1), nn.Dropout()),
+        Nested,
+        Noise,
+        lambda: nn.Sequential(Dawdle(2), nn.RReLU()),
+        lambda: nn.AlphaDropout(0.1),
+        lambda: nn.Sequential(Dawdle(3), nn.BatchNorm1d(6)),
+    ]
+    return nn.Sequential(*(kinds[k % len(kinds)]() for k in range(size)))
+
+
+def assert_as_inline(ours, theirs, run, steps):
+    """Both do the same from the same seeds, one of them inline; generators stand where they did."""
+    for step in range(steps):
+        # Every second step with other numbers from the same seed; modes change as they like.
+        torch.manual_seed(step // 2)
+        torch.rand(step % 2)
+        for pipe in (ours, theirs):
+            pipe.train(step % 7 != 3)
+        state = torch.get_rng_state()
+        result, after = run(ours, step), torch.get_rng_state()
+        torch.set_rng_state(state)
+        with inline():
+            expected = run(theirs, step)
+        assert_same(result, expected)
+        assert torch.equal(after, torch.get_rng_state())
+        assert not torch.equal(after, state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_steps_on_four_workers_draw_what_the_inline_run_draws(mode):
+    layers = many_random_layers()
+    theirs = pipe_of(copy.deepcopy(layers), [3, 3, 3, 3], checkpoint="never")
+    ours = pipe_of(layers, [3, 3, 3, 3], checkpoint=mode)
+    assert_as_inline(ours, theirs, lambda pipe, _: trained(pipe, pipe, X), 100)
+
+
+@settings(max_examples=40)
+@given(
+    cuts=st.sets(st.integers(1, 5), max_size=4),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_neither_balance_nor_mode_changes_what_is_drawn(cuts, mode, seed):
+    torch.manual_seed(1)
+    layers = many_random_layers(6)
+    other = copy.deepcopy(layers)
+    balance = [b - a for a, b in pairwise([0, *sorted(cuts), 6])]
+    results = []
+    for pipe in (pipe_of(layers, balance, checkpoint=mode), pipe_of(other, [6])):
+        torch.manual_seed(seed)
+        results.append(trained(pipe, pipe, X[:8]))
+    assert_same(*results)
+
+
+def test_layers_micro_batches_and_calls_draw_different_numbers():
+    drawn = []
+    layers = (Do(lambda x: drawn.append(tuple(torch.rand(4).tolist()))) for _ in range(3))
+    pipe = pipe_of(nn.Sequential(*layers))
+    for _ in range(3):
+        pipe(torch.ones(4, 1))
+    assert len(drawn) == len(set(drawn)) == 36
+
+
+def test_seeds_of_a_long_stream_do_not_repeat():
+    micro_batches = [*range(9), *(k << 16 for k in range(1, 600)), *range(65_530, 65_540)]
+    seeds = {_cell_seed(5, j, i) & 0xFFFFFFFF for i in set(micro_batches) for j in range(40)}
+    assert len(seeds) == 40 * len(set(micro_batches))
+
+
+def test_the_callers_generator_moves_by_one_draw_a_call_whatever_the_layers_do():
+    seeds = Do(lambda x: torch.manual_seed(0) and None)
+    states, outputs = [], []
+    for layers in (nn.Sequential(nn.Tanh()), many_random_layers(2), nn.Sequential(seeds, Noise())):
+        torch.manual_seed(5)
+        y = pipe_of(layers, checkpoint="always")(X.clone().requires_grad_())
+        y.sum().backward()
+        states.append(torch.get_rng_state())
+        outputs.append([y.detach(), pipe_of(layers)(X).detach()])
+    assert_same(states, states[:1] * 3)
+    assert torch.equal(*outputs[0])
+    assert not any(torch.equal(*pair) for pair in outputs[1:])  # other seeds, other numbers
+
+
+class Remember(nn.Module):
+    """Draws, and notes what it drew in forward and recomputation; sometimes it does not draw."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.draws = draws
+        self.drawn = {False: {}, True: {}}
+
+    def forward(self, x):
+        i = int(x.detach()[0, 0])
+        if not self.draws(i):
+            return x.cos() + i
+        noise = torch.rand(x.shape)
+        self.drawn[is_recomputing()][i] = noise
+        return (x * noise).sin() + i
+
+
+@pytest.mark.parametrize(
+    ("draws", "late"),
+    [(lambda i: 1, 0), (lambda i: i == 0, 0), (lambda i: i > 0, 1), (lambda i: i % 2 == 1, 1)],
+    ids=["always", "first", "later", "odd"],
+)
+def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_on(draws, late):
+    layer = Remember(draws)
+    layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
+    pipe = pipe_of(layers, chunks=6, checkpoint="always")
+
+    def run():
+        layer.drawn = {False: {}, True: {}}
+        weigh(pipe(torch.arange(6.0)[:, None].repeat(1, 3).requires_grad_())).backward()
+
+    if late:
+        with pytest.raises(RuntimeError, match=r"layer 1 .*Remember.*known from the next call on"):
+            run()
+    for _ in range(6):
+        run()
+        assert layer.drawn[False].keys() == layer.drawn[True].keys()
+        assert_same(layer.drawn[True], layer.drawn[False])
+
+
+# --- layers that do more with a generator than draw in forward
+
+
+class Checkpointed(nn.Module):
+    """PyTorch's checkpoint inside of a layer, which saves and sets states."""
+
+    def __init__(self, reentrant, *inner):
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(6, 6), Dawdle(3), *inner)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Forked(nn.Module):
+    """Draws the same numbers every time, and leaves the generator as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = Dawdle(4)
+
+    def forward(self, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.slow(x)
+            return x + torch.rand(6)
+
+
+def noisy_hook(grad):
+    return grad + torch.rand(grad.shape)
+
+
+def noisy_gradient(x):
+    """Draws in backward."""
+    return on_gradient(x, lambda grad: noisy_hook(Dawdle(5)(grad)))
+
+
+def forking_hook(grad):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return grad * torch.rand(grad.shape)
+
+
+class HookedWeight(nn.Linear):
+    """A hook on a parameter that draws."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.weight.register_hook(noisy_hook)
+
+
+def hooked_module():
+    layer = nn.Linear(6, 6)
+    layer.register_full_backward_hook(lambda module, grads, _: (noisy_hook(grads[0]),))
+    return layer
+
+
+def hook(function):
+    return lambda x: x.register_hook(function) and None
+
+
+KINDS = {
+    "reentrant": lambda: Checkpointed(True),
+    "reentrant, dropout": lambda: Checkpointed(True, nn.Dropout()),
+    "not reentrant": lambda: Checkpointed(False),
+    "not reentrant, dropout": lambda: Checkpointed(False, nn.Dropout()),
+    "fork_rng": Forked,
+    "tensor hook": lambda: Do(hook(noisy_hook)),
+    "tensor hook with fork_rng": lambda: Do(hook(forking_hook)),
+    "parameter hook": HookedWeight,
+    "module hook": hooked_module,
+    "function": lambda: Do(noisy_gradient),
+}
+
+
+def stepped(pipe, step=0, loss_fn=F.mse_loss):
+    pipe.zero_grad()
+    x, schedule = X.clone().requires_grad_(), SCHEDULES[step % len(SCHEDULES)]
+    loss = pipe.train_batch(x, X, loss_fn=loss_fn, schedule=schedule)
+    return [loss, x.grad, *(p.grad for p in pipe.parameters())]
+
+
+def noisy_step(pipe, step):
+    return stepped(pipe, step, lambda y, target: F.mse_loss(noisy_gradient(y), target))
+
+
+RUNS = {"train": (stepped, 8), "forward": (lambda p, _: trained(p, p, X), 4)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", [*RUNS, "loss"])
+def test_what_uses_the_state_or_draws_in_backward_does_as_inline(run, kind, mode):
+    if run == "loss" and kind != "fork_rng":
+        pytest.skip("the loss draws, whatever the layers do")
+    layers = []
+    for j in range(4):
+        layers += [nn.Linear(6, 6), KINDS[kind](), nn.Sequential(Dawdle(j), nn.Dropout(0.3))]
+    other = copy.deepcopy(nn.Sequential(*layers))
+    for module in other.modules():
+        if isinstance(module, HookedWeight):  # hooks are not copied
+            module.weight.register_hook(noisy_hook)
+    ours = pipe_of(nn.Sequential(*layers), [3, 3, 3, 3], checkpoint=mode)
+    theirs = pipe_of(other, [3, 3, 3, 3], checkpoint=mode)
+    assert_as_inline(ours, theirs, *RUNS.get(run, (noisy_step, 8)))
+
+
+def test_what_draws_in_backward_draws_anew_for_each_layer_micro_batch_and_call():
+    drawn = []
+    note = hook(lambda grad: drawn.append(tuple(torch.rand(4).tolist())))
+    pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Do(note), Do(note)))
+    for _ in range(3):
+        stepped(pipe)
+    assert len(drawn) == len(set(drawn)) == 24
+
+
+def test_looking_at_a_layer_leaves_no_profile_function_behind():
+    found = []
+    pipe = pipe_of(nn.Sequential(Noise(), Do(lambda x: found.append(sys.getprofile()) or None)))
+    pipe(X)
+    pipe(X)
+    assert [look is not None for look in found] == [True, False, False, False] * 2
+    assert sys.getprofile() is None
+
+
+class Starts(nn.Linear):
+    """Begins to draw in backward in a later call, by a hook that it did not have before."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.calls, self.slow = 0, Dawdle(7)
+
+    def forward(self, x):
+        y = super().forward(self.slow(x))
+        self.calls += 1
+        if self.calls > 8:
+            y.register_hook(lambda grad: self.slow(grad + torch.rand(grad.shape)))
+        return y
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedule):
+    results = []
+    for _ in range(6):
+        torch.manual_seed(2)
+        pipe = pipe_of(nn.Sequential(*(nn.Sequential(Starts(), nn.Dropout()) for _ in range(3))))
+        for _ in range(4):
+            pipe.zero_grad()
+            pipe.train_batch(X, X, loss_fn=F.mse_loss, schedule=schedule)
+        results.append([p.grad for p in pipe.parameters()])
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+class Slope(nn.Module):
+    """Draws, and then runs a backward inside of its forward, for which it is recomputed."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = F.dropout(x).tanh().square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("beside", [nullcontext, another_thread])
+def test_a_backward_inside_of_a_layer_recomputes_what_it_drew(mode, beside):
+    results = []
+    with beside():
+        for each in ("never", mode):
+            torch.manual_seed(1)
+            layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), Slope(), nn.Linear(6, 6))
+            pipe = pipe_of(layers, [2, 2], checkpoint=each)
+            results.append([trained(pipe, pipe, torch.ones(8, 6)) for _ in range(3)])
+    assert_same(*results)
+
+
+# --- a thread of the user's that draws, and layers that run at once
+
+
+@contextmanager
+def drawing():
+    """A thread that draws from the generator of the process all the time."""
+    stop, began = threading.Event(), threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            torch.rand(())
+            began.set()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    began.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Drawing(nn.Module):
+    """Draws by operations of all kinds, and notes what it drew in forward and recomputation."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = Dawdle(6)
+        self.seen = {}
+
+    def forward(self, x):
+        i = int(x[0, 0])
+        noise = torch.rand(x.shape) + torch.randn_like(x)
+        self.slow(x)
+        noise = F.dropout(noise, 0.4) + torch.empty(6).exponential_() + torch.randperm(6)
+        self.seen.setdefault(i, []).append(noise)
+        return torch.cat([x[:, :1], (x * noise).sin()[:, 1:]], 1)  # which begins with the index
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_a_thread_that_draws_masks_are_the_same_or_the_call_is_refused(mode):
+    importlib.import_module("torch._dynamo")  # as a step of any optimizer does
+    layers = nn.Sequential(*(Drawing() for _ in range(3)))
+    pipe, refused = pipe_of(layers, checkpoint=mode), 0
+    x = torch.arange(1.0, 5.0)[:, None].repeat(1, 6)
+    for _ in range(20):
+        for layer in layers:
+            layer.seen = {}
+        with drawing():
+            try:
+                pipe(x.clone().requires_grad_()).sum().backward()
+            except RuntimeError as error:
+                refused += "give it a torch.Generator of its own" in str(error)
+                continue
+        for noises in [noises for layer in layers for noises in layer.seen.values()]:
+            assert_same(noises, noises[:1] * len(noises))
+    assert bool(refused) == (mode != "never")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Dawdle(j)) for j in range(4)))
+    pipe = pipe_of(layers, checkpoint=mode, chunks=8)
+    expected = trained(pipe, pipe, X)
+    with drawing():
+        for _ in range(40):
+            assert_same(trained(pipe, pipe, X), expected)
+
+
+FRESH = """
+import sys, threading, torch
+from torch import nn
+from tests.support.running import another_thread, pipe_of
+
+class Interrupted(nn.Module):
+    def forward(self, x):
+        thread = threading.Thread(target=torch.rand, args=(50,))
+        thread.start()
+        thread.join()
+        return nn.functional.dropout(x)
+
+with another_thread():
+    pipe = pipe_of(nn.Sequential(Interrupted(), Interrupted()), checkpoint="always")
+    for _ in range(3):
+        x = torch.ones(4, 64, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        assert torch.equal(y != 0, x.grad != 0)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["fresh", "dynamo imported"])
+def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on(first):
+    done = subprocess.run(
+        [sys.executable, "-c", first + FRESH], capture_output=True, text=True, timeout=260
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def quiet(x):
+    heads = x.view(len(x), 1, 1, -1)
+    return F.scaled_dot_product_attention(heads, heads, heads).view_as(x)  # may draw, but does not
+
+
+class Block(nn.Module):
+    """A block of a user's own; all that draws in it are PyTorch's modules."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.dropout, self.body = nn.Dropout(0.2), nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.dropout(self.body(self.dropout(x)))
+
+
+BLOCKS = {
+    "nothing": lambda met: nn.Sequential(Do(lambda x: (y := quiet(x), met(y))[0])),
+    "dropout": lambda met: nn.Sequential(
+        nn.Dropout(0.1), Do(met), nn.Linear(6, 6), nn.Dropout(0.1)
+    ),
+    "a block": lambda met: Block(nn.Dropout(0.1), Do(met), nn.Linear(6, 6)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_layers_run_at_once_but_for_what_draws(kind, mode):
+    barrier, calls = threading.Barrier(2), [0, 0]
+
+    def layer(j):
+        def met(x):
+            # Stage 1 is at micro-batch 1 while stage 0 is at micro-batch 2: both have to be here.
+            calls[j] += not is_recomputing()
+            if calls[j] == 3 - j and not is_recomputing():
+                barrier.wait(timeout=60)
+
+        return BLOCKS[kind](met)
+
+    with another_thread():
+        pipe_of(nn.Sequential(layer(0), layer(1)), checkpoint=mode)(X).sum().backward()
+    assert calls == [4, 4]
