@@ -43,7 +43,7 @@ PURE = {"balance", "commands", "layers", "planner", "schedules", "timeline", "ve
 CALLS = re.compile(
     r"wait|(^|_)(keep|record|receive|hold|held|synchronize|stamp|adopt|claim|bring|notify|lock"
     r"|register|release|acquire|fetch|let_go|undo|restore|restored|follow|leave)(_|$)"
-    r"|put_back|follow_modes|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
+    r"|put_back|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
 )
 #: Calls by such names that hold nothing, or without which nothing works at all.
 NOT = re.compile(r"register_(hook|prehook|buffer|parameter|autograd|fake)|_record$|add_to_record")
@@ -137,8 +137,7 @@ DETECTORS: dict[str, Detector] = {
             "runtime/test_ctrl_c.py",
             "runtime/test_processes.py",
             "runtime/test_thread_state.py",
-            "runtime/test_random_state.py",
-            "runtime/test_random_layers.py",
+            "runtime/test_random_numbers.py",
             "runtime/test_rematerialization_state.py",
             "training/failures/test_layers.py",
             "training/failures/test_threads.py",

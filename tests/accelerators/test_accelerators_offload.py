@@ -121,7 +121,7 @@ def test_nothing_is_read_before_it_is_there_and_nothing_reused_before_it_was_rea
             continue
         lanes = [worker.lane() for worker in pipe._layout.workers[:2]]
         for worker, lane in zip(pipe._layout.workers, lanes, strict=False):
-            for stream in (*worker.host_streams(lane.streams), lane.compute):
+            for stream in (*worker.host_streams(), lane.compute):
                 with simulated.delays(2.0, 0.7, seed=seed, stream=stream):
                     found.append(results(pipe, how, x))
     for other in found[1:]:
@@ -175,7 +175,7 @@ def test_memory_of_a_copy_that_nobody_asked_for_is_not_used_before_it_is_there()
     y = pipe(torch.ones(SIZE, device=device, requires_grad=True))
     worker = pipe._layout.workers[0]
     acc.synchronize()
-    back = worker.host_streams(worker.lane().streams)[1]
+    back = worker.host_streams()[1]
     with simulated.delays(20.0, stream=back):
         with simulated.held(back):
             with pytest.raises(ValueError, match="told"):
