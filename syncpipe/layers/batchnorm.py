@@ -31,15 +31,9 @@ from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.streams import moved
 
 __all__ = [
-    "ORIGINAL",
-    "DeferredBatchNorm",
-    "DeferredBatchNorm1d",
-    "DeferredBatchNorm2d",
-    "DeferredBatchNorm3d",
-    "MiniBatchStatistics",
-    "collect",
-    "defer_batch_norm",
-]
+    "ORIGINAL", "DeferredBatchNorm", "DeferredBatchNorm1d", "DeferredBatchNorm2d",
+    "DeferredBatchNorm3d", "MiniBatchStatistics", "collect", "defer_batch_norm",
+]  # fmt: skip
 
 
 class _Moments(NamedTuple):

@@ -20,16 +20,9 @@ from torch import Tensor, nn
 from syncpipe.layers.placement import check_module
 
 __all__ = [
-    "Function",
-    "Layer",
-    "LayerSpec",
-    "Layers",
-    "TiedLayerSpec",
-    "as_layer",
-    "as_sequential",
-    "has_specs",
-    "type_name",
-]
+    "Function", "Layer", "LayerSpec", "Layers", "TiedLayerSpec", "as_layer", "as_sequential",
+    "has_specs", "type_name",
+]  # fmt: skip
 
 Layer = nn.Module | Callable[..., Any]
 #: What ``Pipe``, ``plan`` and the functions of ``syncpipe.balance`` take.

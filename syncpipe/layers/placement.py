@@ -19,19 +19,10 @@ from syncpipe.runtime.streams import accelerators, checked_device, same_memory
 from syncpipe.runtime.worker import Worker
 
 __all__ = [
-    "check_balance",
-    "check_devices",
-    "check_input",
-    "check_module",
-    "check_no_hooks",
-    "default_devices",
-    "missing_balance",
-    "move_layers",
-    "moves",
-    "own_call",
-    "placed_balance",
+    "check_balance", "check_devices", "check_input", "check_module", "check_no_hooks",
+    "default_devices", "missing_balance", "move_layers", "moves", "own_call", "placed_balance",
     "resolve_workers",
-]
+]  # fmt: skip
 
 
 def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:

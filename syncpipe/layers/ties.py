@@ -20,14 +20,8 @@ from torch.nn.parameter import is_lazy
 from syncpipe.data import extent, storage_of
 
 __all__ = [
-    "Place",
-    "Tie",
-    "check_memory",
-    "check_modes",
-    "check_replicas",
-    "find_ties",
-    "overlapping",
-]
+    "Place", "Tie", "check_memory", "check_modes", "check_replicas", "find_ties", "overlapping",
+]  # fmt: skip
 
 
 class Place(NamedTuple):

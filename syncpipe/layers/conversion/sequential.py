@@ -20,26 +20,15 @@ from torch.nn.parameter import is_lazy
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.inline import Inlined, Whole
-from syncpipe.layers.conversion.layer import (
-    ConvertedLayer,
-    Holder,
-    in_order,
-    index_keys,
-    layers_of,
-)
+from syncpipe.layers.conversion.layer import ConvertedLayer, Holder, in_order, index_keys, layers_of
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import guard, leaves_of
 from syncpipe.runtime.interrupts import undone
 from syncpipe.state import unchanged
 
 __all__ = [
-    "Converted",
-    "batch_input",
-    "call_arguments",
-    "call_input",
-    "model_signature",
-    "sequential",
-]
+    "Converted", "batch_input", "call_arguments", "call_input", "model_signature", "sequential",
+]  # fmt: skip
 
 _GRADIENT = "the gradient of "
 #: Makes the arguments of a call, each time anew.
