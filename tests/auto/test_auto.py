@@ -312,5 +312,5 @@ def test_arguments_that_it_cannot_use() -> None:
             Pipe.auto(model, x, **{"batch_size": 4, "devices": TWO, **changed})
     with pytest.raises(ValueError, match="the sample is on meta"):
         Pipe.auto(model.to("meta"), x.to("meta"), batch_size=4, devices=TWO)
-    with pytest.raises(ValueError, match="no samples in it: dimension 0 has length 0"):
+    with pytest.raises(ValueError, match="holds no tensor with a batch in dimension 0"):
         Pipe.auto(Residual(8, 2), x[:0], batch_size=4, devices=TWO)

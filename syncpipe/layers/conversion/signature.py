@@ -20,8 +20,9 @@ from syncpipe.layers.conversion.trace import equal, leaves_of, map_tree
 
 __all__ = ["Signature"]
 
-#: Where a tensor is in the sample.
-_PLACE = object()
+
+class _Place:
+    """Stands for a tensor of the sample; the class itself, of which there are no copies."""
 
 
 class Signature:
@@ -76,8 +77,8 @@ class Signature:
             )
         self.shapes: list[list[int | None]] = [list(tensor.shape) for tensor in bare]
         self._kinds = list(map(_kind, bare))
-        self._sample = map_tree(lambda leaf: _PLACE if _is_tensor(leaf) else leaf, sample)
-        self._alone = len(bare) == 1 and next(iter(self._sample.values())) is _PLACE
+        self._sample = map_tree(lambda leaf: _Place if _is_tensor(leaf) else leaf, sample)
+        self._alone = len(bare) == 1 and next(iter(self._sample.values())) is _Place
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
         """Refuses what detection models take: a list of images, of which each is a sample."""
@@ -122,7 +123,7 @@ class Signature:
     def _with(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the sample, with these tensors."""
         following = iter(tensors)
-        given = map_tree(lambda leaf: next(following) if leaf is _PLACE else leaf, self._sample)
+        given = map_tree(lambda leaf: next(following) if leaf is _Place else leaf, self._sample)
         bound = inspect.BoundArguments(self.parameters, given)
         return bound.args, bound.kwargs
 

@@ -131,17 +131,17 @@ def tokens(batch: int = 5, length: int = 7) -> tuple[Tensor, Tensor]:
 
 
 class Pair(nn.Module):
-    """Two layers, and what a subclass does between them."""
+    """Two layers, and what a function or a subclass does between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[Any, Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.inner = nn.Linear(4, 4), nn.Linear(4, 4), between
 
     def forward(self, x: Tensor) -> Any:
         return self.b(self.between(self.a(x)))
 
     def between(self, x: Tensor) -> Tensor:
-        return x
+        return x if self.inner is None else self.inner(self, x)
 
 
 class Modes(Pair):
@@ -200,11 +200,6 @@ class Twice(torch.autograd.Function):
         return grad * 7
 
 
-class OwnBackward(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        return Twice.apply(x)
-
-
 class WritesIntoInput(Pair):
     def forward(self, x: Tensor) -> Tensor:
         x += 1
@@ -212,11 +207,10 @@ class WritesIntoInput(Pair):
         return self.b(self.a(x.type(torch.float32)) * x)
 
 
-class WithoutGradients(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().amax(-1, keepdim=True) + 1
-        return x / scale
+def without_gradients(_: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax(-1, keepdim=True) + 1
+    return x / scale
 
 
 class WritesUnderAnotherName(Pair):
@@ -232,23 +226,12 @@ class WritesUnderAnotherName(Pair):
         return self.c(whole)
 
 
-class Expands(Pair):
+def expands(_: Any, x: Tensor) -> Tensor:
     """Decides by the batch size what makes no difference."""
-
-    def between(self, x: Tensor) -> Tensor:
-        where = torch.arange(4.0)[None]
-        if x.shape[0] != where.shape[0]:
-            where = where.expand(x.shape[0], -1)
-        return x + where
-
-
-class UsesLen(Pair):
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.rand(1, 4))
-
-    def between(self, x: Tensor) -> Tensor:
-        return x + self.start.expand(len(x), -1)
+    where = torch.arange(4.0)[None]
+    if x.shape[0] != where.shape[0]:
+        where = where.expand(x.shape[0], -1)
+    return x + where
 
 
 class Halves(Pair):
@@ -313,63 +296,44 @@ class Awkward(nn.Module):
         return self.signature(self.device(self.code(y))) + x + torch.arange(4, device=x.device)
 
 
-# PyTorch's own transformers
-
-
-def _layer(kind: Any) -> nn.Module:
-    return kind(8, 2, 16, 0.0, batch_first=True)
-
-
 class Encoder(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    """PyTorch's own transformers, called by a function."""
+
+    def __init__(self, call: Callable[[Any, Tensor, Tensor], Tensor], inner: nn.Module) -> None:
         super().__init__()
-        self.tokens, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.encoder = nn.TransformerEncoder(_layer(nn.TransformerEncoderLayer), 3, **options)
+        self.tokens, self.inner, self.out = nn.Embedding(20, 8), inner, nn.Linear(8, 20)
+        self.call = call
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.encoded(ids, self.tokens(ids)))
-
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.encoder(x)
+        return self.out(self.call(self.inner, ids, self.tokens(ids)))
 
 
 def causal(ids: Tensor) -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(ids.size(1))
 
 
-class Causal(Encoder):
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.encoder(x, causal(ids))
+def encoder(call: Callable[[Any, Tensor, Tensor], Tensor], **options: Any) -> Encoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Encoder(call, nn.TransformerEncoder(layer, 3, **options))
 
 
-class Hinted(Encoder):
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.encoder(x, causal(ids), is_causal=True)
+def with_padding(encoder: Any, ids: Tensor, x: Tensor) -> Tensor:
+    return encoder(x, src_key_padding_mask=ids == 0)
 
 
-class Padded(Encoder):
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=ids == 0)
+def decoder() -> Encoder:
+    layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Encoder(
+        lambda m, ids, x: m(x, x.flip(1), causal(ids), memory_key_padding_mask=ids == 0),
+        nn.TransformerDecoder(layer, 3, nn.LayerNorm(8)),
+    )
 
 
-class Decoder(Encoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = None
-        self.decoder = nn.TransformerDecoder(_layer(nn.TransformerDecoderLayer), 3, nn.LayerNorm(8))
-
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.decoder(x, x.flip(1), causal(ids), memory_key_padding_mask=ids == 0)
-
-
-class Both(Encoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = None
-        self.transformer = nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True)
-
-    def encoded(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.transformer(x, x, tgt_mask=causal(ids), src_key_padding_mask=ids == 0)
+def both() -> Encoder:
+    return Encoder(
+        lambda m, ids, x: m(x, x, tgt_mask=causal(ids), src_key_padding_mask=ids == 0),
+        nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True),
+    )
 
 
 def padded(batch: int, length: int = 7, *, left: bool = False) -> tuple[Tensor]:
@@ -399,13 +363,13 @@ CASES = {
     "other in training": Case(Modes, rows(), 2),
     "carries in training": Case(Carries, rows(), 2),
     "attributes": Case(UsesAttributes, rows(), 4),
-    "own backward": Case(OwnBackward, rows(), 2),
+    "own backward": Case(lambda: Pair(lambda _, x: Twice.apply(x)), rows(), 2),
     "writes into its input": Case(WritesIntoInput, rows(), 2),
-    "without gradients": Case(WithoutGradients, rows(), 2),
+    "without gradients": Case(lambda: Pair(without_gradients), rows(), 2),
     "writes under another name": Case(lambda: WritesUnderAnotherName(early=False), rows(), 2),
     "writes into a view": Case(lambda: WritesUnderAnotherName(early=True), rows(), 2),
-    "expands": Case(Expands, rows(), 2),
-    "len": Case(UsesLen, rows(), 3),
+    "expands": Case(lambda: Pair(expands), rows(), 2),
+    "len": Case(lambda: Pair(lambda m, x: x + m.b.bias[None].expand(len(x), -1)), rows(), 3),
     "decides by a size inside": Case(
         lambda: nn.Sequential(ResNet(4), nn.Linear(2, 4), Halves(), nn.Linear(4, 4)), rows(), 14
     ),
@@ -415,13 +379,17 @@ CASES = {
     "functional": Case(Functional, rows(), 3),
     "backwards": Case(Backwards, rows(), 4),
     "awkward names": Case(Awkward, rows(), 6),
-    "encoder": Case(Encoder, padded, 5),
-    "causal": Case(Causal, padded, 5),
-    "causal, as said": Case(Hinted, padded, 5),
-    "padded": Case(Padded, padded, 5),
-    "padded, not nested": Case(lambda: Padded(enable_nested_tensor=False), padded, 5),
-    "padded, not checked": Case(lambda: Padded(mask_check=False), padded, 5),
-    "padded, with a norm": Case(lambda: Padded(norm=nn.LayerNorm(8)), padded, 6),
-    "decoder": Case(Decoder, padded, 6),
-    "nn.Transformer": Case(Both, padded, 8),
+    "encoder": Case(lambda: encoder(lambda m, ids, x: m(x)), padded, 5),
+    "causal": Case(lambda: encoder(lambda m, ids, x: m(x, causal(ids))), padded, 5),
+    "causal, as said": Case(
+        lambda: encoder(lambda m, ids, x: m(x, causal(ids), is_causal=True)), padded, 5
+    ),
+    "padded": Case(lambda: encoder(with_padding), padded, 5),
+    "padded, not nested": Case(
+        lambda: encoder(with_padding, enable_nested_tensor=False), padded, 5
+    ),
+    "padded, not checked": Case(lambda: encoder(with_padding, mask_check=False), padded, 5),
+    "padded, with a norm": Case(lambda: encoder(with_padding, norm=nn.LayerNorm(8)), padded, 6),
+    "decoder": Case(decoder, padded, 6),
+    "nn.Transformer": Case(both, padded, 8),
 }

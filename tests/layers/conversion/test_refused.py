@@ -16,24 +16,33 @@ from syncpipe import sequential
 from tests.layers.conversion.models import Pair, ResNet, Transformer, tokens
 
 
-class ByValue(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            x = -x
-        return x
+def by_value(_: Any, x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        x = -x
+    return x
 
 
-class ByList(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        return x * len(x.tolist())
+def by_list(_: Any, x: Tensor) -> Tensor:
+    return x * len(x.tolist())
 
 
-class Counts(Pair):
-    calls = 0
+def counts(model: Any, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return x
 
-    def between(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
+
+def casts(_: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ x.T @ x).float()
+
+
+def by_chance(_: Any, x: Tensor) -> Tensor:
+    return x * 2 if random.random() < 0.5 else x
+
+
+def masks_speech(_: Any, x: Tensor) -> Tensor:
+    mask_hidden_states = torch.relu
+    return x if mask_hidden_states(x).sum() > 100 else x * 2
 
 
 class Collects(Pair):
@@ -44,23 +53,6 @@ class Collects(Pair):
     def between(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         return x
-
-
-class Casts(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (x @ x.T @ x).float()
-
-
-class Outside(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        noise = torch.frombuffer(bytearray(16), dtype=torch.float32)
-        return x + noise
-
-
-class ByChance(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        return x * 2 if random.random() < 0.5 else x
 
 
 class Holds(nn.Module):
@@ -79,33 +71,6 @@ class UsesCache(Pair):
 
 class DynamicCache:
     pass
-
-
-class DropsLayers(Pair):
-    config = SimpleNamespace(layerdrop=0.1)
-
-    def between(self, x: Tensor) -> Tensor:
-        return x if torch.rand([]) < self.config.layerdrop else x * 2
-
-
-class MasksSpeech(Pair):
-    config = SimpleNamespace(apply_spec_augment=True)
-
-    def between(self, x: Tensor) -> Tensor:
-        return x * self.mask_hidden_states(x) if x.sum() > 0 else self.mask_hidden_states(x)
-
-    def mask_hidden_states(self, x: Tensor) -> Tensor:
-        return x
-
-
-class LooksWhetherCompiled(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        return x * 3 if torch.compiler.is_compiling() else x * 2
-
-
-class DetachesUnlessCompiled(Pair):
-    def between(self, x: Tensor) -> Tensor:
-        return x if torch.compiler.is_compiling() else x.detach()
 
 
 class Recurrent(nn.Module):
@@ -145,33 +110,49 @@ class Frozen(ResNet):
         return self
 
 
+def pair(between: Any, **attributes: Any) -> Any:
+    """Makes a model that does this, and has these."""
+
+    def build() -> nn.Module:
+        model = Pair(between)
+        for name, value in attributes.items():
+            setattr(model, name, SimpleNamespace(**value))
+        return model
+
+    return build
+
+
 def hooked() -> nn.Module:
     model = Pair()
     model.register_forward_hook(lambda *_: None)
     return model
 
 
-def prefixed() -> nn.Module:
-    model = ByValue()
-    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
-    return model
+def compiling(x: Any, y: Any) -> Any:
+    return pair(lambda _, h: x(h) if torch.compiler.is_compiling() else y(h))
 
 
 X, CUT = torch.rand(3, 4), "cannot be cut into layers, "
+LOOKS = compiling(lambda h: h * 3, lambda h: h * 2)
 REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-    (ByValue, (X,), ValueError, rf"ByValue {CUT}.*values in a tensor:\n .*if x\.sum\(\) > 0"),
-    (ByList, (X,), ValueError, rf"{CUT}.*takes values out.*tolist.*\n .*x\.tolist\(\)"),
-    (Counts, (X,), ValueError, rf"{CUT}its forward sets the attribute calls\. Move this"),
+    (pair(by_value), (X,), ValueError, rf"Pair {CUT}.*values in a tensor:\n .*if x\.sum\(\) > 0"),
+    (pair(by_list), (X,), ValueError, rf"{CUT}.*takes values out.*tolist.*\n .*x\.tolist\(\)"),
+    (pair(counts), (X,), ValueError, rf"{CUT}its forward sets the attribute calls\. Move this"),
     (Collects, (X,), ValueError, rf"{CUT}its forward sets the attribute seen"),
-    (Casts, (X,), ValueError, rf"{CUT}.*another mode .*autocast"),
-    (Outside, (X,), ValueError, rf"{CUT}it passes a Tensor that is made anew.*:\n .*noise"),
-    (ByChance, (X,), ValueError, rf"{CUT}.*Python's random numbers:\n .*between"),
+    (pair(casts), (X,), ValueError, rf"{CUT}.*another mode .*autocast"),
+    (pair(lambda _, x: x + torch.frombuffer(bytearray(16), dtype=torch.float32)), (X,),
+     ValueError, rf"{CUT}it passes a Tensor that is made anew.*:\n .*frombuffer"),
+    (pair(by_chance), (X,), ValueError, rf"{CUT}.*Python's random numbers:\n .*"),
     (UsesCache, (X,), ValueError, r"DynamicCache that is made anew.*\n.*\n.*with use_cache=False"),
-    (DropsLayers, (X,), ValueError, r"depends on the values.*\n.*\n.*with layerdrop=0\.0"),
-    (MasksSpeech, (X,), ValueError, r"mask_hidden_states.*\n.*apply_spec_augment = False"),
-    (prefixed, (X,), ValueError, r"Prefix and prompt tuning hand their prefix.*LoraConfig"),
-    (LooksWhetherCompiled, (X,), RuntimeError, r"output 0 in training differs.*\n.*same in every"),
-    (DetachesUnlessCompiled, (X,), RuntimeError, r"gradient of a\.\w+ in tr.*, of layer 0:"),
+    (pair(by_value, config={"layerdrop": 0.1}), (X,), ValueError,
+     r"depends on the values.*\n.*\n.*with layerdrop=0\.0"),
+    (pair(masks_speech, config={"apply_spec_augment": True}), (X,), ValueError,
+     r"mask_hidden_states.*\n.*apply_spec_augment = False"),
+    (pair(by_value, active_peft_config={"is_prompt_learning": True}), (X,), ValueError,
+     r"Prefix and prompt tuning hand their prefix.*LoraConfig"),
+    (LOOKS, (X,), RuntimeError, r"output 0 in training differs.*\n.*same in every"),
+    (compiling(lambda h: h, torch.detach), (X,), RuntimeError,
+     r"gradient of a\.\w+ in tr.*, of layer 0:"),
     (Recurrent, (torch.rand(3, 5, 4),), ValueError, r"output 1 of Rec.*batch in dimension 1"),
     (Pairs, (X,), ValueError, r"output 0 of Pairs .*the batch in dimension 0 and 1"),
     (Table, (X,), ValueError, r"output 1 of Table .*it has no batch"),
@@ -186,7 +167,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (Pair, (1, 2), TypeError, r"too many positional arguments: Pair takes \(x\)"),
     (Pair, (torch.tensor(1.0),), ValueError, "holds no tensor with a batch"),
     (ResNet, (torch.rand(2, 5),), ValueError, r"ResNet itself, .*x: float32\[2, 5\].*raises"),
-]
+]  # fmt: skip
 
 
 def state_of(model: Any) -> Any:
@@ -225,20 +206,10 @@ def test_a_model_that_is_converted_is_as_it_was(training):
         assert state_of(model) == before
 
 
-@pytest.mark.parametrize("kind", [ByValue, ByList, Counts, Casts, ByChance])
-def test_inside_of_a_model_they_are_left_whole(kind):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList([nn.Linear(4, 4), kind(), *(nn.Linear(4, 4) for _ in "abc")])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.inner:
-                x = layer(x).float()
-            return x
-
-    model = Net()
-    layers = sequential(model, torch.rand(3, 4), verify=kind is not ByChance)
+@pytest.mark.parametrize("between", [by_value, by_list, counts, casts, by_chance])
+def test_inside_of_a_model_they_are_left_whole(between):
+    model = nn.Sequential(nn.Linear(4, 4), Pair(between), *(nn.Linear(4, 4) for _ in "abc"))
+    layers = sequential(model, torch.rand(3, 4), verify=between is not by_chance)
     assert len(layers) == 5
     for x in (torch.rand(3, 4), -torch.rand(2, 4)):
         outputs = []
@@ -249,21 +220,16 @@ def test_inside_of_a_model_they_are_left_whole(kind):
 
 
 def test_where_one_layer_has_most_of_the_model_there_is_a_warning():
-    class Net(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.many = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-            self.odd = ByValue()
-            self.odd.more = nn.Linear(width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.odd(self.many(x))
+    def net(width: int) -> nn.Module:
+        odd = Pair(by_value)
+        odd.more = nn.Linear(width, width)
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), odd)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sequential(Net(1), torch.rand(3, 4))
-    with pytest.warns(UserWarning, match=r"odd \(ByValue\) is one layer and has 9\d%.*\n.*x\.sum"):
-        sequential(Net(50), torch.rand(3, 4))
+        sequential(net(1), torch.rand(3, 4))
+    with pytest.warns(UserWarning, match=r"9 \(Pair\) is one layer and has 9\d%.*\n.*x\.sum"):
+        sequential(net(50), torch.rand(3, 4))
 
 
 def test_a_model_on_meta_is_converted_without_the_check():
@@ -272,7 +238,7 @@ def test_a_model_on_meta_is_converted_without_the_check():
     layers = sequential(model, *sample, verify=False)
     assert layers.state_dict().keys() == model.state_dict().keys()
     assert len(layers) == len(sequential(Transformer(), *tokens()))
-    assert len(sequential(LooksWhetherCompiled(), X, verify=False)) == 2
+    assert len(sequential(LOOKS(), X, verify=False)) == 2
 
 
 def test_random_numbers_of_others_are_as_they_were():
@@ -282,20 +248,15 @@ def test_random_numbers_of_others_are_as_they_were():
         def forward(self, x: Tensor) -> Tensor:
             return x + 0 * (random.random() + numpy.random.rand())
 
-    model = nn.Sequential(nn.Linear(4, 4), Jitter())
     before = random.getstate(), str(numpy.random.get_state())
-    sequential(model, torch.rand(3, 4))
+    sequential(nn.Sequential(nn.Linear(4, 4), Jitter()), torch.rand(3, 4))
     assert (random.getstate(), str(numpy.random.get_state())) == before
 
 
 def test_a_dtype_that_changes_after_conversion_is_refused_where_it_matters():
-    class Masks(Pair):
-        def between(self, x: Tensor) -> Tensor:
-            return x * (x > 0).to(x.dtype)
-
-    layers = sequential(Masks(), torch.rand(3, 4)).double()
+    layers = sequential(Pair(lambda _, x: x * (x > 0).to(x.dtype)), X).double()
     with pytest.raises(TypeError, match="dtype of the parameters was changed after"):
-        layers(torch.rand(3, 4).double())
+        layers(X.double())
     layers = sequential(ResNet(), torch.rand(3, 6)).double()
     assert layers(torch.rand(3, 6).double()).dtype is torch.float64
 
@@ -319,18 +280,12 @@ def test_few_runs_are_needed():
                 x = x + 1
             return x * 2 if self.training else x
 
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Odd() for _ in range(100))
-
+    class Deep(nn.Sequential):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             runs.append(1)
-            for block in self.blocks:
-                x = block(x)
-            return x + y
+            return super().forward(x) + y
 
-    layers = sequential(Deep(), torch.rand(3, 5, 4), torch.rand(3, 5, 4))
+    layers = sequential(Deep(*(Odd() for _ in range(100))), *[torch.rand(3, 5, 4)] * 2)
     assert len(layers) == 100
     assert len(runs) <= 20
     layers(x := torch.rand(2, 7, 4), x)
