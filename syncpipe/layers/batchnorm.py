@@ -203,11 +203,6 @@ def defer_batch_norm(module: nn.Module) -> None:
     """Makes the batch normalisations of a model deferred ones, or changes nothing.
 
     Layers without running statistics, and those already deferred, are left alone.
-
-    Raises:
-        TypeError: a batch normalisation that cannot be converted: `SyncBatchNorm`, a subclass, a
-            scripted one, or one whose `forward` was replaced on the instance.
-        ValueError: a lazy batch normalisation that has not been run yet.
     """
     plain = []
     for path, part in module.named_modules():

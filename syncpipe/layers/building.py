@@ -47,12 +47,7 @@ class Initialization:
 
     @classmethod
     def checked(cls, module: nn.Sequential, init_fn: Any, seed: Any) -> Initialization:
-        """From what was given to a pipe.
-
-        Raises:
-            TypeError: of the wrong type.
-            ValueError: given, but there is nothing to initialise.
-        """
+        """From what was given to a pipe."""
         if init_fn is not None and not callable(init_fn):
             raise TypeError(f"init_fn={init_fn!r}: must be a function that initialises a module")
         if seed is not None:
@@ -102,10 +97,6 @@ def build_specs(
     ``stages`` has for each partition its stage and the index of its first layer, if these are not
     all partitions of a model. An exception of a constructor comes as itself, with a note that names
     the layer.
-
-    Raises:
-        TypeError, ValueError, AttributeError: what was built is no module, does not fit the
-            others, or cannot share what it should.
     """
     if not any(map(has_specs, partitions)):
         return
@@ -133,9 +124,6 @@ def on_meta(layers: Any) -> nn.Sequential:
 
     The host holds at most one layer meanwhile, if its constructor needs values. Generators stay as
     they are.
-
-    Raises:
-        TypeError, ValueError: as :func:`as_sequential` and :func:`build_specs`.
     """
     module = as_sequential(layers)
     if not has_specs(module):
@@ -237,9 +225,6 @@ def materialize(
 
     Returns:
         Whether there were any.
-
-    Raises:
-        ValueError: a tensor that nobody gives a value; then all are on ``meta`` as before.
     """
     before = [
         (layer, *named) for layer in partitions for named in _named(layer) if named[1].is_meta
@@ -281,9 +266,6 @@ def give_values(
 
     The first of several layers that share a tensor owns it: it is where that layer is, with the
     values that it has there. These are in ``owned``, with the old one, by the id of that.
-
-    Raises:
-        ValueError: there is a tensor that nobody gives a value.
     """
     order: list[nn.Module] = []
     layer.apply(order.append)

@@ -37,10 +37,6 @@ def as_sequential(layers: Any) -> nn.Sequential:
         layers: an ``nn.Sequential``; or anything that yields layers, or a mapping of names to
             layers. A layer is a module, a callable or a :class:`LayerSpec`; the same spec may come
             several times, and stands for another layer each time.
-
-    Raises:
-        TypeError: neither of these, or something in it is no layer.
-        ValueError: as :func:`check_module`.
     """
     if isinstance(layers, nn.Sequential) and not has_specs(layers):
         check_module(layers)
@@ -71,10 +67,6 @@ def as_layer(layer: Any, where: str) -> nn.Module:
     """One layer as a module; of a spec a copy, for the same one may stand for several layers.
 
     ``where`` names it in errors.
-
-    Raises:
-        TypeError: it is neither module, callable nor spec.
-        ValueError: a callable with parameters that the pipe would not see.
     """
     if isinstance(layer, nn.Module):
         return copy.copy(layer) if isinstance(layer, LayerSpec) else layer
@@ -243,10 +235,6 @@ class Function(nn.Module):
 
     Args:
         function: called with what the layer before returned.
-
-    Raises:
-        TypeError: a function that is no layer: a generator, or a coroutine.
-        ValueError: parameters or buffers go along inside, where the pipe would not see them.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:

@@ -35,12 +35,7 @@ def own_call(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def check_module(module: Any) -> None:
-    """Refuses what cannot be cut into a chain of layers.
-
-    Raises:
-        TypeError: not an ``nn.Sequential``, or one with a ``forward`` of its own.
-        ValueError: parameters or hooks on the container itself.
-    """
+    """Refuses what cannot be cut into a chain of layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, not {type(module).__name__}: make one of any model "
@@ -89,12 +84,7 @@ def _hooks_of(module: nn.Module) -> str:
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:
-    """Returns the balance as a list of int.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: a partition without layers, or a sum that is not the number of layers.
-    """
+    """Returns the balance as a list of int."""
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
         number = isinstance(balance, int) and not isinstance(balance, bool)
         meant = f": did you mean chunks={balance!r}?" if number else ""
@@ -167,11 +157,7 @@ def default_devices(partitions: int) -> list[torch.device]:
 
 
 def check_devices(devices: Any) -> list[Any]:
-    """Returns the devices as a list.
-
-    Raises:
-        TypeError: not a list; one device alone is not a list either.
-    """
+    """Returns the devices as a list."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         raise TypeError(
             f"devices={devices!r} is a number, and devices is a list: write devices=[0, 1, ...] "
@@ -183,13 +169,7 @@ def check_devices(devices: Any) -> list[Any]:
 
 
 def resolve_workers(devices: Sequence[Any], partitions: int) -> list[Worker]:
-    """A worker for each partition; the same device named twice gives the same worker.
-
-    Raises:
-        TypeError: something that is not a device.
-        ValueError: a device that does not exist.
-        IndexError: fewer devices than partitions.
-    """
+    """A worker for each partition; the same device named twice gives the same worker."""
     given = list(devices)
     if len(given) < partitions:
         raise IndexError(

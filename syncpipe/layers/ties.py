@@ -68,11 +68,7 @@ class Tie:
 
 
 def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
-    """What several partitions share, by the names in the wrapped module.
-
-    Raises:
-        ValueError: it is where nothing else can be put in its place.
-    """
+    """What several partitions share, by the names in the wrapped module."""
     shared = _shared(partitions)
     if not shared:
         return []

@@ -6,8 +6,8 @@ import copy
 import pickle
 import time
 import weakref
-from collections.abc import Callable
 from operator import is_
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +41,6 @@ def run(module: nn.Module, *micro_batches: Tensor) -> list[Tensor]:
 def assert_same_buffers(a: nn.Module, b: nn.Module, *, exact: bool = False) -> None:
     left, right = dict(a.named_buffers()), dict(b.named_buffers())
     torch.testing.assert_close(left, right, **({"rtol": 0, "atol": 0} if exact else {}))
-
-
-def snapshot(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)
 
 
 def deferred_copy(plain: nn.Module) -> nn.Module:
@@ -94,24 +90,20 @@ def test_a_large_mean_does_not_drown_the_variance(sizes: tuple[int, ...]) -> Non
     torch.testing.assert_close(bn.running_mean, mean.float(), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_accumulated_in_single_precision(dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn(64, 3, 8, 8) + 30
-    conv = nn.Conv2d(3, 3, 1) if dtype == "autocast" else nn.Identity()
+    x = (torch.randn(64, 3, 8, 8) + 30).to(dtype)
     bn = DeferredBatchNorm2d(3, momentum=1.0)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-        x = conv(x) if dtype == "autocast" else x.to(dtype)
-        run(bn, *x.split(5))
-    assert x.dtype.itemsize == 2
+    run(bn, *x.split(5))
     var, mean = torch.var_mean(x.double(), dim=[0, 2, 3])
     torch.testing.assert_close(bn.running_mean, mean.float(), rtol=1e-5, atol=0)
     torch.testing.assert_close(bn.running_var, var.float(), rtol=1e-5, atol=1e-7)
-    half = DeferredBatchNorm1d(2).to(torch.bfloat16)
+    half = DeferredBatchNorm1d(2).to(dtype)
     running = half.running_mean
-    run(half, torch.randn(8, 2).bfloat16())
+    run(half, torch.randn(8, 2).to(dtype))
     assert half.running_mean is running
-    assert running.dtype is torch.bfloat16
+    assert running.dtype is dtype
     assert running.abs().sum() > 0
 
 
@@ -122,7 +114,7 @@ def test_single_values_are_accumulated_and_one_alone_is_refused_for_all() -> Non
     stats.commit()
     assert bn.running_mean.item() == pytest.approx(3)
     assert bn.running_var.item() == pytest.approx(7)
-    before = snapshot(bn)
+    before = copy.deepcopy(bn)
     stats.add(bn, torch.tensor([[1.0], [2.0]]))
     stats.add(DeferredBatchNorm1d(1), torch.tensor([[1.0]]))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -132,14 +124,16 @@ def test_single_values_are_accumulated_and_one_alone_is_refused_for_all() -> Non
 
 def test_what_does_not_count() -> None:
     plain, bn = nn.BatchNorm1d(2), DeferredBatchNorm1d(2)
-    before, x, stats = snapshot(bn), torch.randn(4, 2), MiniBatchStatistics()
+    before, x, stats = copy.deepcopy(bn), torch.randn(4, 2), MiniBatchStatistics()
     run(bn, torch.empty(0, 2))  # nothing
     with collect(MiniBatchStatistics()):
         bn(x)  # a mini-batch that was given up
+    with pytest.raises(KeyError), collect(stats):
+        raise KeyError
     with collect(None):
         assert torch.equal(bn(x + 1), nn.BatchNorm1d(2)(x + 1))  # recomputation
     assert_same_buffers(bn, before, exact=True)
-    with collect(stats):
+    with torch.inference_mode(), collect(stats):
         bn(x)
         with collect(None):
             bn(x + 1)
@@ -147,7 +141,7 @@ def test_what_does_not_count() -> None:
     for _ in range(2):  # the second one has nothing to commit
         stats.commit()
         assert_same_buffers(plain, bn)
-    bn.track_running_stats, before = False, snapshot(bn)
+    bn.track_running_stats, before = False, copy.deepcopy(bn)
     run(bn, x)
     assert_same_buffers(bn, before, exact=True)
     plain, bn = nn.BatchNorm1d(2, momentum=None), DeferredBatchNorm1d(2, momentum=None)
@@ -169,9 +163,6 @@ def test_outside_of_collect_and_in_evaluation_it_is_the_plain_layer(training: bo
     assert_same_buffers(bn, plain, exact=True)
     with pytest.raises(ValueError, match="expected 4D input"):
         run(bn, torch.randn(4, 3))
-    if training:
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(bn, torch.randn(1, 3, 1, 1))
 
 
 def test_gradients_are_those_of_the_plain_layer_and_statistics_keep_no_graph() -> None:
@@ -185,7 +176,6 @@ def test_gradients_are_those_of_the_plain_layer_and_statistics_keep_no_graph() -
         b.square().sum().backward()  # after the commit: it must not touch what was saved
     assert torch.equal(x.grad, y.grad)
     assert torch.equal(plain.weight.grad, bn.weight.grad)
-    assert not bn.running_mean.requires_grad
     stats, made = MiniBatchStatistics(), x * 1
     alive = weakref.ref(made)
     with collect(stats):
@@ -194,43 +184,29 @@ def test_gradients_are_those_of_the_plain_layer_and_statistics_keep_no_graph() -
     assert alive() is None
 
 
-def test_inference_mode() -> None:
-    plain, bn, x = nn.BatchNorm1d(2), DeferredBatchNorm1d(2), torch.randn(8, 2)
-    stats = MiniBatchStatistics()
-    with torch.inference_mode(), collect(stats):
-        bn(x)
-    stats.commit()
-    plain(x)
-    assert_same_buffers(plain, bn)
-
-
-def test_a_scope_is_left_on_errors_and_not_entered_twice_at_a_time() -> None:
-    bn, scope = DeferredBatchNorm1d(2), collect(None)
-    with pytest.raises(KeyError), collect(MiniBatchStatistics()):
-        raise KeyError
-    bn(torch.randn(4, 2))
-    assert bn.num_batches_tracked == 1
-    with scope:  # one after the other is fine
-        pass
-
-
-def test_concurrent_mini_batches_do_not_mix() -> None:
+def test_mini_batches_of_several_threads_do_not_mix_and_their_parts_do() -> None:
     torch.manual_seed(0)
     bn, steps = DeferredBatchNorm1d(2, momentum=None), 30
     inputs = [[torch.randn(8, 2) + t for _ in range(steps)] for t in range(4)]
-
-    def work(xs: list[Tensor]) -> None:
-        for x in xs:
-            run(bn, *x.split(3))
-
     # 8 = 3 + 3 + 2, so a mini-batch that lost or gained a part would show.
-    in_threads(work, *inputs)
+    in_threads(lambda xs: [run(bn, *x.split(3)) for x in xs], *inputs)
     batches = [x for xs in inputs for x in xs]
     assert bn.num_batches_tracked == len(batches)
     mean = torch.stack([x.mean(0) for x in batches]).mean(0)
     var = torch.stack([x.var(0) for x in batches]).mean(0)
     torch.testing.assert_close(bn.running_mean, mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(bn.running_var, var, rtol=1e-4, atol=1e-4)
+    plain, bn = nn.BatchNorm1d(2), DeferredBatchNorm1d(2)
+    x, stats = torch.randn(64, 2), MiniBatchStatistics()
+
+    def work(part: Tensor) -> None:
+        with collect(stats):
+            bn(part)
+
+    in_threads(work, *x.split(4))
+    stats.commit()
+    plain(x)
+    assert_same_buffers(plain, bn)
 
 
 def test_commits_do_not_interleave() -> None:
@@ -245,45 +221,18 @@ def test_commits_do_not_interleave() -> None:
             inside.pop()
 
     bn = Watched(2)
-
-    def work(_: int) -> None:
-        stats = MiniBatchStatistics()
-        stats.add(bn, torch.ones(4, 2))
-        stats.commit()
-
-    in_threads(work, *range(4))
+    in_threads(lambda _: run(bn, torch.ones(4, 2)), *range(4))
     assert overlaps == [0, 0, 0, 0]
-
-
-def test_micro_batches_may_come_from_several_threads() -> None:
-    plain, bn = nn.BatchNorm1d(2), DeferredBatchNorm1d(2)
-    x, stats = torch.randn(64, 2), MiniBatchStatistics()
-
-    def work(part: Tensor) -> None:
-        with collect(stats):
-            bn(part)
-
-    in_threads(work, *x.split(4))
-    stats.commit()
-    plain(x)
-    assert_same_buffers(plain, bn)
 
 
 # --- converting ----------------------------------------------------------------------------------
 
 
-def make_model() -> nn.Sequential:
-    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-    return nn.Sequential(block, nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5))
-
-
 def test_only_the_classes_change_and_once() -> None:
-    model, calls = make_model(), []
-    hooks = [
-        model[3].register_forward_hook(lambda m, args, out: calls.append(m)),
-        model[3].register_full_backward_hook(lambda m, gin, gout: calls.append(m)),
-    ]
-    model.order, shown = [("norm", model[3])], model[3].extra_repr()
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    model = nn.Sequential(block, nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5))
+    calls: list[Any] = []
+    model[3].register_forward_hook(lambda m, args, out: calls.append(m))
     modules, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
     before = model.state_dict()
     for _ in range(2):
@@ -291,24 +240,12 @@ def test_only_the_classes_change_and_once() -> None:
         assert all(map(is_, modules, model.modules()))
         assert all(map(is_, tensors, [*model.parameters(), *model.buffers()]))
         assert list(before) == list(model.state_dict())
-        assert before._metadata == model.state_dict()._metadata
         assert type(model[0][1]) is DeferredBatchNorm2d
         assert isinstance(model[3], nn.BatchNorm1d)
         assert isinstance(model[3], DeferredBatchNorm)
         assert type(model[2]) is nn.Linear
-        assert model[3].extra_repr() == shown
-    run(model, torch.randn(4, 3, 2, 2))[0].sum().backward()
-    assert calls == [model[3]] * 2
-    assert model.order[0][1] is model[3]
-    for hook in hooks:
-        hook.remove()
-    for transfer in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
-        moved = transfer(model)
-        assert type(moved[0][1]) is DeferredBatchNorm2d
-        run(moved, x := torch.randn(8, 3, 2, 2))
-        assert model[3].num_batches_tracked < moved[3].num_batches_tracked
-        run(model, x)
-        assert_same_buffers(model, moved, exact=True)
+    run(model, torch.randn(4, 3, 2, 2))
+    assert calls == [model[3]]
 
 
 def test_layers_without_statistics_are_left_alone_and_lazy_ones_run_first() -> None:
@@ -367,31 +304,19 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed(make, error, m
         assert type(model[0]) is nn.BatchNorm1d
 
 
-class Block(nn.Sequential):
-    pass
-
-
-def compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="eager")
-
-
-def compiled_in_place(module: nn.Module) -> nn.Module:
-    module.compile(backend="eager")
-    return module
-
-
 @pytest.mark.parametrize("when", ["after", "before", "before, and run"])
-@pytest.mark.parametrize("compiling", [compiled, compiled_in_place])
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind", ["container", "layer"])
-def test_compiled_layers_collect(
-    kind: str, compiling: Callable[[nn.Module], nn.Module], when: str
-) -> None:
+def test_compiled_layers_collect(kind: str, in_place: bool, when: str) -> None:
     torch.manual_seed(0)
     norm, plain = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    model: nn.Module = Block(norm) if kind == "container" else norm
+    model: nn.Module = nn.Sequential(norm) if kind == "container" else norm
     if when == "after":
         defer_batch_norm(model)
-    model = compiling(model)
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
     if when == "before, and run":
         x = torch.randn(9, 2)
         model(x)
@@ -417,13 +342,10 @@ def deferred(module: nn.Module, mode: str = "except_last", chunks: int = 4):
     return pipe_of(module, [2, 2], chunks=chunks, checkpoint=mode, deferred_batch_norm=True)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("batch", [16, 11, 6, 3])  # 6: three micro-batches for four chunks
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pipe_has_the_statistics_of_the_mini_batch_and_the_same_gradients(
-    mode, batch, momentum
-) -> None:
-    module = layers(momentum)
+def test_a_pipe_has_the_statistics_of_the_mini_batch_and_the_same_gradients(mode, batch) -> None:
+    module = layers(None if batch == 11 else 0.1)
     whole, chunks = copy.deepcopy(module), 4 if batch > 3 else 1
     plain = pipe_of(copy.deepcopy(module), [2, 2], chunks=chunks, checkpoint=mode)
     pipe = deferred(module, mode, chunks)
@@ -443,10 +365,9 @@ def test_a_pipe_has_the_statistics_of_the_mini_batch_and_the_same_gradients(
 
 def test_outside_of_the_pipe_the_users_layers_do_as_before() -> None:
     module = layers()
-    plain, norm, keys = copy.deepcopy(module), module[1], list(module.state_dict())
+    plain, norm = copy.deepcopy(module), module[1]
     pipe = deferred(module)
     assert module[1] is pipe[1] is norm
-    assert list(pipe.state_dict()) == keys
     not_deferred = pipe_of(module, [2, 2], chunks=4)
     for x in torch.randn(3, 16, 4):
         assert torch.equal(module(x), plain(x))

@@ -59,19 +59,10 @@ class Whole(NamedTuple):
 class Inlined:
     """A model, run until it is known which of its modules can be inlined.
 
-    Args:
-        model: the model.
-        signature: of its forward; learns which sizes must be those of the sample.
-        tensors: of the sample.
-
-    Attributes:
-        runs: the traces of the sample, by whether in training.
-        leaves: why modules are not inlined: the line and the reason, by path.
-        unlike: other samples, with the lines by which the model decided otherwise.
-        notes: what the user should know.
-
-    Raises:
-        ValueError: the model cannot be converted; with the line that is in the way.
+    The signature learns which sizes must be those of the sample. ``runs`` has the traces of the
+    sample, by whether in training; ``leaves`` by path why modules are not inlined, the line and the
+    reason; ``unlike`` other samples, with the lines by which the model decided otherwise; ``notes``
+    what the user should know.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, tensors: list[Tensor]) -> None:
@@ -145,11 +136,7 @@ class Inlined:
         return tracer.run(*self.signature.call(tensors))
 
     def _leave(self, faults: list[Fault]) -> bool:
-        """Makes the modules at fault leaves; whether there are any.
-
-        Raises:
-            ValueError: only modules that hold most of the model are at fault.
-        """
+        """Makes the modules at fault leaves; whether there are any."""
         small = self._small(faults)
         for owner, line, what in small:
             self.leaves.setdefault(owner, (line, what))

@@ -170,11 +170,7 @@ def _converted(model: nn.Module, signature: Signature, verify: bool) -> tuple[Co
 
 
 def _check_layers(model: nn.Module, layers: Converted, call: _Arguments) -> None:
-    """Compares the layers with the model.
-
-    Raises:
-        RuntimeError: they differ; with what differs, and the layer that has it, where it is known.
-    """
+    """Compares the layers with the model."""
     for training in (True, False):
         found = _compared(model, layers, call, training)
         if not found.same:

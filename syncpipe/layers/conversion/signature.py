@@ -26,23 +26,11 @@ class _Place:
 
 
 class Signature:
-    """The signature of a model, and the sample that it was converted with.
+    """The signature of a model's ``forward``, and the sample that it was converted with.
 
-    Args:
-        forward: the forward of the model.
-        name: of the model's class.
-        args: positional arguments of the sample; tensors in ``NoChunk`` are not cut.
-        kwargs: keyword arguments of the sample.
-
-    Attributes:
-        names: for each tensor of the sample how it is called in messages.
-        shapes: and its shape; None for a dimension that may have another size in a call.
-        is_cut: and whether it is cut into micro-batches.
-        batch: the batch size of the sample.
-
-    Raises:
-        TypeError: the sample does not fit the signature.
-        ValueError: there is no tensor in it with a dimension to cut.
+    For each tensor of the sample: its name for messages in ``names``, its shape in ``shapes`` (None
+    for a dimension that may have another size in a call), and in ``is_cut`` whether it is cut into
+    micro-batches, which those in ``NoChunk`` are not.
     """
 
     def __init__(
@@ -131,10 +119,6 @@ class Signature:
         """The tensors of a call as one input: a tensor, or a dict by the names of the sample.
 
         Tensors that are not cut are in ``NoChunk``.
-
-        Raises:
-            TypeError: they do not fit the signature.
-            ValueError: they differ from the sample in what must be the same.
         """
         tensors = self._checked(self._bound(args, kwargs))
         marked = zip(self.names, tensors, self.is_cut, strict=True)
