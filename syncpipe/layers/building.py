@@ -70,17 +70,13 @@ class Initialization:
             if self.seed is None:
                 return make()
             # Seeds that are neighbours must not give neighbouring layers the same numbers.
-            seed = random.Random(self.seed).getrandbits(63)
-            return _seeded(seed, layer, device, make)
+            key = (random.Random(self.seed).getrandbits(63), layer, 0)
+            all_of, run = Generators(device), lambda _: make()
+            made, _ = run_seeded(all_of, all_of.all, key, run, None, observe=False)
+            return cast("_T", made)
         except BaseException as error:
             annotate(error, note)
             raise
-
-
-def _seeded(seed: int, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
-    generators, key = Generators(device), (seed, layer, 0)
-    made, _ = run_seeded(generators, generators.all, key, lambda _: make(), None, observe=False)
-    return cast("_T", made)
 
 
 # Specs
@@ -100,21 +96,27 @@ def build_specs(
     """
     if not any(map(has_specs, partitions)):
         return
-    owners = _owners(partitions)
-    firsts = accumulate(map(len, partitions), initial=0)
-    for (j, first), partition, worker in zip(
-        stages or enumerate(firsts), partitions, workers, strict=False
-    ):
-        device = worker.device
+    owners: dict[Any, nn.Module] = {}  # by key the first layer with a ``TiedLayerSpec``
+    for layer in chain.from_iterable(partitions):
+        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
+            owners.setdefault(tie[0], layer)
 
-        def make(spec: LayerSpec, device: torch.device = device) -> nn.Module:
-            layer = build_alone(spec, device)
-            if how.init_fn is not None:
-                with torch.no_grad(), torch.device(_memory_of(device)):
-                    layer.apply(how.init_fn)
-            return layer
+    def build(layers: Any, name: str, spec: LayerSpec, device: torch.device) -> None:
+        layers[name] = made = build_alone(spec, device)
+        if how.init_fn is not None:
+            with torch.no_grad(), torch.device(_memory_of(device)):
+                made.apply(how.init_fn)
+        key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
+        for attribute in attributes:
+            _share(made, owners.setdefault(key, made), key, attribute)
 
-        _build(partition, owners, make, how, device, f"of stage {j} on {device}", first)
+    places = stages or list(enumerate(accumulate(map(len, partitions), initial=0)))
+    for (j, first), partition, worker in zip(places, partitions, workers, strict=False):
+        for index, (name, spec) in enumerate(partition._modules.items(), first):
+            if isinstance(spec, LayerSpec):
+                device, what = worker.device, f"layer {index} ({name!r}: {spec!r})"
+                run = partial(build, partition._modules, name, spec, device)
+                how.run(index, device, run, f"while building {what} of stage {j} on {device}")
     if stages is None:
         verify_skippables(nn.Sequential(*chain.from_iterable(partitions)))
 
@@ -130,9 +132,7 @@ def on_meta(layers: Any) -> nn.Sequential:
         return module
     made = nn.Sequential()
     made._modules = dict(module._modules)
-    make = partial(build_alone, device=torch.device("meta"))
-    how, device = Initialization(seed=0), torch.device("cpu")
-    _build(made, _owners([module]), make, how, device, "on meta", 0)
+    build_specs([made], [Worker.shared(torch.device("meta"))], Initialization(seed=0), [(0, 0)])
     return made
 
 
@@ -147,40 +147,6 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
             layer = spec.build()
     move_layers([layer], [Worker.shared(device)], [])  # what the constructor put elsewhere
     return layer
-
-
-def _owners(partitions: Sequence[nn.Module]) -> dict[Any, nn.Module]:
-    """By key the first layer with a ``TiedLayerSpec`` that is there already."""
-    owners: dict[Any, nn.Module] = {}
-    for layer in chain.from_iterable(partition.children() for partition in partitions):
-        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
-            owners.setdefault(tie[0], layer)
-    return owners
-
-
-def _build(
-    partition: nn.Module,
-    owners: dict[Any, nn.Module],
-    make: Callable[[LayerSpec], nn.Module],
-    how: Initialization,
-    device: torch.device,
-    where: str,
-    first: int,
-) -> None:
-    """Replaces specs by layers, which share what they should with the first one of their key."""
-    layers: Any = partition._modules
-    for index, (name, spec) in enumerate(layers.items(), first):
-        if isinstance(spec, LayerSpec):
-
-            def build(name: str = name, spec: LayerSpec = spec) -> None:
-                layers[name] = made = make(spec)
-                key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
-                for attribute in attributes:
-                    _share(made, owners.setdefault(key, made), key, attribute)
-
-            how.run(
-                index, device, build, f"while building layer {index} ({name!r}: {spec!r}) {where}"
-            )
 
 
 def _share(layer: nn.Module, owner: nn.Module, key: Any, attribute: str) -> None:
