@@ -33,11 +33,10 @@ from benchmarks.tasks import LOOP, Peer, Task, checked, trained
 from syncpipe import Pipe
 from syncpipe.balance import balance_cost, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.planner.chain import Chain, Mode
+from syncpipe.planner.chain import Chain, Mode, chunk_counts
 from syncpipe.planner.draft import Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.search import search
-from syncpipe.planner.sizes import chunk_counts
 
 #: Of a parameter: itself, its gradient and Adam's state.
 PARAM_SCALE = 4.0

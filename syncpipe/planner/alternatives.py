@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import in_bytes
-from syncpipe.planner.chain import Mode, ends_of
-from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
+from syncpipe.planner.chain import ends_of
+from syncpipe.planner.draft import Draft, Form, Terms
 from syncpipe.planner.replicas import replicated, runnable
-from syncpipe.planner.search import families, search
-from syncpipe.planner.words import duration
+from syncpipe.planner.search import search
+from syncpipe.planner.words import count, duration, listed
 from syncpipe.schedules import gpipe
 
-__all__ = ["Alternative", "alternatives_of", "block_partitions"]
+__all__ = ["Alternative", "alternatives_of"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Alternative:
 
 
 def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
-    """The even split, torchgpipe's ways, one device, shared stages, data parallelism."""
+    """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
     found: list[Alternative] = []
     if len(chosen.balance) > 1:
         if chosen.form.slots or chosen.schedule == "gpipe":
@@ -48,24 +48,18 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
 
 
 def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
-    """The same schedule with the layers cut as others would."""
-    n, m, chain = len(chosen.balance), chosen.chunks, terms.chain(chosen.chunks)
-    blocks = block_partitions([b - a for a, b in pairwise(chain.sums["time"])], n)
-    overlap = one_f_one_b_form(m, families(n, m)[1]) if chosen.form.slots else chosen.form
-    modes: list[Mode] = ["recompute"] * n
-    name = "torchgpipe (its balance, GPipe, all but one micro-batch recomputed)"
-    drafts = {
-        "an equal number of layers for each stage": terms.draft(
-            chosen.form, balance_cost([1] * len(chain), n)
-        ),
-        "torchgpipe's balance": terms.draft(overlap, blocks, modes),
-        name: terms.draft(Form(gpipe(m, n)), blocks, modes),
-    }
-    for name, draft in drafts.items():
+    """An equal number of layers under the same schedule, and torchgpipe's way."""
+    n, m, limits = len(chosen.balance), chosen.chunks, terms.machine.memory
+    times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
+    equal = terms.draft(chosen.form, tuple(balance_cost([1] * len(times), n)))
+    even = terms.draft(Form(gpipe(m, n)), tuple(balance_cost(times, n)), ["recompute"] * n)
+    for name, draft in (
+        ("an equal number of layers for each stage", equal),
+        ("torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)", even),
+    ):
         assert draft is not None
-        text = f"balance={_listed(draft.balance)}"
+        text = f"balance={listed(draft.balance)}"
         if draft.excess > 1:
-            limits = terms.machine.memory
             d = max(range(n), key=lambda d: draft.on_device[d] / limits[d])
             text += f": stage {d} needs {in_bytes(draft.on_device[d])} of {in_bytes(limits[d])}"
         yield Alternative(name, draft.time if draft.excess <= 1 else None, text)
@@ -80,7 +74,7 @@ def _one_device(terms: Terms) -> Alternative:
     if best is None:
         largest = in_bytes(max(machine.memory))
         return Alternative("one device", None, f"does not fit into {largest}", False)
-    text = f"balance={_listed(best.balance)}, chunks={best.chunks}"
+    text = f"balance={listed(best.balance)}, chunks={best.chunks}"
     text += ", recomputes stages [0]" * (best.modes[0] == "recompute")
     return Alternative("one device", best.time, text, False)
 
@@ -115,7 +109,7 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
         if devices % d or terms.batch_size % d or n > len(layers):
             continue
         part = Terms(terms.profile, machine.head(n), terms.batch_size // d, terms.param_scale)
-        name = f"data parallelism, {d} copies" + f" of a pipeline of {n} stages" * (n > 1)
+        name = f"data parallelism, {d} copies" + f" of a pipeline of {count(n, 'stage')}" * (n > 1)
         share = search(part, stages=n)
         if not share:
             text = f"does not fit into {in_bytes(machine.memory[0])}"
@@ -127,55 +121,3 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
         note = f"{duration(average)} of it to average gradients, not overlapped"
         found.append(Alternative(name, share[0].time + average, note, False))
     return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]
-
-
-def _listed(balance: Sequence[int]) -> str:
-    """A balance, the middle of a long one left out."""
-    if len(balance) <= 16:
-        return str(list(balance))
-    first, last = (", ".join(map(str, part)) for part in (balance[:8], balance[-4:]))
-    return f"[{first}, .., {last}]"
-
-
-def block_partitions(cost: Sequence[float], n: int) -> tuple[int, ...]:
-    """The balance that torchgpipe's ``balance_cost`` would choose, one for one.
-
-    The algorithm comes from Imre Bárány et al., "Block Partitions of Sequences"
-    (https://arxiv.org/abs/1308.2452). Costs are mapped to [0, 1]. While the largest and the
-    smallest block differ by more than 1, the smallest is given the layer at its boundary that lies
-    on the way to the largest. With many equal costs torchgpipe may end with a stage without layers,
-    or never; then this stops, and moves boundaries just so far that each stage has a layer.
-
-    Args:
-        cost: of each layer; finite numbers.
-        n: the number of stages, at most that of layers.
-    """
-    least, spread = min(cost), max(cost) - min(cost)
-    scaled = [(number - least) / spread if spread else 0.0 for number in cost]
-    ends = [len(cost) // n * j for j in range(n)] + [len(cost)]
-    sizes = [sum(scaled[a:b]) for a, b in pairwise(ends)]
-
-    def largest_of() -> int:
-        return max(range(n), key=lambda j: (sizes[j], j))
-
-    largest = largest_of()
-    size = sizes[largest]
-    # It takes a fraction of layers x stages steps, and leaves the sequence when it will not end.
-    for _ in range(len(cost) ** 2 * n):
-        smallest = min(range(n), key=sizes.__getitem__)
-        if size <= sizes[smallest] + 1:
-            break
-        giver, end, move = smallest + 1, smallest + 1, 1
-        if largest < smallest:
-            giver, end, move = smallest - 1, smallest, -1
-        ends[end] += move
-        if not 0 <= ends[end] <= len(cost):
-            break
-        for j in (giver, smallest):  # summed anew: differences would round otherwise
-            sizes[j] = sum(scaled[ends[j] : ends[j + 1]])
-        if giver == largest:
-            largest = largest_of()
-            size = sizes[largest]
-    for j in range(1, n):  # each block has at least one layer
-        ends[j] = min(max(ends[j], ends[j - 1] + 1), len(cost) - (n - j))
-    return tuple(b - a for a, b in pairwise(ends))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,6 +26,7 @@ from syncpipe.layers.conversion.sequential import call_input, sequential
 from syncpipe.layers.placement import check_devices, default_devices, move_layers, resolve_workers
 from syncpipe.planner.machine import RESERVE, machine_of
 from syncpipe.planner.planning import NoPlan, Plan, count_of, plan
+from syncpipe.planner.words import count
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.worker import Worker
 from syncpipe.state import unchanged
@@ -79,7 +79,7 @@ def auto(
             "syncpipe.checkpoints.load(pipe, ...)"
         )
     scale = param_scale_of(optimizer)
-    room = Room.of(devices, memory, model)
+    room = Room(devices, memory, model)
     layers = _layers(model, sample, sample_kwargs, len(room.devices))
     input = call_input(layers, sample, sample_kwargs)
     samples_in(input)  # refuses what has no batch
@@ -141,7 +141,6 @@ def _home(layer: nn.Module) -> torch.device:
     return next((tensor.device for tensor in own), torch.device("cpu"))
 
 
-@dataclass
 class Room:
     """Where a pipe may be, and how much memory it may take there.
 
@@ -152,38 +151,23 @@ class Room:
         others: for each accelerator the bytes that this process has there beside the model.
     """
 
-    devices: list[Any]
-    places: list[torch.device]
-    limits: list[float]
-    others: dict[torch.device, int]
-
-    @classmethod
-    def of(cls, devices: Any, memory: Any, model: nn.Module) -> Room:
+    def __init__(self, devices: Any, memory: Any, model: nn.Module) -> None:
         if devices is None or isinstance(devices, int):
-            count = _CPU_WORKERS if devices is None else devices
-            devices = default_devices(count)[: devices or None]
+            number = _CPU_WORKERS if devices is None else devices
+            devices = default_devices(number)[: devices or None]
         devices = check_devices(devices)
         limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
         places = [worker.device for worker in resolve_workers(devices, len(devices))]
         own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
-        others = {p: torch.accelerator.memory_allocated(p) - size for p, size in own.items()}
+        self.others = {p: torch.accelerator.memory_allocated(p) - n for p, n in own.items()}
         if memory is None:  # what the model takes now will be free
             limits = tuple(
                 limit + (1 - RESERVE) * own.get(place, 0) / places.count(place)
                 for limit, place in zip(limits, places, strict=True)
             )
         order = sorted(range(len(devices)), key=lambda d: -limits[d])
-        return cls(
-            [devices[d] for d in order], [places[d] for d in order], [limits[d] for d in order],
-            others,
-        )  # fmt: skip
-
-    def peaks(self) -> dict[torch.device, int]:
-        """Bytes that the pipe had on each accelerator at most since they were reset."""
-        return {
-            place: torch.accelerator.max_memory_allocated(place) - size
-            for place, size in self.others.items()
-        }
+        self.devices, self.places = [devices[d] for d in order], [places[d] for d in order]
+        self.limits = [limits[d] for d in order]
 
 
 def _bytes_on(model: Any, place: torch.device) -> int:
@@ -304,7 +288,7 @@ def _tried(
     undone(alone, _undo(list(pipe.parameters())))
     for place in room.others:
         torch.accelerator.synchronize(place)
-    peaks = room.peaks()
+    peaks = {p: torch.accelerator.max_memory_allocated(p) - n for p, n in room.others.items()}
     del state
     if room.others:
         torch.accelerator.empty_cache()  # of blocks of sizes that no training asks for
@@ -341,43 +325,26 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
     """Three lines: does it fit, how fast is it, what limits it."""
-    limits: dict[str, float] = {}
+    limits, taken = dict.fromkeys(map(str, room.places), 0.0), dict[str, float]()
     for place, limit in zip(room.places, room.limits, strict=True):
-        limits[str(place)] = limits.get(str(place), 0.0) + limit
-    taken: dict[str, float] = {}
+        limits[str(place)] += limit
     for d, planned in enumerate(found.chosen.on_device):
         name = found.machine.name(d)
-        measured = used.get(torch.device(name))
-        taken[name] = taken.get(name, 0.0) + planned if measured is None else measured
+        taken[name] = taken.get(name, 0.0) + planned
+    taken |= {str(place): size for place, size in used.items() if str(place) in taken}
     memory = ", ".join(
         f"{name} {in_bytes(size)} and {in_bytes(limits[name] - size)} left"
         for name, size in taken.items()
     )
-    words = "measured" if used else "planned"
-    stages, chunks = (
-        f"{number} {what}{plural * (number > 1)}"
-        for number, what, plural in (
-            (len(found.balance), "stage", "s"),
-            (found.chunks, "micro-batch", "es"),
-        )
-    )
-    return "\n".join(
-        [
-            f"fits: {stages}, {chunks}; {words}: {memory}",
-            f"speed: {_speed(found)}",
-            f"limited by: {_limit(found)}",
-        ]
-    )
-
-
-def _speed(found: Plan) -> str:
-    """How it compares with the fastest of the devices alone."""
+    shape = f"{count(len(found.balance), 'stage')}, {count(found.chunks, 'micro-batch', 'es')}"
     alone = next((one for one in found.alternatives if one.name == "one device"), None)
-    if alone is None:
-        return "that of one device, and no pipeline that was looked at is faster"
-    if alone.time is None:
-        return f"one device alone: {alone.note}"
-    return f"{alone.time / found.step_time:.2f} times one device"
+    speed = "that of one device, and no pipeline that was looked at is faster"
+    if alone is not None:
+        speed = f"one device alone: {alone.note}"
+        if alone.time is not None:
+            speed = f"{alone.time / found.step_time:.2f} times one device"
+    words = "measured" if used else "planned"
+    return f"fits: {shape}; {words}: {memory}\nspeed: {speed}\nlimited by: {_limit(found)}"
 
 
 def _limit(found: Plan) -> str:
@@ -387,26 +354,18 @@ def _limit(found: Plan) -> str:
         return "the one device"
     if found.interpreter_time >= _TIGHT * step:
         return "Python, which no two threads run at a time: larger micro-batches, or torch.compile"
-    work: dict[int, float] = {}
-    again: dict[int, float] = {}
+    work, again = ([0.0] * (max(found.device_of) + 1) for _ in range(2))
     for d, stage in zip(found.device_of, stages, strict=True):
-        again[d] = again.get(d, 0.0) + m * stage.forward * stage.recomputes
-        work[d] = work.get(d, 0.0) + m * (stage.forward + stage.backward)
-    busiest = max(work, key=lambda d: work[d] + again[d])
-    mean = sum(work.values()) / len(work)
-    sent = 2 * sum(stage.send for stage in stages)
-    name = found.machine.name(busiest)
-    what = [
-        (again[busiest], f"memory: {name} recomputes {again[busiest] / step:.0%} of the step"),
-        (
-            work[busiest] - mean,
-            f"{name}, which has {work[busiest] / mean - 1:.0%} more to do than the mean",
-        ),
+        again[d] += m * stage.forward * stage.recomputes
+        work[d] += m * (stage.forward + stage.backward)
+    busiest = max(range(len(work)), key=lambda d: work[d] + again[d])
+    most, more, mean = work[busiest], again[busiest], sum(work) / len(work)
+    sent, name = 2 * sum(stage.send for stage in stages), found.machine.name(busiest)
+    return max(
+        (more, f"memory: {name} recomputes {more / step:.0%} of the step"),
+        (most - mean, f"{name}, which has {most / (mean or 1.0) - 1:.0%} more to do than the mean"),
         (sent, f"transfers between devices, {sent / step:.0%} of the step"),
-        (
-            step - work[busiest] - again[busiest] - sent,
-            f"the bubble, {found.bubble:.0%} of the devices' time: a larger batch_size has more "
-            "micro-batches",
-        ),
-    ]  # fmt: skip
-    return max(what)[1]
+        (step - most - more - sent,
+         f"the bubble, {found.bubble:.0%} of the devices' time: a larger batch_size has more "
+         "micro-batches"),
+    )[1]  # fmt: skip

@@ -2,33 +2,23 @@
 
 A stage is a run ``[i, j)`` of layers. Times are in seconds, sizes in bytes, for one micro-batch.
 
-What a stage holds while ``q`` of its micro-batches are in flight and ``q0`` of stage 0's:
-
-    fixed + in flight + transient + arrived + waiting
-
-``fixed`` is there all the time: parameters, gradients, the optimizer's state, buffers. Of the
-micro-batches in flight one is running, forward or backward; the others are what they store, or
-their inputs where the stage recomputes or offloads. ``transient`` is what the running one has more
-at its fullest moment:
+Of the micro-batches in flight on a stage one is running, forward or backward. The others are what
+they store, or their inputs where the stage recomputes or offloads. What the running one has more at
+its fullest moment is transient:
 
     layers    i ... l-1         l            l+1 ...
               stored            at its peak  goes back first: nothing is left     max over l
 
 where the peak of a layer has all that is alive for a moment: outputs, gradients of activations, the
-gradient of a weight until it is added to that of the micro-batches before. ``arrived`` are inputs
-that the stage before has sent ahead, at most two; at stage 0 the rest of the mini-batch, which is
-there from the start. ``waiting`` are skips from stages to the left, which can send them as early as
-stage 0 may begin: ``q0 - q`` of those that the stage has not begun with, and where it recomputes
-those of the others as well. Where the peaks are unknown (:attr:`Chain.peaks` is empty) nothing
-transient counts, and nothing that arrived.
+gradient of a weight until it is added to that of the micro-batches before. Inputs that the stage
+before has sent ahead are there as well, at most two; at stage 0 the rest of the mini-batch, which
+is there from the start. Skips from stages to the left wait: these can send them as early as stage 0
+may begin. Where the peaks are unknown (:attr:`Chain.peaks` is empty) nothing transient counts, and
+nothing that arrived.
 
 A stage that offloads sends what it stores to the host and gets it back. On the device are the
-running micro-batch, the one that leaves or comes back meanwhile, and what the link has not taken:
-a forward makes ``stored`` bytes, and the link takes so many while it lasts (Wan et al. 2025,
-PipeOffload).
-
-The gradients that a step finds (none after ``zero_grad()`` as it is by default) are copied by
-``train_batch``, to be put back if it fails: 1 more in ``param_scale``.
+running micro-batch, the one that leaves or comes back meanwhile, and what the link has not taken
+while a forward lasts (Wan et al. 2025, PipeOffload).
 """
 
 from __future__ import annotations
@@ -46,7 +36,10 @@ from syncpipe.balance.profile import Profile, interpolate
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules.player import Costs
 
-__all__ = ["Chain", "Held", "Mode", "Run", "costs_of", "doubles", "ends_of"]
+__all__ = [
+    "Chain", "Held", "Mode", "Run", "chunk_counts", "costs_of", "doubles", "ends_of", "sizes_of",
+    "stage_counts",
+]  # fmt: skip
 
 #: What a stage does with its activations until their backward.
 Mode = Literal["store", "recompute", "offload"]
@@ -58,15 +51,7 @@ _AHEAD = 2
 class Run(NamedTuple):
     """What layers ``[i, j)`` have, each a number, or tensors for many runs at once.
 
-    Attributes:
-        first: whether ``i`` is 0.
-        forward: seconds.
-        backward: seconds.
-        fixed: bytes that stay.
-        inputs: bytes that enter.
-        stored: bytes that they store for the backward of one micro-batch.
-        transient: bytes that one micro-batch has more while it runs.
-        popped: bytes of skips from before ``i``.
+    ``first``: whether ``i`` is 0. ``popped``: bytes of skips from before ``i``.
     """
 
     first: bool
@@ -80,40 +65,38 @@ class Run(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a stage holds at most, in bytes; the sum is :meth:`Chain.memory`.
-
-    Attributes:
-        fixed: parameters, gradients, the optimizer's state, buffers.
-        stored: activations stored for backward of all micro-batches in flight, or inputs where it
-            recomputes or offloads; of the running one all that it stores.
-        transient: what is alive for a moment: outputs, gradients of activations, and the gradient
-            of a weight until it is added to the one before.
-        arrived: inputs that it has not begun with.
-        waiting: skips from stages before.
+    """Bytes that a stage holds: all the time, ``arrived`` of them inputs that it has not begun
+    with; more while one of its actions runs; for each micro-batch from its forward on; more from
+    where its backward begins; and between the halves of a backward.
     """
 
     fixed: Any
-    stored: Any
-    transient: Any
     arrived: Any
-    waiting: Any
+    transient: Any
+    each: Any
+    once: Any
+    halves: Any = 0.0
+
+    def most(self, q: Any) -> Any:
+        """With so many micro-batches in flight."""
+        return self.fixed + self.transient + q * self.each + self.once
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers one after another, and skips beside them.
+    """Layers one after another, and skips beside them; a number for each layer.
 
     Attributes:
-        forward: seconds, for each layer.
-        backward: seconds, for each layer.
-        inputs: bytes that enter each layer.
-        stored: bytes that each layer stores for backward.
+        forward: seconds.
+        backward: seconds.
+        inputs: bytes that enter.
+        stored: bytes that it stores for backward.
         shared: the part of these that the layer before it stores already.
-        fixed: bytes that stay on the device of each layer.
+        fixed: bytes that stay: parameters, gradients, the optimizer's state, buffers.
         skips: ``(layer that stashes, layer that pops, bytes)``.
-        interpreter: seconds that the forward of each layer holds the interpreter's lock.
-        peaks: bytes that are alive at most while each layer runs (``LayerProfile.peak_bytes``);
-            empty where they are unknown.
+        interpreter: seconds that its forward holds the interpreter's lock.
+        peaks: bytes that are alive at most while it runs (``LayerProfile.peak_bytes``); empty where
+            they are unknown.
         batch: bytes of the inputs of the mini-batch, which is on the first device; 0 if it is not.
     """
 
@@ -130,13 +113,9 @@ class Chain:
 
     @classmethod
     def of(cls, profile: Profile, samples: float, param_scale: float, batch_size: int = 0) -> Chain:
-        """The layers of a profile for a micro-batch of so many samples.
-
-        Args:
-            profile: of a known number of samples (:meth:`Profile.of`).
-            samples: in a micro-batch.
-            param_scale: bytes for each byte of a parameter that is trained.
-            batch_size: samples of the mini-batch, if that is on the first device.
+        """The layers of a profile (:meth:`Profile.of`) for a micro-batch of so many samples, with
+        so many bytes for each byte of a parameter that is trained; and the size of the mini-batch,
+        if that is on the first device.
         """
         layers = profile.layers
 
@@ -168,22 +147,26 @@ class Chain:
         """Of what all layers before each boundary have. Shared stored bytes are left out, for they
         count for the first layer of a stage only.
         """
-        own = [a - b for a, b in zip(self.stored, self.shared, strict=True)]
-        python = self.interpreter or (0.0,) * len(self)
-        columns = {"forward": self.forward, "backward": self.backward, "fixed": self.fixed}
-        columns |= {"stored": own, "interpreter": python}  # type: ignore[dict-item]
+        columns: dict[str, Sequence[float]] = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "fixed": self.fixed,
+            "stored": [a - b for a, b in zip(self.stored, self.shared, strict=True)],
+            "interpreter": self.interpreter or (0.0,) * len(self),
+        }
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
         both = zip(found["forward"], found["backward"], strict=True)
         return found | {"time": tuple(f + b for f, b in both)}
 
     @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        starts = {"shared": (*self.shared, 0.0), "inputs": (*self.inputs, 0.0)}
+        return {what: doubles(each) for what, each in (self.sums | starts).items()}
+
+    @cached_property
     def _transient(self) -> Tensor:
-        """What one micro-batch has at most in ``[i, j)`` while it runs, beyond what it stores
-        there; for all ``i`` and ``j``, ``[L, L + 1]``.
-        """
+        """For all ``i`` and ``j``, ``[L, L + 1]``."""
         count = len(self)
-        if not self.peaks:
-            return torch.zeros(count, count + 1, dtype=torch.float64)
         to, shared, peaks = map(doubles, (self.sums["stored"], self.shared, self.peaks))
         later = torch.ones(count, count).triu(1).bool()
         full = to[:-1] - to[:-1, None] + peaks + (shared[:, None] - shared) * later
@@ -193,59 +176,50 @@ class Chain:
 
     @cached_property
     def _popped(self) -> Tensor:
-        """Bytes of skips into ``[i, j)`` from before ``i``, for all ``i`` and ``j``; those that
-        come from inside do not count.
-        """
+        """The same of skips; those that come from inside do not count."""
         found = torch.zeros(len(self), len(self) + 1, dtype=torch.float64)
         for stash, pop, size in self.skips:
             found[stash + 1 : pop + 1, pop + 1 :] += size
         return found
 
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        starts = {"shared": self.shared, "inputs": self.inputs}
-        return {what: doubles(each) for what, each in (self.sums | starts).items()}
+    def runs(self, i: slice, j: slice, first: bool) -> Run:
+        """What the layers between all starts ``i`` and ends ``j`` have, as tensors."""
+        x = self._tensors
+        f, b, fixed, stored = (
+            x[what][j] - x[what][i, None] for what in ("forward", "backward", "fixed", "stored")
+        )
+        transient = self._transient[i, j] if self.peaks else 0.0
+        popped = self._popped[i, j] if self.skips else 0.0
+        stored = stored + x["shared"][i, None]
+        return Run(first, f, b, fixed, x["inputs"][i, None], stored, transient, popped)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], Run]:
         return {}
 
     def run(self, i: int, j: int) -> Run:
-        """What the layers ``[i, j)`` have."""
+        """The same of one run, as numbers."""
         if (i, j) not in self._runs:
-            f, b, w, z = (
-                each[j] - each[i]
-                for each in map(self.sums.__getitem__, ("forward", "backward", "fixed", "stored"))
-            )
-            once = (float(x[i, j]) for x in (self._transient, self._popped))
-            self._runs[i, j] = Run(i == 0, f, b, w, self.inputs[i], z + self.shared[i], *once)
+            names = ("forward", "backward", "fixed", "stored")
+            f, b, fixed, stored = (self.sums[what][j] - self.sums[what][i] for what in names)
+            stored, transient, popped = stored + self.shared[i], 0.0, 0.0
+            if self.peaks:
+                transient = float(self._transient[i, j])
+            if self.skips:
+                popped = float(self._popped[i, j])
+            self._runs[i, j] = Run(i == 0, f, b, fixed, self.inputs[i], stored, transient, popped)
         return self._runs[i, j]
 
-    def runs(self, i: slice, j: slice, first: bool) -> Run:
-        """The same for all starts ``i`` and ends ``j``, as tensors."""
-        x = self._tensors
-        f, b, w, z = (
-            x[what][j] - x[what][i, None] for what in ("forward", "backward", "fixed", "stored")
-        )
-        transient = self._transient[i, j] if self.peaks else 0.0
-        popped = self._popped[i, j] if self.skips else 0.0
-        stored = z + x["shared"][i, None]
-        return Run(first, f, b, w, x["inputs"][i, None], stored, transient, popped)
-
-    def account(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:
-        """What a stage of these layers takes at most, or many of them.
-
-        Args:
-            run: its layers.
-            q: micro-batches in flight on it.
-            q0: micro-batches in flight on stage 0.
-            mode: what it does with activations.
-            taken: bytes that the link to the host takes while one of its forwards lasts.
+    def held(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:
+        """What a stage of these layers takes at most, or many of them, with ``q`` micro-batches in
+        flight on it and ``q0`` on stage 0. ``taken``: bytes that the link to the host takes while
+        one of its forwards lasts.
         """
         stored, inputs, known = run.stored, run.inputs, bool(self.peaks)
-        each, once, skips = stored, 0.0, _over(q0 - q) if known else q0
+        # Skips of those that the stage has not begun with; where it recomputes, of the others, too.
+        each, once, waiting = stored, 0.0, _over(q0 - q) if known else q0
         if mode != "store":
-            each, once, skips = inputs, stored - known * inputs, q0
+            each, once, waiting = inputs, stored - known * inputs, q0
         if mode == "offload":
             more = _over(q - 2)
             once = once + (q - 1 - more) * stored + more * _over(stored - taken)
@@ -254,15 +228,12 @@ class Chain:
             arrived = _over(self.batch - q * inputs)
         elif known:
             arrived = (_over(q0 - q) - _over(q0 - q - _AHEAD)) * inputs
-        return Held(run.fixed, q * each + once, run.transient, arrived, skips * run.popped)
-
-    def held(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> Held:
-        """What the stage ``[i, j)`` takes at most."""
-        return self.account(self.run(i, j), q, q0, mode, taken)
+        fixed = run.fixed + arrived + waiting * run.popped
+        return Held(fixed, arrived, run.transient, each, once)
 
     def memory(self, i: int, j: int, q: int, q0: int, mode: Mode, taken: float = 0.0) -> float:
-        """Bytes that a stage takes at most: the sum of :meth:`held`."""
-        return float(sum(self.held(i, j, q, q0, mode, taken)))
+        """Bytes that the stage ``[i, j)`` takes at most."""
+        return float(self.held(self.run(i, j), q, q0, mode, taken).most(q))
 
 
 def _over(number: Any) -> Any:
@@ -281,7 +252,7 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
     All of a backward stands as its input half, so that the gradient goes on when it is over.
     """
     stages = ends_of(balance)
-    runs = [chain.run(i, j) for i, j in stages]
+    runs = [(chain.run(i, j), v) for (i, j), v in zip(stages, machine.speed, strict=False)]
     skips: dict[tuple[int, int], float] = {}
     if chain.skips:
         stage_of = [s for s, number in enumerate(balance) for _ in range(number)]
@@ -289,13 +260,12 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
             a, b = stage_of[stash], stage_of[pop]
             if a != b:
                 skips[a, b] = skips.get((a, b), 0.0) + machine.transfer(size, a, b)
+    sent = [machine.transfer(chain.inputs[i], s - 1, s) for s, (i, _) in enumerate(stages) if s]
     return Costs(
-        forward=tuple(run.forward / v for run, v in zip(runs, machine.speed, strict=False)),
-        backward_input=tuple(run.backward / v for run, v in zip(runs, machine.speed, strict=False)),
+        forward=tuple(run.forward / v for run, v in runs),
+        backward_input=tuple(run.backward / v for run, v in runs),
         backward_weight=(0.0,) * len(stages),
-        transfer=tuple(
-            machine.transfer(chain.inputs[i], s - 1, s) for s, (i, _) in enumerate(stages) if s
-        ),
+        transfer=tuple(sent),
         skips=skips,
     )
 
@@ -303,3 +273,97 @@ def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
 def doubles(numbers: Iterable[float]) -> Tensor:
     """Numbers as a tensor in double precision."""
     return torch.tensor([*numbers], dtype=torch.float64)
+
+
+# -- numbers of micro-batches and of stages --------------------------------------------------------
+
+# torch.chunk cuts a mini-batch into micro-batches of equal size, rounded up, and the last one is
+# what remains. So not every number of them is possible: 10 samples make 5 micro-batches of 2 or 4
+# of 3, 3, 3 and 1, but never 6.
+
+#: More micro-batches are tried only on demand; the simulator plays each of them through.
+_MOST = 1024
+#: So many for each device are usual, where what a small micro-batch costs is unknown; and where
+#: that was measured.
+_UNKNOWN, _MEASURED = 4, 16
+#: Between two numbers that divide the mini-batch there are others, if they are so far apart.
+_GAP = 1.5
+
+
+def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
+    """The samples in each micro-batch, and in the last one.
+
+    Raises:
+        ValueError: so many are not possible.
+    """
+    size = -(-batch_size // chunks) if chunks > 0 else 0
+    number = -(-batch_size // size) if size else 0
+    if not size or number != chunks:
+        instead = f": torch.chunk makes {number} of {size}; give it chunks={number}" * bool(size)
+        raise ValueError(
+            f"chunks={chunks} does not divide batch_size={batch_size} into so many{instead}"
+        )
+    return size, batch_size - (chunks - 1) * size
+
+
+def chunk_counts(
+    profile: Profile, devices: int, batch_size: int, chunks: int | Iterable[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of micro-batches to try; the same for any memory.
+
+    All that divide the mini-batch, and where these are far apart (a prime number has none) some
+    between them, in which the last micro-batch is smaller.
+
+    From 4 for each device on the bubble is negligible (Huang et al. 2019, GPipe, section 2.3). More
+    are tried all the same: they save memory, and what is tried must not depend on memory, or a plan
+    might be slower with more of it. But a profile for one size of the micro-batch does not say what
+    each of them costs beside its samples; by its numbers more are always better. So those beyond 4
+    for each device (16, if several sizes were measured) are told apart.
+
+    Returns:
+        Those that are usual, and those beyond: both ascending, at most 1024; or what is wanted.
+
+    Raises:
+        ValueError: what the user wants is not possible.
+    """
+    if chunks is not None:
+        wanted = _wanted("chunks", chunks)
+        for m in wanted:
+            sizes_of(batch_size, m)
+        return wanted, ()
+    numbers = range(1, min(batch_size, _MOST) + 1)
+    every = [m for m in numbers if batch_size % m == 0]
+    # Those far apart from them, where the last micro-batch is the least small.
+    others = [m for m in numbers if batch_size % m and -(-batch_size // -(-batch_size // m)) == m]
+    for m in sorted(others, key=lambda m: (m * -(-batch_size // m), m)):
+        if all(not 1 / _GAP < m / other < _GAP for other in every):
+            every.append(m)
+    most = devices * (_UNKNOWN if len(profile.sizes) == 1 else _MEASURED)
+    usual = tuple(m for m in sorted(every) if m <= most)
+    return usual, tuple(m for m in sorted(every) if m > most)
+
+
+def stage_counts(
+    layers: int, devices: int, stages: int | Iterable[int] | None = None
+) -> tuple[int, ...]:
+    """The numbers of stages to try: what the user wants, or all that are possible.
+
+    Raises:
+        ValueError: what the user wants is not possible.
+    """
+    most = min(layers, devices)
+    wanted = _wanted("stages", range(1, most + 1) if stages is None else stages)
+    for n in wanted:
+        if not 1 <= n <= most:
+            raise ValueError(
+                f"stages={n} is not possible with {devices} devices and {layers} layers: give it "
+                f"1 to {most}"
+            )
+    return wanted
+
+
+def _wanted(name: str, given: int | Iterable[int]) -> tuple[int, ...]:
+    wanted = (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
+    if not wanted:
+        raise ValueError(f"{name} is empty: give it a number, or leave it out")
+    return wanted

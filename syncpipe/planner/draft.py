@@ -1,7 +1,7 @@
 """``Draft``: one way to run the layers as a pipeline, under any schedule, with what it takes.
 
-There is one account of time, the player, and one of memory, :meth:`.Chain.account`. What a device
-with several stages holds is their sum at its fullest moment:
+There is one account of time, the player, and one of memory, :meth:`.Chain.held`. What a device with
+several stages holds is their sum at its fullest moment:
 
     cell, whole backward        F|===== held =====|B--|
     recomputed                  F|- its inputs ---|=R=B--|          R: recomputation
@@ -18,18 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from syncpipe.balance.profile import Profile, interpolate
-from syncpipe.planner.chain import Chain, Mode, costs_of, ends_of
+from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.sizes import sizes_of
 from syncpipe.runtime.worker import has_lock
 from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import Costs, Simulation, play
 from syncpipe.schedules.schedule import KINDS, Kind, Schedule, devices_of
 
-__all__ = ["Draft", "Footprint", "Form", "Terms", "levels", "one_f_one_b_form"]
+__all__ = ["Draft", "Form", "Terms", "levels", "one_f_one_b_form"]
 
 #: Of a layer's backward, where its halves were not measured: both products of a linear layer's
 #: backward have as many multiplications.
@@ -40,66 +39,24 @@ _HALF = 0.5
 Load = tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Form:
-    """A schedule, to be tried with many cuts.
+    """A schedule without replicas, to be tried with many cuts; with its slots under 1F1B."""
 
-    Attributes:
-        schedule: without replicas.
-        slots: under 1F1B what it was asked for; else None.
-    """
+    def __init__(self, schedule: Schedule, slots: tuple[int, ...] | None = None) -> None:
+        self.schedule, self.slots = schedule, slots
+        self.name, self.m, self.n = schedule.name, schedule.m, schedule.n
+        self.in_flight, self.split = schedule.in_flight, bool(schedule.splits)
+        self.devices, stages = len(schedule.actions), range(self.n)
+        device_of = tuple(devices_of(schedule.device_of, j)[0] for j in stages)
+        self.device_of = device_of
+        #: For each device its stages.
+        self.stages_of = [[j for j in stages if device_of[j] == d] for d in range(self.devices)]
 
-    schedule: Schedule
-    slots: tuple[int, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        """That of the schedule."""
-        return self.schedule.name
-
-    @property
-    def m(self) -> int:
-        """The number of micro-batches."""
-        return self.schedule.m
-
-    @property
-    def n(self) -> int:
-        """The number of stages."""
-        return self.schedule.n
-
-    @property
-    def devices(self) -> int:
-        """The number of devices."""
-        return len(self.schedule.actions)
-
-    @cached_property
-    def device_of(self) -> tuple[int, ...]:
-        """For each stage the index of its device."""
-        return tuple(devices_of(self.schedule.device_of, j)[0] for j in range(self.n))
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """For each stage the most micro-batches in flight."""
-        return self.schedule.in_flight
-
-    @property
-    def split(self) -> bool:
-        """Whether backwards come in halves."""
-        return bool(self.schedule.splits)
-
-    @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each device its stages."""
-        stages = range(self.n)
-        return tuple(
-            tuple(j for j in stages if self.device_of[j] == d) for d in range(self.devices)
-        )
-
-    def recomputed(self, mode: Mode) -> int:
-        """How many micro-batches a stage recomputes: under GPipe all but the last, which goes back
-        at once.
+    def recomputed(self, modes: Sequence[Mode]) -> list[int]:
+        """How many micro-batches each stage recomputes: under GPipe all but the last, which goes
+        back at once.
         """
-        return (self.m - (self.name == "gpipe")) * (mode == "recompute")
+        return [(self.m - (self.name == "gpipe")) * (mode == "recompute") for mode in modes]
 
     @cached_property
     def loads(self) -> list[list[Load]]:
@@ -140,42 +97,26 @@ def one_f_one_b_form(m: int, slots: tuple[int, ...]) -> Form:
     return Form(one_f_one_b(m, len(slots), slots=slots), slots)
 
 
-class Footprint(NamedTuple):
-    """Bytes that a stage takes: all the time; more while one of its actions runs; for each
-    micro-batch from its forward on; more from where its backward begins; and between its halves.
-    """
-
-    fixed: float
-    transient: float
-    held: float
-    backward: float
-    halves: float
-
-
-def _base(own: Sequence[Footprint]) -> float:
-    """What a device with these stages holds all the time; of its stages only one runs."""
-    return sum(x.fixed for x in own) + max(x.transient for x in own)
-
-
-def _sum(load: Load, own: Sequence[Footprint]) -> float:
-    return sum(
-        load[3 * k] * x.held + load[3 * k + 1] * x.backward + load[3 * k + 2] * x.halves
+def _total(load: Load, own: Sequence[Held]) -> float:
+    """What a device with these stages holds; of its stages only one runs."""
+    moving = (
+        load[3 * k] * x.each + load[3 * k + 1] * x.once + load[3 * k + 2] * x.halves
         for k, x in enumerate(own)
     )
+    return float(sum(x.fixed for x in own) + max(x.transient for x in own) + sum(moving))
 
 
 def levels(
-    form: Form, simulation: Simulation, stages: Sequence[Footprint]
+    form: Form, simulation: Simulation, stages: Sequence[Held]
 ) -> list[list[tuple[float, float]]]:
     """For each device the times at which what it holds changes, and the bytes from then on."""
     found = []
     for d, numbers in enumerate(form.stages_of):
         own = [stages[j] for j in numbers]
-        steps = [(0.0, _base(own))]
+        steps = [(0.0, _total((0,) * 3 * len(own), own))]
         spans = [s for s in simulation.spans if s.row == d and s.kind != "recompute"]
         for span, (during, after) in zip(spans, form.moments(d), strict=True):
-            steps.append((span.start, _base(own) + _sum(during, own)))
-            steps.append((span.end, _base(own) + _sum(after, own)))
+            steps += [(span.start, _total(during, own)), (span.end, _total(after, own))]
         found.append(steps)
     return found
 
@@ -208,12 +149,10 @@ class Draft:
 
     @property
     def schedule(self) -> str:
-        """The name of its schedule."""
         return self.form.name
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches."""
         return self.form.m
 
     @property
@@ -224,14 +163,7 @@ class Draft:
 
 
 class Terms:
-    """What all drafts of one search have in common.
-
-    Args:
-        profile: what the layers cost.
-        machine: the devices.
-        batch_size: samples in a mini-batch.
-        param_scale: bytes for each byte of a parameter that is trained.
-    """
+    """What all drafts of one search have in common; the arguments are those of ``plan``."""
 
     def __init__(
         self, profile: Profile, machine: Machine, batch_size: int, param_scale: float
@@ -241,19 +173,24 @@ class Terms:
         self.profile = profile.of(batch_size)
         self.machine, self.batch_size, self.param_scale = machine, batch_size, param_scale
         self._chains: dict[int, Chain] = {}
-        self._places: dict[tuple[int, ...], Machine] = {}
-        self._footprints: dict[tuple[object, ...], Footprint] = {}
-        #: Under 1F1B: what became of micro-batches, slots and balance, or the bound alone.
-        self._known: dict[tuple[object, ...], Draft | float] = {}
-        others: tuple[Mode, ...] = ("recompute", "offload")
-        #: What a stage can do in place of storing its activations.
-        self.others = others if machine.host else others[:1]
+        self._held: dict[tuple[object, ...], Held] = {}
+        #: Under 1F1B: what became of micro-batches, slots and balance.
+        self._known: dict[tuple[object, ...], Draft] = {}
+        #: What a stage can do with its activations.
+        self.modes: tuple[Mode, ...] = ("store", "recompute")
+        self.modes += ("offload",) if machine.host else ()
+        layers, known = self.profile.layers, [x.weight_share for x in self.profile.layers]
+        trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
+        #: For each layer what its weight half is of its backward; whether some were not measured.
+        self.shares = [
+            (_HALF if share is None else share) * own
+            for share, own in zip(known, trained, strict=True)
+        ]
+        self.guessed = any(a is None and b for a, b in zip(known, trained, strict=True))
 
-    def chain(self, chunks: int) -> Chain:
-        """The layers, for one of so many micro-batches: any but the last, which may be smaller."""
-        return self._of(sizes_of(self.batch_size, chunks)[0])
-
-    def _of(self, samples: int) -> Chain:
+    def chain(self, chunks: int, last: int = 0) -> Chain:
+        """The layers, for one of so many micro-batches, or the last, which may be smaller."""
+        samples = sizes_of(self.batch_size, chunks)[last]
         if samples not in self._chains:
             scale = self.param_scale
             self._chains[samples] = Chain.of(self.profile, samples, scale, self.batch_size)
@@ -265,105 +202,68 @@ class Terms:
         other._chains = self._chains
         return other
 
+    @lru_cache(maxsize=8)  # noqa: B019
+    def _placed(self, device_of: tuple[int, ...]) -> Machine:
+        return self.machine.ordered(device_of)
+
     def costs(self, form: Form, balance: Sequence[int]) -> Costs:
         """What the stages of a cut take."""
-        if form.device_of not in self._places:
-            self._places[form.device_of] = self.machine.ordered(form.device_of)
-        places = self._places[form.device_of]
-        size, rest = sizes_of(self.batch_size, form.m)
-        costs = costs_of(self._of(size), places, balance)
-        if rest < size:
-            costs = replace(costs, last=costs_of(self._of(rest), places, balance))
-        return self._halved(costs, form.m, balance) if form.split else costs
+        places, last = self._placed(form.device_of), self.batch_size % form.m > 0
+        found = [costs_of(self.chain(form.m, which), places, balance) for which in range(1 + last)]
+        if form.split:
+            found = [self._halved(costs, form.m, balance) for costs in found]
+        return replace(found[0], last=found[1]) if last else found[0]
 
     def _halved(self, costs: Costs, m: int, balance: Sequence[int]) -> Costs:
         """Costs of whole backwards as those of both halves."""
-        back = self.chain(m).backward
-        later = [0.0, *accumulate(b * share for b, share in zip(back, self.shares, strict=True))]
-        whole = self.chain(m).sums["backward"]
-        parts = [
-            (later[j] - later[i]) / (whole[j] - whole[i]) if whole[j] > whole[i] else 0.0
-            for i, j in ends_of(balance)
-        ]
-        weights = tuple(b * part for b, part in zip(costs.backward_input, parts, strict=True))
-        inputs = tuple(b * (1 - part) for b, part in zip(costs.backward_input, parts, strict=True))
-        last = costs.last and self._halved(costs.last, m, balance)
-        return replace(costs, backward_input=inputs, backward_weight=weights, last=last)
-
-    @cached_property
-    def shares(self) -> tuple[float, ...]:
-        """For each layer what its weight half is of its backward."""
-        layers = self.profile.layers
-        known = (_HALF if layer.weight_share is None else layer.weight_share for layer in layers)
-        trained = (layer.parameter_bytes > layer.frozen_bytes for layer in layers)
-        return tuple(share * own for share, own in zip(known, trained, strict=True))
-
-    @property
-    def guessed(self) -> bool:
-        """Whether the halves of some backward were not measured."""
-        return any(
-            layer.weight_share is None and layer.parameter_bytes > layer.frozen_bytes
-            for layer in self.profile.layers
+        chain = self.chain(m)
+        products = zip(chain.backward, self.shares, strict=True)
+        later = [0.0, *accumulate(b * share for b, share in products)]
+        whole = chain.sums["backward"]
+        parts = [(later[j] - later[i]) / (whole[j] - whole[i] or 1.0) for i, j in ends_of(balance)]
+        both = list(zip(costs.backward_input, parts, strict=True))
+        return replace(
+            costs,
+            backward_input=tuple(b * (1 - part) for b, part in both),
+            backward_weight=tuple(b * part for b, part in both),
         )
 
-    def footprint(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Footprint:
+    def held(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Held:
         """What stage ``s`` with the layers ``[i, j)`` takes."""
         q, q0, speed = form.in_flight[s], form.in_flight[0], self.machine.speed[form.device_of[s]]
         key = (form.m, q, q0, speed, i, j, mode, form.split)
-        if key not in self._footprints:
+        if key not in self._held:
             chain = self.chain(form.m)
             run = chain.run(i, j)
-            held = chain.account(run, q, q0, mode, self.machine.host * run.forward / speed)
-            each = run.stored if mode == "store" else run.inputs
-            more = max(0.0, held.stored - q * each) if mode != "store" else 0.0
-            fixed, halves = held.fixed + held.arrived + held.waiting, 0.0
+            found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed)
             if form.split:
                 samples = sizes_of(self.batch_size, form.m)[0]
                 last = interpolate(self.profile.layers[-1].output_bytes, samples)
                 sent = zip((*chain.inputs[1:], last)[i:j], self.shares[i:j], strict=True)
-                halves = sum(size for size, share in sent if share)
-            found = Footprint(fixed, held.transient, each, more, halves)
-            self._footprints[key] = found
-        return self._footprints[key]
+                found = found._replace(halves=sum(size for size, share in sent if share))
+            self._held[key] = found
+        return self._held[key]
 
-    def footprints(
-        self, form: Form, balance: Sequence[int], modes: Sequence[Mode]
-    ) -> list[Footprint]:
+    def stages(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> list[Held]:
         """What the stages of a cut take."""
-        return [
-            self.footprint(form, s, i, j, modes[s]) for s, (i, j) in enumerate(ends_of(balance))
-        ]
+        ends = enumerate(ends_of(balance))
+        return [self.held(form, s, i, j, modes[s]) for s, (i, j) in ends]
 
-    def device_memory(self, form: Form, d: int, stages: Sequence[Footprint]) -> float:
-        """The most that a device holds."""
+    def _on_device(self, form: Form, d: int, stages: Sequence[Held]) -> float:
         own = [stages[j] for j in form.stages_of[d]]
-        return _base(own) + max(_sum(load, own) for load in form.loads[d])
-
-    def _stage_memory(self, form: Form, j: int, stages: Sequence[Footprint]) -> float:
-        """The most that a stage holds, of what its device holds."""
-        d = form.device_of[j]
-        k = 3 * form.stages_of[d].index(j)
-        most = max(_sum(load[k : k + 3], [stages[j]]) for load in form.loads[d])
-        return _base([stages[j]]) + most
+        return max(_total(load, own) for load in form.loads[d])
 
     def link_time(self, m: int, stored: Any) -> Any:
-        """Seconds in a step that the link to the host takes for so many bytes of each micro-batch,
-        there and back.
-        """
+        """Seconds in a step for so many bytes of each micro-batch to the host and back."""
         return 2 * m * stored / self.machine.host
 
-    def interpreter(self, form: Form, balance: Sequence[int], modes: Sequence[Mode]) -> float:
-        """Seconds that a step takes at least, as only one thread at a time can run Python.
-
-        Nothing without the lock, in a free-threaded build.
-        """
-        sums = self.chain(form.m).sums["interpreter"]
-        if not has_lock() or not sums[-1]:
-            return 0.0
-        return math.fsum(
-            (sums[j] - sums[i]) * (form.m + form.recomputed(modes[s]))
-            for s, (i, j) in enumerate(ends_of(balance))
+    def interpreter(self, m: int, balance: Sequence[int], recomputed: Sequence[int]) -> float:
+        """Seconds that a step takes at least, as only one thread at a time can run Python."""
+        sums, pairs = (
+            self.chain(m).sums["interpreter"],
+            zip(ends_of(balance), recomputed, strict=True),
         )
+        return has_lock() * math.fsum((sums[j] - sums[i]) * (m + count) for (i, j), count in pairs)
 
     def draft(
         self,
@@ -372,49 +272,38 @@ class Terms:
         modes: Sequence[Mode] | None = None,
         at_most: float = math.inf,
     ) -> Draft | None:
-        """What a cut takes, with recomputation or offload where it does not fit otherwise.
-
-        Args:
-            form: the schedule.
-            balance: layers of each stage.
-            modes: for each stage; by default what fits, and of that what takes the least time.
-            at_most: seconds.
-
-        Returns:
-            The draft, whether it fits or not (``excess``); None if its bound exceeds ``at_most``.
+        """What a cut takes, whether it fits or not (``excess``); None if its bound exceeds
+        ``at_most`` seconds. By default each stage does with its activations what fits, and of that
+        what takes the least time.
         """
-        if form.slots is None or modes is not None:
-            found = self._played(form, tuple(balance), modes, at_most)
-        else:
-            key = (form.m, form.slots, tuple(balance))
-            found = self._known.get(key, 0.0)
-            if isinstance(found, float) and found <= at_most:
-                found = self._known[key] = self._played(form, tuple(balance), None, at_most)
-        return None if isinstance(found, float) or found.bound > at_most else found
-
-    def _played(
-        self, form: Form, balance: tuple[int, ...], modes: Sequence[Mode] | None, at_most: float
-    ) -> Draft | float:
-        """The draft, or its bound if that exceeds ``at_most``."""
+        key = (form.m, form.slots, tuple(balance))
+        cached = form.slots is not None and modes is None
+        if cached and key in self._known:
+            return self._known[key] if self._known[key].bound <= at_most else None
         costs = self.costs(form, balance)
         modes = tuple(self._modes(form, balance, costs) if modes is None else modes)
-        python = self.interpreter(form, balance, modes)
+        counts = form.recomputed(modes)
+        python = self.interpreter(form.m, balance, counts)
         bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
-            return bound
-        stages = self.footprints(form, balance, modes)
-        on_device = tuple(self.device_memory(form, d, stages) for d in range(form.devices))
-        shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
-        counts = [form.recomputed(mode) for mode in modes]
+            return None
         time = play(form.schedule.actions, form.m, form.device_of, costs, counts).makespan
         time = bound if bound > time * (1 + 1e-9) else time
-        memory = tuple(on_device[d] for d in form.device_of)
-        if form.devices < form.n:
-            memory = tuple(self._stage_memory(form, j, stages) for j in range(form.n))
-        excess = max(1.0, *shares)
-        return Draft(
-            form, balance, modes, time, memory, on_device, excess, python, min(bound, time)
-        )
+        stages = self.stages(form, balance, modes)
+        on_device = tuple(self._on_device(form, d, stages) for d in range(form.devices))
+        memory = [on_device[d] for d in form.device_of]
+        for j in range(form.n) if form.devices < form.n else ():
+            d = form.device_of[j]
+            k = 3 * form.stages_of[d].index(j)
+            memory[j] = max(_total(load[k : k + 3], [stages[j]]) for load in form.loads[d])
+        shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
+        draft = Draft(
+            form, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
+            min(bound, time),
+        )  # fmt: skip
+        if cached:
+            self._known[key] = draft
+        return draft
 
     def bound(
         self, form: Form, balance: Sequence[int], costs: Costs, modes: Sequence[Mode]
@@ -424,28 +313,26 @@ class Terms:
         A device waits until a micro-batch has come through the stages before its own, has all of
         its work to do, and its last gradient goes back through them.
         """
-        m, last, ends = form.m, costs.last or costs, ends_of(balance)
-        heads, tails, head, tail = [], [], 0.0, 0.0
-        for j in range(form.n):
-            heads.append(head)
-            tails.append(tail)
-            way = 0.0
-            if j + 1 < form.n and form.device_of[j] != form.device_of[j + 1]:
-                way = min(costs.transfer[j], last.transfer[j])
-            back: Kind = "backward_input" if form.split else "backward"
-            head += min(each.times["forward"][j] for each in (costs, last)) + way
-            tail += min(each.times[back][j] for each in (costs, last)) + way
+        m, last, counts = form.m, costs.last or costs, form.recomputed(modes)
+        back: Kind = "backward_input" if form.split else "backward"
+        heads, tails = [0.0], [0.0]
+        for j in range(form.n - 1):
+            apart = form.device_of[j] != form.device_of[j + 1]
+            way = min(costs.transfer[j], last.transfer[j]) * apart
+            heads.append(heads[j] + min(x.times["forward"][j] for x in (costs, last)) + way)
+            tails.append(tails[j] + min(x.times[back][j] for x in (costs, last)) + way)
         bound = 0.0
         for own in form.stages_of:
             work = late = link = 0.0
             for j in own:
-                count = form.recomputed(modes[j])
-                work += (m - 1) * (costs.forward[j] + costs.backward_input[j])
-                work += last.forward[j] + last.backward_input[j]
-                work += min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
-                late += (m - 1) * costs.backward_weight[j] + last.backward_weight[j]
+                for one, times, again in (
+                    (costs, m - 1, min(counts[j], m - 1)), (last, 1, counts[j] == m),
+                ):  # fmt: skip
+                    work += times * (one.forward[j] + one.backward_input[j])
+                    work += again * one.recompute[j]
+                    late += times * one.backward_weight[j]
                 if modes[j] == "offload":
-                    link += self.link_time(m, self.chain(m).run(*ends[j]).stored)
+                    link += self.link_time(m, self.chain(m).run(*ends_of(balance)[j]).stored)
             first = own[0]
             # Nothing waits for weight halves.
             after = max(tails[first], late) if form.split else tails[first] + late
@@ -458,25 +345,24 @@ class Terms:
         """
         ends, m = ends_of(balance), form.m
         chosen: list[Mode] = ["store"] * form.n
-        stages = self.footprints(form, balance, chosen)
+        stages = self.stages(form, balance, chosen)
         for d, own in enumerate(form.stages_of):
-            needs, limit = self.device_memory(form, d, stages), self.machine.memory[d]
-            left = [(j, mode) for j in own for mode in self.others]
+            needs, limit = self._on_device(form, d, stages), self.machine.memory[d]
+            left = [(j, mode) for j in own for mode in self.modes[1:]]
             while needs > limit and left:
                 ways = []
                 for j, mode in left:
-                    other = self.footprint(form, j, *ends[j], mode)
-                    less = self.device_memory(form, d, [*stages[:j], other, *stages[j + 1 :]])
+                    other = self.held(form, j, *ends[j], mode)
+                    less = self._on_device(form, d, [*stages[:j], other, *stages[j + 1 :]])
                     time = m * costs.forward[j]
                     if mode == "offload":
                         link = self.link_time(m, self.chain(m).run(*ends[j]).stored)
-                        both = costs.times["forward"][j] + costs.times["backward"][j]
-                        time = max(0.0, link - m * both)
+                        time = max(0.0, link - time - m * costs.times["backward"][j])
                     gain = (needs - less) / (time or 1e-30)
                     ways.append((less > limit, time if less <= limit else -gain, less, j, mode))
                 _, _, less, j, mode = min(ways)
                 left.remove((j, mode))
                 if less < needs:
                     chosen[j], needs = mode, less
-                    stages[j] = self.footprint(form, j, *ends[j], mode)
+                    stages[j] = self.held(form, j, *ends[j], mode)
         return chosen

@@ -17,11 +17,12 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, permutations
 from numbers import Real
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,17 +30,9 @@ from syncpipe.layers.placement import check_devices, default_devices, resolve_wo
 from syncpipe.runtime.streams import AcceleratorStreams, same_memory
 
 __all__ = [
-    "RESERVE",
-    "Machine",
-    "clear_cache",
-    "kind_of",
-    "link_bandwidth",
-    "machine_of",
-    "measure_bandwidth",
-    "measure_memory",
-    "parse_bandwidth",
-    "parse_bytes",
-]
+    "RESERVE", "Machine", "clear_cache", "kind_of", "link_bandwidth", "machine_of",
+    "measure_bandwidth", "measure_memory", "parse_bandwidth", "parse_bytes",
+]  # fmt: skip
 
 EXAMPLE = "8 x 16GB, 12GB/s"
 _MOST_DEVICES = 1024
@@ -49,9 +42,6 @@ _MOST_DEVICES = 1024
 RESERVE = 0.06
 _COPY_BYTES = 64_000_000
 _ROUNDS = 5
-
-T = TypeVar("T")
-Rows = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class Machine:
     """
 
     memory: tuple[float, ...]
-    bandwidth: Rows
+    bandwidth: tuple[tuple[float, ...], ...]
     names: tuple[str, ...] = ()
     speed: tuple[float, ...] = ()
     host: float = 0.0
@@ -88,41 +78,30 @@ class Machine:
                 f"bandwidth has rows of {[len(row) for row in rows]} numbers, but there are {n} "
                 f"devices: give one number for all, or {n} rows of {n}"
             )
-        speed = tuple(_factor(d, one) for d, one in enumerate(self.speed)) or (1.0,) * n
         bandwidth = tuple(
             tuple(_rate(f"bandwidth[{a}][{b}]", row[b]) if a != b else math.inf for b in range(n))
             for a, row in enumerate(rows)
         )
-        fields = {"memory": memory, "bandwidth": bandwidth, "names": tuple(self.names)}
-        for name, value in (fields | {"speed": speed}).items():
-            object.__setattr__(self, name, value)
+        speed = tuple(_positive(f"speed[{d}]", v, finite=True) for d, v in enumerate(self.speed))
+        speed = speed or (1.0,) * n
         _check_count("speed", speed, n)
         _check_count("names", self.names or speed, n)
         if self.host != 0:
             _rate("host", self.host)
+        fields = {"memory": memory, "bandwidth": bandwidth, "names": tuple(self.names)}
+        for name, value in (fields | {"speed": speed}).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def even(
         cls, n: int, memory: float = math.inf, bandwidth: float = math.inf, host: float = 0.0
     ) -> Machine:
-        """Equal devices, and equal links between all of them.
-
-        Args:
-            n: how many.
-            memory: bytes that may be used on each.
-            bandwidth: bytes per second between any two, in each direction.
-            host: bytes per second to and from the host.
-        """
+        """``n`` equal devices, and equal links between all of them; the others as attributes."""
         return cls((memory,) * n, ((bandwidth,) * n,) * n, host=host)
 
     @classmethod
     def linked(cls, parts: Sequence[Machine], bandwidth: float) -> Machine:
-        """Several machines side by side.
-
-        Args:
-            parts: each with its own links.
-            bandwidth: bytes per second between devices of two of them, in each direction.
-        """
+        """Several machines side by side, with so many bytes per second between two of them."""
         rows: list[tuple[float, ...]] = []
         count = sum(map(len, parts))
         for part in parts:
@@ -158,12 +137,9 @@ class Machine:
         names = tuple(self.name(d) for d in devices)
         if not self.names and names == tuple(f"device {s}" for s in range(len(names))):
             names = ()
-
-        def of(row: Sequence[T]) -> tuple[T, ...]:
-            return tuple(row[d] for d in devices)
-
-        rows = tuple(of(self.bandwidth[d]) for d in devices)
-        return Machine(of(self.memory), rows, names, of(self.speed), self.host)
+        memory, speed = (tuple(row[d] for d in devices) for row in (self.memory, self.speed))
+        rows = tuple(tuple(self.bandwidth[a][b] for b in devices) for a in devices)
+        return Machine(memory, rows, names, speed, self.host)
 
     def orders(self) -> list[tuple[int, ...]]:
         """Orders of the devices that are worth a try: as given, and if there are two or three kinds
@@ -185,54 +161,69 @@ class Machine:
 
 # -- numbers and text ------------------------------------------------------------------------------
 
+_NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*"
+_PREFIX = r"(?:([kmgt])(i?))?"
+_SIZE = re.compile(rf"{_NUMBER}{_PREFIX}B\s*", re.IGNORECASE)
+_RATE = re.compile(rf"{_NUMBER}{_PREFIX}(bits?|B)\s*(?:/\s*s(?:ec)?|ps)\s*", re.IGNORECASE)
+_SPEED = re.compile(_NUMBER, re.IGNORECASE)
+#: How many, and either machines with links of their own, or memory and speed of a device.
+_DEVICES = re.compile(
+    r"\s*(?:([^()]*?)\s*[x\u00d7*])?\s*(?:\((.*)\)|([^()@]*)(?:@([^()]*))?)\s*", re.IGNORECASE
+)
 
-def parse_bytes(text: str) -> float:
+
+def parse_bytes(text: str, what: str = "memory") -> float:
     """Bytes from text: "16GB" is 16e9, "16GiB" 16 * 2**30; B, kB, MB and TB as well.
 
     Case and spaces do not matter.
 
     Raises:
-        ValueError: with the place where it cannot be read.
+        ValueError: it cannot be read, or is 0 or infinite; the message begins with ``what``.
     """
-    reader = _Reader("memory", text, "16GB")
-    found = reader.size(reader.number("a number"))
-    reader.end()
-    return found
+    units = "'16GB' (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB)"
+    return _read(_SIZE, text, what, units)
 
 
-def parse_bandwidth(text: str) -> float:
+def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
     """Bytes per second from text: "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9.
 
     Case and spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could
     be either, and is refused.
 
     Raises:
-        ValueError: with the place where it cannot be read.
+        ValueError: it cannot be read, or is 0 or infinite; the message begins with ``what``.
     """
-    reader = _Reader("bandwidth", text, "12GB/s")
-    found = reader.rate(reader.number("a number"))
-    reader.end()
-    return found
+    return _read(_RATE, text, what, "'12GB/s' for bytes or '100Gbit/s' for bits")
+
+
+def _read(pattern: re.Pattern[str], text: str, what: str, expected: str) -> float:
+    """A number times its unit."""
+    found = pattern.fullmatch(text)
+    number, prefix, binary, unit = (*(found.groups("") if found else ()), "", "", "", "")[:4]
+    if found is None or (unit == "b" and not prefix.isupper()):
+        raise ValueError(f"{what}={text!r} cannot be read: write it like {expected}")
+    power = " KMGT".index(prefix.upper() or " ")
+    value = float(number) * (1024 if binary else 1000) ** power / (1 if unit in ("", "B") else 8)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{what}={text!r} is {value:g}: it must be greater than 0, and finite")
+    return float(value)
 
 
 def _size(what: str, given: Any) -> float:
     if isinstance(given, str):
-        return parse_bytes(given)
+        return parse_bytes(given, what)
     return _positive(what, given, " of bytes (16e9, '16GB')")
 
 
 def _rate(what: str, given: Any) -> float:
     if isinstance(given, str):
-        return parse_bandwidth(given)
+        return parse_bandwidth(given, what)
     return _positive(what, given, " of bytes per second (12e9, '12GB/s')")
 
 
-def _factor(d: int, given: Any) -> float:
-    return _positive(f"speed[{d}]", None if given == math.inf else given, "")
-
-
-def _positive(what: str, given: Any, unit: str) -> float:
-    if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
+def _positive(what: str, given: Any, unit: str = "", finite: bool = False) -> float:
+    known = isinstance(given, Real) and not isinstance(given, bool)
+    if not (known and float(given) > 0) or (finite and given == math.inf):
         raise ValueError(f"{what}={given!r} must be a positive number{unit}")
     return float(given)
 
@@ -242,99 +233,41 @@ def _check_count(what: str, given: Sequence[Any], n: int) -> None:
         raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
 
 
-class _Reader:
-    """Reads a text from left to right, and says where it could not go on."""
+def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
+    """The machine of a description; what links the devices may be given besides.
 
-    def __init__(self, what: str, text: str, example: str) -> None:
-        self._what, self._text, self._example = what, text, example
-        self.at = 0
-
-    def take(self, pattern: str) -> re.Match[str] | None:
-        """What the text goes on with, spaces aside, if it is that."""
-        found = re.compile(rf"\s*({pattern})", re.IGNORECASE).match(self._text, self.at)
-        if found is not None:
-            self.at = found.end()
-        return found
-
-    def number(self, expected: str) -> float:
-        found = self.take(r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?")
-        if found is None:
-            raise self.error(expected)
-        return float(found[1])
-
-    def size(self, number: float) -> float:
-        """Bytes, after their number."""
-        found = self.take(r"(?:([kmgt])(i?))?B(?![a-z/])")
-        if found is None:
-            raise self.error("B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
-        return self.positive(number * _power(found[2], found[3]))
-
-    def rate(self, number: float) -> float:
-        """Bytes per second, after their number; of bits, if they are bits."""
-        found = self.take(r"(?:([kmgt])(i?))?(bits?|B)\s*(?:/\s*s(?:ec)?|ps)(?![a-z])")
-        if found is None:
-            raise self.error("a unit per second: GB/s or GiB/s, of bits Gbit/s or Gb/s")
-        prefix, unit = found[2] or "", found[4]
-        if unit == "b" and not prefix.isupper():
-            self.at = found.start()
-            raise self.error(f"{prefix.upper()}B/s for bytes or {prefix.upper()}bit/s for bits")
-        return self.positive(number * _power(prefix, found[3]) / (1 if unit == "B" else 8))
-
-    def machine(self) -> tuple[Machine, bool]:
-        """The next devices, with what links them, and whether that was said."""
-        parts: list[Machine] = []
-        while not parts or self.take("[+]"):
-            start, count, number = self.at, 1, None
-            if not self.take("[(]"):
-                number = self.number("a number")
-                if self.take("[x\u00d7*]"):
-                    count = int(number) if number.is_integer() else 0
-                    several = bool(self.take("[(]"))
-                    number = None if several else self.number("the memory of one device")
-            if number is None:
-                part, rated = self.machine()
-                if not rated and len(part) > 1:
-                    raise self.error("',' and the bandwidth inside the parentheses")
-                if not self.take("[)]"):
-                    raise self.error("')'")
-            else:
-                size, speed = self.size(number), 1.0
-                if self.take("@"):
-                    speed = self.positive(self.number("how many times as fast it is"))
-                part = Machine((size,), ((math.inf,),), speed=(speed,))
-            if not 1 <= count <= (_MOST_DEVICES - sum(map(len, parts))) // len(part):
-                self.at = start
-                raise self.error(f"a whole number of devices, {_MOST_DEVICES} at most")
-            parts += [part] * count
-        rated = self.take(",") is not None
-        return Machine.linked(parts, self.rate(self.number("a bandwidth")) if rated else 1.0), rated
-
-    def end(self, expected: str = "the end") -> None:
-        if self._text[self.at :].strip():
-            raise self.error(expected)
-
-    def error(self, expected: str) -> ValueError:
-        rest = self._text[self.at :].lstrip()
-        where = (
-            f"at character {len(self._text) - len(rest) + 1}, {rest!r}" if rest else "at the end"
-        )
-        return ValueError(
-            f"{self._what}={self._text!r} cannot be read {where}: expected {expected}; write it "
-            f"like {self._example!r}"
-        )
-
-    def positive(self, number: float) -> float:
-        """The number, if it is one that can be."""
-        if not 0 < number < math.inf:
+    Args:
+        text: the description, or what stands between parentheses.
+        bandwidth: given besides.
+        whole: where that is, the description.
+    """
+    what = f"devices={whole or text!r}"
+    listed, comma, rate = re.fullmatch(r"(.*?)(?:(,)([^,()]*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    parts: list[Machine] = []
+    for one in re.split(r"\+(?![^(]*\))", listed):
+        found = _DEVICES.fullmatch(one)
+        count, inside, memory, speed = found.groups() if found else ("", None, one, None)
+        if inside is not None:
+            part = _described(inside, whole=whole or text)
+        else:
+            size = parse_bytes(memory, f"{what}: memory")
+            factor = 1.0 if speed is None else _read(_SPEED, speed, f"{what}: speed", "2.0")
+            part = Machine((size,), ((math.inf,),), speed=(factor,))
+        number = _read(_SPEED, count or "1", f"{what}: number of devices", EXAMPLE)
+        most = (_MOST_DEVICES - sum(map(len, parts))) // len(part)
+        if not 1 <= number <= most or not number.is_integer():
             raise ValueError(
-                f"{self._what}={self._text!r} has the size {number:g} before character "
-                f"{self.at + 1}; it must be greater than 0, and finite"
+                f"{what}: {one.strip()!r} must be a whole number of devices, {_MOST_DEVICES} at "
+                f"most; write it like {EXAMPLE!r}"
             )
-        return number
-
-
-def _power(prefix: str | None, binary: str | None) -> float:
-    return float((1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
+        parts += [part] * int(number)
+    if not comma and bandwidth is None and sum(map(len, parts)) > 1:
+        raise ValueError(
+            f"{what}: {text!r} does not say what goes from device to device in a second: add it "
+            f"({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
+        )
+    link = parse_bandwidth(rate, f"{what}: bandwidth") if comma else 1.0
+    return Machine.linked(parts, link)
 
 
 # -- what is given, described, or here and measured ------------------------------------------------
@@ -386,7 +319,7 @@ def machine_of(
         )
     rows = tuple((row,) if isinstance(row, (str, Real)) else tuple(row) for row in bandwidth)
     if speed is None:
-        speed = known.speed if known else (1.0,) * n
+        speed = known.speed if known else ()
     elif isinstance(speed, str) or not isinstance(speed, Iterable):
         raise TypeError(
             f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
@@ -400,19 +333,6 @@ def machine_of(
         host = min((link_bandwidth(a, torch.device("cpu")) for a in accelerators), default=0.0)
     names = known.names if known else tuple(map(str, real))
     return Machine(memory, rows, names, tuple(speed), host)
-
-
-def _described(text: str, bandwidth: Any) -> Machine:
-    """The machine of a description; what links the devices may be given besides."""
-    reader = _Reader("devices", text, EXAMPLE)
-    machine, rated = reader.machine()
-    reader.end("the end" if rated else "',' and a bandwidth, or '+' and more devices")
-    if not rated and bandwidth is None and len(machine) > 1:
-        raise ValueError(
-            f"devices={text!r} does not say what goes from device to device in a second: "
-            f"add it ({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
-        )
-    return machine
 
 
 def _places(devices: Any) -> list[torch.device]:
@@ -435,13 +355,12 @@ def _places(devices: Any) -> list[torch.device]:
 
 def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:
     """For each place its share of the memory that it is in."""
-    memories = [_memory_of(place) for place in places]
-    first = dict(zip(reversed(memories), reversed(places), strict=True))
-    measured = {name: measure_memory(place) for name, place in first.items()}
+    names = [_memory_of(place) for place in places]
+    measured = {name: measure_memory(torch.device(name)) for name in dict.fromkeys(names)}
     for name, size in measured.items():
         if size <= 0:
             raise ValueError(f"no memory is free on {name}: free some, or give memory='16GB'")
-    return tuple(measured[name] / memories.count(name) for name in memories)
+    return tuple(measured[name] / names.count(name) for name in names)
 
 
 def _memory_of(device: torch.device) -> str:
@@ -495,13 +414,12 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
         )
     streams = AcceleratorStreams(accelerator)
     stream = streams.current()
-    # Written to once: memory that nobody has touched may not be there yet.
     size = _COPY_BYTES
     with suppress(ValueError):
         free = (measure_memory(place) for place in (source, target) if place.type != "cpu")
         size = max(1, int(min(size, *(memory / 8 for memory in free))))
-    given = torch.ones(size, dtype=torch.uint8, device=source)
-    taken = torch.ones(size, dtype=torch.uint8, device=target)
+    # Written to once: memory that nobody has touched may not be there yet.
+    given, taken = (torch.ones(size, dtype=torch.uint8, device=d) for d in (source, target))
     times = []
     with streams.use(stream):
         for _ in range(1 + _ROUNDS):
@@ -513,19 +431,17 @@ def measure_bandwidth(source: torch.device, target: torch.device) -> float:
     return size / max(median(times[1:]), 1e-9)  # the first one opened the way
 
 
-_bandwidths: dict[tuple[str, str], float] = {}
-
-
 def link_bandwidth(source: torch.device, target: torch.device) -> float:
     """Bytes per second, measured once in a process; ``math.inf`` where nothing is copied."""
     if same_memory(source, target):
         return math.inf
-    pair = (_memory_of(source), _memory_of(target))
-    if pair not in _bandwidths:
-        _bandwidths[pair] = measure_bandwidth(source, target)
-    return _bandwidths[pair]
+    return _measured_link(_memory_of(source), _memory_of(target))
 
 
-def clear_cache() -> None:
-    """Forgets all bandwidths that were measured."""
-    _bandwidths.clear()
+@cache
+def _measured_link(source: str, target: str) -> float:
+    return measure_bandwidth(torch.device(source), torch.device(target))
+
+
+#: Forgets all bandwidths that were measured.
+clear_cache = _measured_link.cache_clear

@@ -15,11 +15,10 @@ from string import Template
 from typing import Any
 
 from syncpipe.balance.profile import in_bytes
-from syncpipe.planner.chain import ends_of
-from syncpipe.planner.draft import Draft, levels
+from syncpipe.planner.chain import chunk_counts, ends_of, sizes_of
+from syncpipe.planner.draft import levels
 from syncpipe.planner.search import AUTO, TITLES
-from syncpipe.planner.sizes import chunk_counts, sizes_of
-from syncpipe.planner.words import columns, duration
+from syncpipe.planner.words import columns, count, duration, layers_named, memory_of
 
 __all__ = ["save", "text"]
 
@@ -42,31 +41,30 @@ def text(plan: Plan) -> str:
     blocks = [
         [_title(plan), *_way(plan), *_source(plan)],
         textwrap.wrap(verdict, _WIDTH),
-        [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_notes(plan), *_shared_devices(plan)],
+        [*columns([_HEADER, *_rows(plan)], left=(1, 2, 7)), *_notes(plan)],
         [f"{name:<11} {number}{what}" for name, number, what in _figures(plan)],
         _alternatives(plan),
-        _bottleneck(plan),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _title(plan: Plan) -> str:
-    samples, devices = _count(plan.batch_size, "sample"), _count(len(plan.machine), "device")
+    samples, devices = count(plan.batch_size, "sample"), count(len(plan.machine), "device")
     return f"Plan for mini-batches of {samples} on {devices}"
 
 
 def _way(plan: Plan) -> Iterator[str]:
     """The schedule, how many stages and micro-batches, and why no more of them."""
     n, m, used = len(plan.balance), plan.chunks, max(plan.device_of) + 1
-    what = f"{TITLES[plan.schedule]}, {_count(n, 'stage')}" if n > 1 else "one device, no pipeline"
-    what += f" on {_count(used, 'device')}" * (1 < n > used)
+    what = f"{TITLES[plan.schedule]}, {count(n, 'stage')}" if n > 1 else "one device, no pipeline"
+    what += f" on {count(used, 'device')}" * (1 < n > used)
     size, rest = sizes_of(plan.batch_size, m)
     last = f", the last of {rest}" * (rest < size)
-    yield f"{what}, {_count(m, 'micro-batch', 'es')} of {_count(size, 'sample')}{last}"
+    yield f"{what}, {count(m, 'micro-batch', 'es')} of {count(size, 'sample')}{last}"
     left = len(plan.machine) - used
     if left:
         why = "as asked" if "stages" in plan.fixed else "no faster plan with more stages was found"
-        yield f"({_count(left, 'device')} left over: {why})"
+        yield f"({count(left, 'device')} left over: {why})"
     usual, extra = chunk_counts(plan.profile, len(plan.machine), plan.batch_size)
     if "chunks" not in plan.fixed and m == max(usual + extra) < plan.batch_size:
         yield f"(more micro-batches than {m} are tried on demand only: chunks=)"
@@ -84,7 +82,7 @@ def _source(plan: Plan) -> Iterator[str]:
     if profile.source in ("", "measured"):
         source = source.replace("layers: measured", "layers measured")
     *others, largest = map(str, profile.sizes)
-    listed = ", ".join(others) + " and " * bool(others) + _count(int(largest), "sample")
+    listed = ", ".join(others) + " and " * bool(others) + count(int(largest), "sample")
     beyond = not profile.sizes[0] <= samples <= profile.sizes[-1]
     more = f" (those of {samples} are estimated from these)" * beyond
     yield f"{source}, with micro-batches of {listed}{more}"
@@ -101,30 +99,25 @@ def _spread(plan: Plan) -> str:
     return f" \u00b1{spread:.0%}" if spread > _SPREAD else ""
 
 
-# -- the verdict ----------------------------------------------------------------------------------
-
-
 def _verdict(plan: Plan) -> tuple[str, bool]:
     """Whether this is the way to go, in words; and whether it is."""
-    words = []
-    best = next((other for other in plan.compared if other.excess <= 1), None)
-    if best is not None and best.time * _WORTH < plan.step_time:
-        changed = ", and change the last bits of gradients" * best.form.split
-        faster = f"{plan.step_time / best.time:.2f} times as fast{changed}"
-        words.append(f"Under schedule={best.schedule!r} it would be {faster}.")
-    pipes = [(a.time, a.name) for a in plan.alternatives if a.pipeline and a.time]
+    words, step = [], plan.step_time
+    pipes = [(a.time, f"{a.name[0].upper()}{a.name[1:]}") for a in plan.alternatives
+             if a.pipeline and a.time]  # fmt: skip
+    for other in plan.compared:
+        if other.excess <= 1:
+            bits = " (with other last bits of gradients)" * other.form.split
+            pipes.append((other.time, f"schedule={other.schedule!r}{bits}"))
     time, name = min(pipes, default=(math.inf, ""))
-    if time * _WORTH < plan.step_time:
-        faster = f"{plan.step_time / time:.2f} times as fast"
-        words.append(f"{name[0].upper()}{name[1:]} would be {faster}.")
+    if time * _WORTH < step:
+        words.append(f"{name} would be {step / time:.2f} times as fast.")
     fewer = len(plan.balance) == 1 < len(plan.machine) and not plan.fixed
     if fewer:
         words.append("No pipeline that was found is faster than one of these devices alone.")
     others = [(a.time, a.name) for a in plan.alternatives if not a.pipeline and a.time]
     time, name = min(others, default=(math.inf, ""))
-    if time < plan.step_time:
-        ratio = plan.step_time / time
-        faster = f"{ratio:.2f} times " * (ratio >= 1.005)
+    if time < step:
+        faster = f"{step / time:.2f} times " * (step / time >= 1.005)
         instead = "no pipe at all"
         if "pipeline" in name:
             instead = "DistributedDataParallel around pipes"
@@ -138,15 +131,20 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
     elif not fewer:
         which = "Nothing else" if words else "Nothing"
         words.append(f"{which} that was looked at is faster than this plan.")
-    return " ".join(words), time >= plan.step_time
+    python, devices = plan.interpreter_time, plan.simulation.makespan
+    if python and python >= _TIGHT * devices:
+        words.append(
+            "The interpreter is the bottleneck: one process runs the Python of one stage at a "
+            f"time, and that alone takes {duration(python)} a step, the devices "
+            f"{duration(devices)}. Fewer micro-batches, compiled layers, CUDA graphs in layers or "
+            "a free-threaded Python make it faster, more devices do not."
+        )
+    return " ".join(words), time >= step
 
-
-# -- stages ---------------------------------------------------------------------------------------
 
 _HEADER = (
     "stage", "device", "layers", "forward", "backward", "send", "in flight", "memory", "+ .grad"
 )  # fmt: skip
-_MARKS = {"store": "", "recompute": " + recompute", "offload": " + offload"}
 _MODES = {
     "recompute": "+ recompute: this stage stores its inputs only, and recomputes its forward",
     "offload": "+ offload: this stage sends what it stores to the host, and fetches it back",
@@ -155,60 +153,51 @@ _MODES = {
 
 def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for s, stage in enumerate(plan.stages):
-        first, last = _short(stage.layers[0]), _short(stage.layers[-1])
-        count = len(stage.layers)
         yield (
             str(s),
             stage.device,
-            f"{first} to {last} ({count})" if count > 1 else first,
+            layers_named(stage.layers),
             duration(stage.forward),
-            duration(stage.backward) + _MARKS[stage.mode],
+            duration(stage.backward) + f" + {stage.mode}" * (stage.mode != "store"),
             duration(stage.send) if stage.send else "",
             str(stage.in_flight),
-            _of(stage.memory, stage.limit),
+            memory_of(stage.memory, stage.limit),
             in_bytes(stage.gradients),
         )
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What memory is made of, what comes on top where a step finds gradients, and on which devices
-    that is too much.
+    """What memory is made of, what comes on top where a step finds gradients, on which devices that
+    is too much, and what devices with several stages hold at once.
     """
-    chain, chosen = plan.terms.chain(plan.chunks), plan.chosen
+    chain, chosen, name = plan.terms.chain(plan.chunks), plan.chosen, plan.machine.name
     words = "memory: parameters, gradients, optimizer, what is stored for backward"
-    if not chain.peaks:
+    if chain.peaks:
+        held = plan.terms.stages(chosen.form, plan.balance, chosen.modes)
+        most, early = max(x.transient for x in held), max(x.arrived for x in held)
+        words += f", what is transient (up to {in_bytes(most)})"
+        words += f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
+    else:
         widest = max(a + b for a, b in pairwise([*chain.inputs, 0.0]))
         words += (
             f"; gradients of activations come on top for a moment, {in_bytes(widest)} in the "
             "widest layer"
         )
-    else:
-        flight = chosen.form.in_flight
-        runs = zip(ends_of(plan.balance), flight, chosen.modes, strict=True)
-        held = [chain.held(i, j, q, flight[0], mode) for (i, j), q, mode in runs]
-        most, early = max(x.transient for x in held), max(x.arrived for x in held)
-        words += f", what is transient (up to {in_bytes(most)})"
-        words += f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
     lines, needs = textwrap.wrap(words, _WIDTH), list(chosen.on_device)
     for d, stage in zip(plan.device_of, plan.stages, strict=True):
         needs[d] += stage.gradients
     room = zip(needs, plan.machine.memory, strict=False)
-    short = [plan.machine.name(d) for d, (held, limit) in enumerate(room) if held > limit]
+    short = [name(d) for d, (held, limit) in enumerate(room) if held > limit]
     words = (
         "+ .grad: so much more if gradients are there when a step begins (no zero_grad() before), "
         "for it copies them"
     )
     lines += textwrap.wrap(words + f"; too much for {', '.join(short)}" * bool(short), _WIDTH)
-    return lines + [line for mode, line in _MODES.items() if mode in chosen.modes]
-
-
-def _shared_devices(plan: Plan) -> list[str]:
-    """What devices with several stages hold at once."""
-    form, lines = plan.chosen.form, []
-    for d, own in enumerate(form.stages_of if form.n > form.devices else ()):
-        held = _of(plan.chosen.on_device[d], plan.machine.memory[d])
-        stages = ", ".join(map(str, own))
-        lines.append(f"{plan.machine.name(d)}, stages {stages} at once: {held}")
+    lines += [line for mode, line in _MODES.items() if mode in chosen.modes]
+    for d, own in enumerate(chosen.form.stages_of):
+        if len(own) > 1:
+            held = memory_of(chosen.on_device[d], plan.machine.memory[d])
+            lines.append(f"{name(d)}, stages {', '.join(map(str, own))} at once: {held}")
     return lines
 
 
@@ -227,22 +216,6 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "interpreter", duration(plan.interpreter_time), what
 
 
-def _bottleneck(plan: Plan) -> list[str]:
-    """Whether the interpreter holds the devices up."""
-    if not plan.interpreter_time or (plan.interpreter_time < _TIGHT * plan.simulation.makespan):
-        return []
-    return textwrap.wrap(
-        "The interpreter is the bottleneck: one process runs the Python of one stage at a time, "
-        f"and that alone takes {duration(plan.interpreter_time)} a step, the devices "
-        f"{duration(plan.simulation.makespan)}. Fewer micro-batches, compiled layers, CUDA "
-        "graphs in layers or a free-threaded Python make it faster, more devices do not.",
-        _WIDTH,
-    )
-
-
-# -- alternatives ---------------------------------------------------------------------------------
-
-
 def _others(plan: Plan) -> list[tuple[str, float | None, str]]:
     """What else was looked at, the fastest first: its name, seconds if it fits, how or why not."""
     rows = [(other.name, other.time, other.note) for other in plan.alternatives]
@@ -253,8 +226,11 @@ def _others(plan: Plan) -> list[tuple[str, float | None, str]]:
             d = next(d for d, (needs, limit) in enumerate(pairs) if needs > limit)
             needs = in_bytes(other.on_device[d], up=True)
             note = f"{plan.machine.name(d)} would need {needs}"
-        name, time = f"schedule={other.schedule!r}", other.time if other.excess <= 1 else None
-        rows.append((name, time, f"{note}; {_shape(other)}"))
+        shape = f"{count(len(other.balance), 'stage')}, {count(other.chunks, 'micro-batch', 'es')}"
+        again = other.modes.count("recompute")
+        shape += f", recomputes {count(again, 'stage')}" * bool(again)
+        time = other.time if other.excess <= 1 else None
+        rows.append((f"schedule={other.schedule!r}", time, f"{note}; {shape}"))
     return sorted(rows, key=lambda row: math.inf if row[1] is None else row[1])
 
 
@@ -280,32 +256,9 @@ def _alternatives(plan: Plan) -> list[str]:
     return lines
 
 
-def _shape(other: Draft) -> str:
-    shape = f"{_count(len(other.balance), 'stage')}, {_count(other.chunks, 'micro-batch', 'es')}"
-    again = sum(mode == "recompute" for mode in other.modes)
-    return shape + (f", recomputes {_count(again, 'stage')}" if again else "")
-
-
-def _short(name: str) -> str:
-    name = name if name.isprintable() else repr(name)[1:-1]
-    return name if len(name) <= 24 else name[:11] + ".." + name[-11:]
-
-
-def _of(memory: float, limit: float) -> str:
-    if math.isinf(limit):
-        return in_bytes(memory)
-    return f"{in_bytes(memory)} of {in_bytes(limit)} ({memory / limit:.0%})"
-
-
 def _more(time: float, base: float) -> str:
-    if not base:
-        return ""
-    percent = round(100 * (time / base - 1))
+    percent = round(100 * (time / base - 1)) if base else 0
     return f"{percent:+d}%" if percent else "same"
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 # -- HTML -----------------------------------------------------------------------------------------
@@ -316,15 +269,7 @@ _NO_PICTURE = (
 
 
 def save(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Writes the page.
-
-    Args:
-        path: ends in ``.html``.
-        plan: to be shown.
-
-    Raises:
-        ValueError: it ends in something else.
-    """
+    """Writes the page; a ``ValueError`` if the path does not end in ``.html``."""
     if Path(path).suffix.lower() != ".html":
         raise ValueError(
             f"path={os.fspath(path)!r} must end in .html; plan.timeline().save(path) draws the "
@@ -362,12 +307,11 @@ def _cells(tag: str, row: Sequence[str]) -> str:
 
 def _layers(plan: Plan) -> Iterator[str]:
     """A row for each layer: its name, and bars of time and memory."""
-    chain = plan.terms.chain(plan.chunks)
-    times = [f + b for f, b in zip(chain.forward, chain.backward, strict=True)]
-    own = [max(0.0, s - t) for s, t in zip(chain.stored, chain.shared, strict=True)]
-    sizes = [a + b for a, b in zip(chain.fixed, own, strict=True)]
+    x = plan.terms.chain(plan.chunks)
+    times = [f + b for f, b in zip(x.forward, x.backward, strict=True)]
+    own = [max(0.0, s - t) for s, t in zip(x.stored, x.shared, strict=True)]
+    sizes = [a + b for a, b in zip(x.fixed, own, strict=True)]
     longest, largest = max(times) or 1.0, max(sizes) or 1.0
-    names = [layer.name for layer in plan.profile.layers]
     for s, (i, j) in enumerate(ends_of(plan.balance)):
         stage = plan.stages[s]
         time = duration(stage.forward + stage.backward)
@@ -375,16 +319,15 @@ def _layers(plan: Plan) -> Iterator[str]:
         mode = "" if stage.mode == "store" else f", {stage.mode}s"
         yield f'<tr class="cut"><th colspan="3">{_clean(words + mode)}</th></tr>'
         for k in range(i, j):
-            f, b = chain.forward[k] / longest, chain.backward[k] / longest
-            time = _bar(duration(times[k]), forward=f, backward=b)
-            fixed, stored = chain.fixed[k] / largest, own[k] / largest
-            memory = _bar(in_bytes(sizes[k]), fixed=fixed, stored=stored)
-            yield f"<tr><td>{_clean(names[k])}</td><td>{time}</td><td>{memory}</td></tr>"
+            name = _clean(plan.profile.layers[k].name)
+            time = _bar(duration(times[k]), longest, forward=x.forward[k], backward=x.backward[k])
+            memory = _bar(in_bytes(sizes[k]), largest, fixed=x.fixed[k], stored=own[k])
+            yield f"<tr><td>{name}</td><td>{time}</td><td>{memory}</td></tr>"
 
 
-def _bar(words: str, **widths: float) -> str:
-    parts = (f'<i class="{look}" style="width:{100 * w:.2f}%"></i>' for look, w in widths.items())
-    return f'<span class="bar">{"".join(parts)}</span><small>{words}</small>'
+def _bar(words: str, whole: float, **parts: float) -> str:
+    made = (f'<i class="{k}" style="width:{100 * x / whole:.2f}%"></i>' for k, x in parts.items())
+    return f'<span class="bar">{"".join(made)}</span><small>{words}</small>'
 
 
 def _picture(plan: Plan) -> str:
@@ -402,9 +345,8 @@ def _picture(plan: Plan) -> str:
 def _lanes(plan: Plan) -> Iterator[str]:
     """What each device holds, up to its limit."""
     chosen, makespan = plan.chosen, plan.simulation.makespan or 1.0
-    stages = plan.terms.footprints(chosen.form, chosen.balance, chosen.modes)
-    lanes = levels(chosen.form, plan.simulation, stages)
-    for d, lane in enumerate(lanes):
+    stages = plan.terms.stages(chosen.form, chosen.balance, chosen.modes)
+    for d, lane in enumerate(levels(chosen.form, plan.simulation, stages)):
         peak, limit = max(level for _, level in lane), plan.machine.memory[d]
         full = peak if math.isinf(limit) else limit
         path = "M0 100" + "".join(
@@ -415,7 +357,7 @@ def _lanes(plan: Plan) -> Iterator[str]:
         yield (
             f'<div class="lane"><span>{name}</span><svg viewBox="0 0 1000 100" role="img" '
             f'preserveAspectRatio="none" aria-label="memory of {name}"><path d="{path}H1000V100z"/>'
-            f"</svg><span>{_of(peak, limit)}</span></div>"
+            f"</svg><span>{memory_of(peak, limit)}</span></div>"
         )
 
 
@@ -429,8 +371,7 @@ def _bars(plan: Plan) -> Iterator[str]:
         look = "mine" if name == "this plan" else "other"
         said = "<em>does not fit</em>"
         if time is not None:
-            words = f"{duration(time)}, {_more(time, plan.step_time)}"
-            said = _bar(words, **{look: time / most})
+            said = _bar(f"{duration(time)}, {_more(time, plan.step_time)}", most, **{look: time})
         cells = f"<td>{_clean(name)}</td><td>{said}</td><td>{_clean(note)}</td>"
         yield f'<tr class="{look}">{cells}</tr>'
 

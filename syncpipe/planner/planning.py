@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,8 +23,17 @@ from syncpipe.planner.alternatives import Alternative, alternatives_of
 from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
-from syncpipe.planner.replicas import Replicas, replicated, runnable
-from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
+from syncpipe.planner.replicas import replicated, runnable
+from syncpipe.planner.search import (
+    ANY,
+    AUTO,
+    SHORT,
+    TITLES,
+    NoPlan,
+    check_schedule,
+    choose,
+    variants,
+)
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
@@ -34,37 +43,7 @@ __all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]
 _ADAM = 4.0
 
 
-@overload
 def plan(
-    module: Layers | Profile, sample: Any = None, *, replicas: Literal[True], **options: Any
-) -> Replicas: ...
-
-
-@overload
-def plan(
-    module: Layers | Profile,
-    sample: Any = None,
-    *,
-    devices: Any,
-    batch_size: int,
-    memory: float | str | Sequence[float | str] | None = None,
-    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
-    speed: Sequence[float] | None = None,
-    host_bandwidth: float | str | None = None,
-    chunks: int | Iterable[int] | None = None,
-    stages: int | None = None,
-    schedule: str | None = None,
-    param_scale: float | None = None,
-    optimizer: Callable[..., Any] | None = None,
-    on: str | DeviceSpec | None = None,
-    efficiency: float | None = None,
-    replicas: Literal[False] = False,
-    timeout: float = 5.0,
-    progress: bool | None = None,
-) -> Plan: ...
-
-
-def plan(  # type: ignore[misc]  # the options of the first one are those of the second one
     module: Layers | Profile,
     sample: Any = None,
     *,
@@ -84,7 +63,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
     replicas: bool = False,
     timeout: float = 5.0,
     progress: bool | None = None,
-) -> Plan | Replicas:
+) -> Plan:
     """Find how to run a model on several devices so that a step is as short as possible.
 
     The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
@@ -101,47 +80,40 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
             are, or what was measured before.
         sample: an input to measure with, with at least as many samples as a micro-batch will have;
             not for a profile.
-        devices: stages are put on them in this order, or, if they are of two or three kinds, in
-            the best order of the kinds (``plan.devices``, ``plan.machine``): real ones, as ``Pipe``
-            takes them, whose memory and bandwidth are measured; a number of those of this machine;
-            or a description of others, such as ``"8 x 16GB, 12GB/s"``, which are taken to be as
-            fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x 24GB,
-            12GB/s"``, two of them twice as fast.
+        devices: real ones, as ``Pipe`` takes them, or a number of those of this machine, whose
+            memory and bandwidth are measured; or a description, such as ``"8 x 16GB, 12GB/s"``, of
+            devices as fast as the one that the layers were measured on, or ``"2 x 80GB @ 2.0 + 4 x
+            24GB, 12GB/s"``, two of them twice as fast. Stages are put on them in this order; those
+            of two or three kinds in the best order of the kinds (``plan.devices``).
         batch_size: samples in a mini-batch.
         memory: bytes that may be used on each device (a number, ``"16GB"``, or one for each).
         bandwidth: bytes per second between devices (a number, ``"12GB/s"``, or a matrix).
         speed: for each device by what factor it is faster than the one that the layers were
             measured on (the first of real ones); by default the layers are measured on each kind.
         host_bandwidth: bytes per second between a device and the host, each way, for stages that
-            offload (``checkpoint="offload"``). That of accelerators is measured; for described
-            devices nothing is offloaded unless this is given.
+            offload. That of accelerators is measured; for described devices nothing is offloaded
+            unless this is given.
         chunks: the number of micro-batches, or those to choose from; by default all that divide
             ``batch_size``.
-        stages: the number of stages; by default whatever is best, up to the number of devices (and
-            several on each, where a schedule wants that).
+        stages: the number of stages; by default whatever is best.
         schedule: by default ``"1f1b"``; :meth:`Plan.compare` says what the others would take. Or
-            another one that is looked for: ``"gpipe"``, ``"zb_h1"``, ``"zb_h2"``,
-            ``"interleaved_1f1b"``, ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``,
-            ``"v_half"``, ``"v_min"``, ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the
-            fastest of them all.
+            another one: ``"gpipe"``, ``"zb_h1"``, ``"zb_h2"``, ``"interleaved_1f1b"``,
+            ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"``, ``"v_half"``, ``"v_min"``,
+            ``"dualpipev"``; ``"auto"``, made to measure; ``"any"``, the fastest of them all.
         param_scale: bytes for each byte of a parameter that is trained: parameter, gradient, and
             the optimizer's state. By default 4, as for Adam; 2 is plain SGD.
         optimizer: instead of that, what makes the optimizer from a list of parameters, such as
             ``torch.optim.AdamW``; its state is measured.
         on: estimate the times instead of measuring them, for a device that is not here: a name in
-            ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta`` and too large
-            for this machine; see :func:`syncpipe.balance.estimated`.
+            ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta``.
         efficiency: for that, the part of the device's peak that matrix products reach; by default
             a half.
-        replicas: PipeDream's plan instead, in which several devices may share a stage. Each device
-            then takes mini-batches of ``batch_size / devices`` samples (those of the profile, if
-            it does not know its own); see :func:`syncpipe.planner.replicated`.
+        replicas: return PipeDream's plan instead, a :class:`.Replicas`, in which several devices
+            may share a stage. Each device then takes mini-batches of ``batch_size / devices``
+            samples; see :func:`syncpipe.planner.replicated`.
         timeout: seconds to measure for.
         progress: show a bar while measuring; by default if it takes longer than a second and a
             terminal watches.
-
-    Returns:
-        The plan; ``print`` explains it.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -177,7 +149,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
             raise ValueError("replicas=True is for devices that are alike, with links alike")
         samples = None if layers.whole else max(1, batch_size // len(machine))
         found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
-        return runnable(found, layers, machine, batch_size, scale)
+        return cast("Plan", runnable(found, layers, machine, batch_size, scale))
     terms = Terms(layers, machine, batch_size, scale)
     order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
     terms, there = terms.on(machine.ordered(order)), _real(devices)
@@ -303,8 +275,7 @@ def _with_speed(
         size = found.sizes[-1]
         times[kind] = sum(layer.forward[size] + layer.backward[size] for layer in found.layers)
     first = times[kind_of(places[0])]
-    speed = tuple(first / times[kind_of(place)] for place in places)
-    return replace(machine, speed=speed)
+    return replace(machine, speed=tuple(first / times[kind_of(place)] for place in places))
 
 
 @dataclass(frozen=True)
@@ -398,12 +369,16 @@ class Plan:
         modes = {"store": "never", "recompute": some, "offload": "offload"}
         return [modes[mode] for mode in self.chosen.modes]
 
+    @property
+    def device_of(self) -> list[int]:
+        """For each stage the index of its device; some schedules want several stages on each."""
+        return list(self.chosen.form.device_of)
+
     @cached_property
     def simulation(self) -> Simulation:
         """The schedule, played through with the times of the profile, in seconds."""
-        form, terms = self.chosen.form, self.terms
-        counts = [form.recomputed(mode) for mode in self.chosen.modes]
-        return simulate(form.schedule, terms.costs(form, self.chosen.balance), counts)
+        form, costs = self.chosen.form, self.terms.costs(self.chosen.form, self.chosen.balance)
+        return simulate(form.schedule, costs, form.recomputed(self.chosen.modes))
 
     @cached_property
     def terms(self) -> Terms:
@@ -469,6 +444,11 @@ class Plan:
             for s, (i, j) in enumerate(ends_of(chosen.balance))
         )
 
+    @cached_property
+    def compared(self) -> tuple[Draft, ...]:
+        """What :meth:`compare` found; empty before."""
+        return ()
+
     def compare(self) -> tuple[Draft, ...]:
         """Look for plans under the other schedules, for as many devices and micro-batches.
 
@@ -480,20 +460,11 @@ class Plan:
         """
         if not self.compared and len(self.balance) > 1:
             names = [name for name in TITLES if name not in (self.schedule, "1f1b")]
-            found = variants(self.terms, [self.chosen], names)
+            sizes = [(self.chosen.form.devices, self.chunks)]
+            found = variants(self.terms, [self.chosen], names, sizes, SHORT)
             found.sort(key=lambda other: (other.excess > 1, other.time))
             self.__dict__["compared"] = tuple(found)
         return self.compared
-
-    @cached_property
-    def compared(self) -> tuple[Draft, ...]:
-        """What :meth:`compare` found; empty before."""
-        return ()
-
-    @property
-    def device_of(self) -> list[int]:
-        """For each stage the index of its device; some schedules want several stages on each."""
-        return list(self.chosen.form.device_of)
 
     def on(self, devices: Sequence[Any]) -> list[Any]:
         """Return a device for each stage, as a pipe takes them::
@@ -553,23 +524,19 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings, for JSON. Times are in seconds, memory in bytes."""
-        return {
-            "batch_size": self.batch_size,
-            "balance": self.balance,
-            "chunks": self.chunks,
-            "schedule": self.schedule,
-            "slots": self.slots,
-            "device_of": self.device_of,
-            "checkpoint": self.checkpoint,
-            "step_time": self.step_time,
+        names = (
+            "batch_size balance chunks schedule slots device_of checkpoint step_time bubble bound "
+            "certificate interpreter_time"
+        )
+
+        def finite(number: float) -> float | None:
+            return number if math.isfinite(number) else None  # JSON knows no infinity
+
+        return {name: getattr(self, name) for name in names.split()} | {
             "spread": self.profile.spread,
-            "samples_per_second": _finite(self.samples_per_second),
-            "bubble": self.bubble,
-            "bound": self.bound,
-            "certificate": self.certificate,
-            "interpreter_time": self.interpreter_time,
+            "samples_per_second": finite(self.samples_per_second),
             "stages": [
-                {**vars(stage), "layers": list(stage.layers), "limit": _finite(stage.limit)}
+                {**vars(stage), "layers": list(stage.layers), "limit": finite(stage.limit)}
                 for stage in self.stages
             ],
             "memory_of_devices": list(self.chosen.on_device),
@@ -595,8 +562,3 @@ class Plan:
             f"<Plan balance={self.balance} chunks={self.chunks} schedule={self.schedule!r} "
             f"step_time={self.step_time:.4g} s certificate={self.certificate:.3f}>"
         )
-
-
-def _finite(number: float) -> float | None:
-    """JSON knows no infinity."""
-    return number if math.isfinite(number) else None

@@ -10,8 +10,8 @@ flight, and what counts is the slowest stage or link:
 Sources: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training" (2018), and
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019),
 section 3.1. PipeDream trains without a flush, on weights of different age; the times here are its
-times, of that steady state, and no promise for a synchronous pipeline; what a pipe makes of these
-stages is in ``options()`` and ``step``.
+times, of that steady state. What a synchronous pipe makes of these stages is in ``options()`` and
+``step``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from torch import Tensor
 from syncpipe.balance.profile import Profile, in_bytes, interpolate
 from syncpipe.options import consecutive
 from syncpipe.planner.chain import Chain, costs_of, doubles, ends_of
-from syncpipe.planner.cut import least_largest
 from syncpipe.planner.machine import Machine
-from syncpipe.planner.sizes import sizes_of
-from syncpipe.planner.words import columns
+from syncpipe.planner.search import least_largest
+from syncpipe.planner.words import columns, count, duration, layers_named
 from syncpipe.schedules import one_f_one_b
 from syncpipe.schedules.player import play
 
@@ -132,16 +131,8 @@ class Replicas:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as numbers and strings, for JSON."""
-        same = (
-            "configuration",
-            "time",
-            "data_parallel",
-            "one_machine",
-            "speedup",
-            "samples",
-            "step",
-        )
-        return {name: getattr(self, name) for name in same} | {
+        names = "configuration time data_parallel one_machine speedup samples step"
+        return {name: getattr(self, name) for name in names.split()} | {
             "stages": [
                 {"layers": self.names[first:last], "replicas": replicas}
                 for first, last, replicas in self.stages
@@ -156,63 +147,31 @@ class Replicas:
             shape = "data parallelism, all layers on each of them" if n > 1 else "all layers on it"
         link = "no time" if self.bandwidth == math.inf else f"{in_bytes(self.bandwidth)}/s"
         of = "as profiled" if self.samples is None else f"of {self.samples} samples"
-        rows: list[tuple[str, ...]] = []
-        rows.append(("stage", "layers", "replicas", "computing", "gradients", "transfers"))
-        names = [name if len(name) <= 24 else f"{name[:22]}.." for name in self.names]
+        rows = [["stage", "layers", "replicas", "computing", "gradients", "transfers"]]
         times = zip(self.compute, self.synchronization, self.transfer, strict=True)
         for j, ((i, end, replicas), taken) in enumerate(zip(self.stages, times, strict=True)):
-            layers = names[i] if end - i == 1 else f"{names[i]} to {names[end - 1]}"
-            rows.append((str(j), f"{layers} ({end - i})", str(replicas), *map(_ms, taken)))
-        title = f"{n} machine{'s' * (n > 1)}, {link} between them, mini-batches {of} each: {shape}"
-        return "\n".join([title, *columns(rows, left=(1,)), "", *self._words()])
-
-    def _words(self) -> list[str]:
-        words = [f"{_ms(self.time)} for each mini-batch, which is {self.bottleneck}"]
+            layers = layers_named(self.names[i:end])
+            rows.append([str(j), layers, str(replicas), *map(duration, taken)])
+        lines = [f"{count(n, 'machine')}, {link} between them, mini-batches {of} each: {shape}"]
+        lines += [*columns(rows, left=(1,)), ""]
+        lines.append(f"{duration(self.time)} for each mini-batch, which is {self.bottleneck}")
         if len(self.stages) > 1:
-            words.append(
-                f"{self.speedup:.2f} times as fast as data parallelism ({_ms(self.data_parallel)})"
-            )
-        if self.machines > 1:
+            other = duration(self.data_parallel)
+            lines.append(f"{self.speedup:.2f} times as fast as data parallelism ({other})")
+        if n > 1:
             ratio = self.one_machine / self.time if self.time else 1.0
-            words.append(f"{ratio:.2f} times as fast as one machine ({_ms(self.one_machine)})")
-            words.append(self._reason())
-            words.append("in PipeDream's steady state: no flush, weights of different age")
+            lines.append(f"{ratio:.2f} times as fast as one machine ({duration(self.one_machine)})")
+            lines.append("in PipeDream's steady state: no flush, weights of different age")
         if self.chunks:
-            words.append(
-                f"as a synchronous pipe, {self.chunks} micro-batches: {_ms(self.step)} a step, "
-                f"{in_bytes(max(self.memory))} on a device at most"
+            lines.append(
+                f"as a synchronous pipe, {count(self.chunks, 'micro-batch', 'es')}: "
+                f"{duration(self.step)} a step, {in_bytes(max(self.memory))} on a device at most"
             )
         best = min(self.times)
         if best < self.times[-1]:
-            m = self.times.index(best) + 1
-            words.append(f"{m} machine{'s' * (m > 1)} alone would be faster: {_ms(best)}")
-        return words
-
-    def _reason(self) -> str:
-        """How it came about."""
-        if len(self.stages) == 1:
-            exchange, compute = self.synchronization[0], self.compute[0]
-            if exchange <= compute:
-                return (
-                    "no stages, because exchanging all gradients takes no longer than computing: "
-                    f"{_ms(exchange)} against {_ms(compute)}"
-                )
-            return (
-                "no stages, because at every cut the activations or the slower stage would take "
-                f"longer than exchanging all gradients, {_ms(exchange)}"
-            )
-        weights = sum(self.parameter_bytes)
-        wait = f"stages, because data parallelism would wait for {in_bytes(weights)} of gradients"
-        most = max(self.replicas)
-        if most == 1:
-            return f"{wait}: each stage is on one machine, and none are exchanged"
-        j = self.replicas.index(most)
-        work = math.fsum(t * m for t, m in zip(self.compute, self.replicas, strict=True))
-        return (
-            f"{wait}: stage {j}, on {most} of the {self.machines} machines, has "
-            f"{_percent(self.compute[j] * most, work)} of the work and only exchanges its "
-            f"{_percent(self.parameter_bytes[j], weights)} of them"
-        )
+            fewer = count(self.times.index(best) + 1, "machine")
+            lines.append(f"{fewer} alone would be faster: {duration(best)}")
+        return "\n".join(lines)
 
 
 def replicated(
@@ -228,12 +187,10 @@ def replicated(
 
     ``T_l`` is forward and backward of layer ``l``; ``a_s`` the bytes of activations that cross the
     cut, and as many bytes of gradients come back; ``|w_l|`` the bytes of parameters that are
-    trained. The 4 is a count, not the bytes of a number: with the parameters spread over the
-    replicas as servers, each sends gradients of all but its own share, receives those of its
-    share, and the same again with the new parameters, 4 (m-1)/m of the bytes through its network.
-
-    Among the fastest it takes one with the fewest stages, and of these the one with the fewest
-    bytes between stages.
+    trained. With the parameters spread over the replicas as servers, each sends gradients of all
+    but its own share, receives those of its share, and the same again with the new parameters:
+    4 (m-1)/m of the bytes. Among the fastest it takes one with the fewest stages, and of these the
+    one with the fewest bytes between stages.
 
     Args:
         profile: what the layers cost. A skip counts at every cut that it crosses.
@@ -256,7 +213,7 @@ def replicated(
         samples = profile.sizes[-1]
     size = 1 if samples is None else samples
     profile = profile if samples is None else profile.of(samples)
-    layers, count = profile.layers, len(profile.layers)
+    layers, number = profile.layers, len(profile.layers)
     took = [interpolate(x.forward, size) + interpolate(x.backward, size) for x in layers]
     trained = [float(x.parameter_bytes - x.frozen_bytes) for x in layers]
     work, weights = (doubles(accumulate(each, initial=0.0)) for each in (took, trained))
@@ -264,36 +221,31 @@ def replicated(
     for skip in profile.skips:
         crossing[skip.stash + 1 : skip.pop + 1] += interpolate(skip.bytes, size)
 
-    def parts(m: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Computing, exchange and transfer of stages on ``m`` machines, ``[first, end]``."""
+    def parts(m: int) -> Tensor:
+        """Computing, exchange and transfer of stages on ``m`` machines, ``[3, first, end]``."""
         exchanged = 4 * (m - 1) * (weights - weights[:-1, None]) / (m * bandwidth) / m
-        return (work - work[:-1, None]) / m, exchanged, 2 * crossing[:, None] / (bandwidth * m)
+        sent = (2 * crossing[:, None] / (bandwidth * m)).expand_as(exchanged)
+        return torch.stack([(work - work[:-1, None]) / m, exchanged, sent])
 
-    def longest(m: int) -> Tensor:
-        compute, exchanged, sent = parts(m)
-        return torch.maximum(torch.maximum(compute, exchanged), sent)
-
-    costs = [longest(m) for m in range(1, machines + 1)]
-    table, _ = least_largest(count, machines, machines, lambda _, m: costs[m - 1])
+    costs = [parts(m).amax(0) for m in range(1, machines + 1)]
+    table, _ = least_largest(number, machines, machines, lambda _, m: costs[m - 1])
     # What differs by rounding alone is as fast: the fewest stages, and then the fewest bytes.
-    limit = float(table[machines, count]) * (1 + 1e-12)
+    limit = float(table[machines, number]) * (1 + 1e-12)
     each = 1 + crossing[:, None] / (2 * float(crossing.sum()) or 1.0)
     counted = [each.masked_fill(cost > limit, math.inf) for cost in costs]
-    _, stages_of = least_largest(count, machines, machines, lambda _, m: counted[m - 1], torch.add)
+    _, stages_of = least_largest(number, machines, machines, lambda _, m: counted[m - 1], torch.add)
     stages = stages_of(machines)
-
-    def told(which: int) -> tuple[float, ...]:
-        return tuple(float(parts(m)[which].expand(count, count + 1)[i, j]) for i, j, m in stages)
-
+    told = zip(*(parts(m)[:, i, j].tolist() for i, j, m in stages), strict=True)
+    compute, synchronization, transfer = map(tuple, told)
     return Replicas(
         stages=stages,
         names=tuple(layer.name for layer in layers),
-        compute=told(0),
-        synchronization=told(1),
-        transfer=told(2),
+        compute=compute,
+        synchronization=synchronization,
+        transfer=transfer,
         parameter_bytes=tuple(int(weights[j] - weights[i]) for i, j, _ in stages),
-        times=tuple(table[1:, count].tolist()),
-        data_parallel=float(costs[-1][0, count]),
+        times=tuple(table[1:, number].tolist()),
+        data_parallel=float(costs[-1][0, number]),
         bandwidth=bandwidth,
         samples=samples,
     )
@@ -308,18 +260,13 @@ def runnable(
     has parameters and gradients of its own, but no optimizer's state: that is with the first one.
     Once a step the others are sent the parameters and send back gradients, which counts in full.
 
-    Args:
-        plan: stages and replicas.
-        profile: what the layers cost.
-        machine: the devices, all alike.
-        batch_size: samples in a mini-batch of all devices together.
-        param_scale: bytes for each byte of a parameter that is trained, on the first replica.
+    The devices are all alike, and ``batch_size`` is that of all of them together.
     """
     layers = profile.of(batch_size)
     even = [m for m in range(1, min(batch_size, _MOST_CHUNKS) + 1) if batch_size % m == 0]
     found = []
     for chunks in [m for m in even if m >= max(plan.replicas)] or even[-1:]:
-        chain = Chain.of(layers, sizes_of(batch_size, chunks)[0], param_scale)
+        chain = Chain.of(layers, batch_size // chunks, param_scale)
         schedule = one_f_one_b(chunks, consecutive(plan.replicas))
         costs = costs_of(chain, machine, plan.balance)
         step = play(schedule.actions, chunks, schedule.device_of, costs).makespan
@@ -334,11 +281,3 @@ def runnable(
         found.append((over, step + exchanged, chunks, tuple(memory)))
     _, step, chunks, memory_of = min(found)
     return replace(plan, chunks=chunks, step=step, memory=memory_of)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "0 %"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from syncpipe import Worker, plan
 from syncpipe.balance import LayerProfile, Profile
@@ -29,47 +28,21 @@ from syncpipe.planner.machine import (
 )
 from tests.support import accelerator as acc
 
-# --- numbers with units -------------------------------------------------------------------------
+# --- numbers with units and descriptions --------------------------------------------------------
 
 
 def test_numbers_with_units() -> None:
     sizes = {"16GB": 16e9, "16 gb": 16e9, " 1.5 TB ": 1.5e12, "24gib": 24 * 2**30}
     sizes |= {".5MiB": 2**19, "80e3 MB": 80e9, "3kB": 3e3, "7B": 7}
     rates = {"12 GB / s": 12e9, "12GBps": 12e9, "1GiB/s": 2**30, "100 gbit/S": 12.5e9}
-    rates |= {"100Gb/s": 12.5e9, "100Gbps": 12.5e9, "8 bits/s": 1}
+    rates |= {"100Gb/s": 12.5e9, "100Gbps": 12.5e9, "8 bits/s": 1, "1 gBIT/s": 125e6}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     assert {text: parse_bandwidth(text) for text in rates} == rates
-
-
-@given(st.integers(1, 10**6), st.sampled_from(["kB", "MB", "GB", "KiB", "TiB"]))
-def test_a_bit_is_an_eighth_of_a_byte(number: int, unit: str) -> None:
-    of_bits = unit.replace("B", "bit")
-    assert parse_bandwidth(f"{number}{unit}/s") == parse_bytes(f"{number}{unit}")
-    assert parse_bandwidth(f"{number} {of_bits}/s") * 8 == parse_bytes(f"{number} {unit}")
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("", "at the end: expected a number"),
-        ("16", "at the end: expected B, kB"),
-        ("-16GB", "at character 1, '-16GB': expected a number"),
-        ("16QB", "at character 3, 'QB'"),
-        ("16iB", "at character 3, 'iB'"),
-        ("16GB/s", "at character 3, 'GB/s'"),
-        ("16GB x", "at character 6, 'x': expected the end; write it like '16GB'"),
-        ("0GB", "greater than 0"),
-        ("1e400GB", "finite"),
-    ],
-)
-def test_what_is_no_size_says_where(text: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        parse_bytes(text)
-    with pytest.raises(ValueError, match="expected GB/s for bytes or Gbit/s for bits"):
+    for text in ("", "16", "-16GB", "16QB", "16iB", "16GB/s", "16GB x", "0GB", "1e400GB"):
+        with pytest.raises(ValueError, match=rf"memory='{text}' (cannot be read: write it|is .*0)"):
+            parse_bytes(text)
+    with pytest.raises(ValueError, match="'12GB/s' for bytes or '100Gbit/s' for bits"):
         parse_bandwidth("12gb/s")
-
-
-# --- descriptions -------------------------------------------------------------------------------
 
 
 def test_devices_in_words() -> None:
@@ -106,29 +79,27 @@ def test_links_inside_and_between_machines() -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "devices='' cannot be read at the end"),
-        ("8", "at the end: expected B, kB"),
-        ("8 x", "at the end: expected the memory of one device"),
-        ("8 x 16QB, 12GB/s", "at character 7, 'QB, 12GB/s'.*like '8 x 16GB, 12GB/s'"),
-        ("8 x 16GB 12GB/s", "at character 10, '12GB/s': expected ',' and a bandwidth"),
-        ("8 x 16GB, 12GB", "at character 13, 'GB': expected a unit per second"),
-        ("8 x 16GB, 12GB/s, 4", "at character 17, ', 4': expected the end"),
-        ("8 x 16GB +", "at the end: expected a number"),
-        ("0 x 16GB, 1GB/s", "at character 1, .*: expected a whole number of devices"),
-        ("2.5 x 16GB, 1GB/s", "expected a whole number of devices"),
+        ("", "memory='' cannot be read"),
+        ("8 x", "memory='' cannot be read"),
+        ("four", "memory='four' cannot be read: write it like '16GB'"),
+        ("8 x 16QB, 12GB/s", "devices='8 x 16QB, 12GB/s': memory='16QB' cannot be read"),
+        ("8 x 16GB 12GB/s", "memory='16GB 12GB/s'"),
+        ("8 x 16GB, 12GB", "bandwidth=' 12GB' cannot be read: write it like '12GB/s'"),
+        ("8 x 16GB, 12GB/s, 4", "memory='16GB, 12GB/s'"),
+        ("8 x 16GB +, 1GB/s", "memory=''"),
+        ("0 x 16GB, 1GB/s", "number of devices='0'"),
+        ("2.5 x 16GB, 1GB/s", "'2.5 x 16GB' must be a whole number of devices"),
         ("1e9 x 16GB, 1GB/s", "whole number of devices, 1024 at most"),
-        ("1e999 x 16GB, 1GB/s", "expected a whole number of devices"),
+        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "devices, 1024 at most"),
         ("2 x 16GB, 0GB/s", "greater than 0"),
-        ("2 x 16GB @ fast, 1GB/s", "at character 12, .*: expected how many times as fast"),
+        ("2 x 16GB @ fast, 1GB/s", "speed=' fast' cannot be read"),
         ("2 x 16GB @ 0, 1GB/s", "greater than 0"),
-        ("2 x (8 x 16GB, 1GB/s, 2GB/s", "at character 21, .*: expected '\\)'"),
-        ("2 x (8 x 16GB), 2GB/s", "at character 14, .*bandwidth inside the parentheses"),
-        ("1000 x (8 x 16GB, 1GB/s), 2GB/s", "at character 1, .*devices, 1024 at most"),
-        ("four", "at character 1, 'four': expected a number"),
+        ("2 x (8 x 16GB, 1GB/s, 2GB/s", "cannot be read"),
+        ("2 x (8 x 16GB), 2GB/s", "'8 x 16GB' does not say what goes from device to device"),
     ],
 )
-def test_a_description_that_cannot_be_read_says_where(text: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
+def test_a_description_that_cannot_be_read_says_which_part(text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(match)):
         machine_of(text)
 
 

@@ -116,16 +116,16 @@ def numbers(**layers: Any) -> Profile:
 def test_what_is_alive_for_a_moment_is_that_of_the_fullest_moment() -> None:
     chain = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
     # Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
-    assert chain.held(0, 3, 1, 1, "store") == (0, 55, 100 - 55, 0, 0)
-    assert chain.held(1, 3, 1, 1, "store") == (0, 35, 45 - 35, 0, 0)
+    assert chain.memory(0, 3, 1, 1, "store") == 100
+    assert chain.memory(1, 3, 1, 1, "store") == 45
     assert chain.memory(1, 3, 4, 6, "store") == 4 * 35 + 10 + 2 * 10  # two inputs came early
     assert chain.memory(1, 3, 4, 6, "recompute") == 3 * 10 + 35 + 10 + 2 * 10
 
 
 def test_the_mini_batch_is_on_the_first_device() -> None:
     chain = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
-    assert chain.held(0, 1, 3, 3, "store").arrived == 7 * 8 - 7 * 3
-    assert chain.held(0, 1, 8, 8, "store").arrived == 0
+    assert chain.memory(0, 1, 3, 3, "store") == 3 * 20 + (7 * 8 - 7 * 3)
+    assert chain.memory(0, 1, 8, 8, "store") == 8 * 20
 
 
 def test_where_nobody_counted_a_moment_takes_nothing() -> None:

