@@ -33,7 +33,7 @@ from syncpipe import Pipe, Worker
 from syncpipe.runtime.engine import Run
 from syncpipe.runtime.streams import Lane
 from syncpipe.schedules.schedule import Action, Kind
-from syncpipe.training.task import TrainingTask
+from syncpipe.training.train import TrainingTask
 
 __all__ = ["Batch", "HostBytes", "actual_peaks"]
 

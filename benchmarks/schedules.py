@@ -197,7 +197,7 @@ class _Napping(_NappingWhole):
 
 
 class _Product:
-    """How (``syncpipe.training.weight_gradients.Product``)."""
+    """How (``syncpipe.training.weight_gradients.PRODUCTS``)."""
 
     factor, weight, bias = "x", 1, None
 

@@ -44,12 +44,10 @@ from syncpipe.schedules.stream import Versions
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
-from syncpipe.training.loss.check import LossCounts
-from syncpipe.training.loss.known import check_loss_fn
-from syncpipe.training.loss.objective import Objective
+from syncpipe.training.loss import LossCounts, Objective
 from syncpipe.training.sources import Source, source_of
-from syncpipe.training.stream.run import OptimizerFactory, Streamed, stream
-from syncpipe.training.train import Averaging, evaluate, train
+from syncpipe.training.stream import OptimizerFactory, Streamed, stream
+from syncpipe.training.train import evaluate, train
 
 __all__ = ["Pipe"]
 
@@ -583,8 +581,7 @@ class Pipe(nn.Module):
             "counts": self._loss_counts,
         }
 
-        def step(averaging: Averaging | None = None) -> Any:
-            function = check_loss_fn(loss_fn)
+        def step(averaging: Any = None) -> Any:
             source = self._source(input, target, data_iter)
             chosen = self.schedule
             if schedule is not None or slots is not None:
@@ -592,7 +589,7 @@ class Pipe(nn.Module):
             check_slots(chosen, self.replicas)
             how = {"schedule": chosen, "averaging": averaging, **options, **self._running()}
             with target_hint(input, target):
-                return driven(train, self._ready(), source, loss_fn=function, **how)
+                return driven(train, self._ready(), source, loss_fn=loss_fn, **how)
 
         if self._alone(global_loss):
             self._warn_of_other_processes()

@@ -24,7 +24,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain
 from numbers import Real
@@ -43,9 +43,9 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import numbers_of
-from syncpipe.training.leaves import Gradients, Leaves, is_shared
-from syncpipe.training.loss.objective import Objective
-from syncpipe.training.task import Watch
+from syncpipe.training.cell import Gradients, Leaves, is_shared
+from syncpipe.training.loss import Objective
+from syncpipe.training.train import Watch
 
 __all__ = ["broadcast_buffers", "data_parallel"]
 
@@ -327,7 +327,7 @@ class _Bucket(NamedTuple):
 
 
 class _Call:
-    """One call in all processes; for ``train_batch`` as of ``training.train.Averaging``.
+    """One call in all processes; for ``train_batch`` as of ``training.train.train``.
 
     Attributes:
         begun: something may have been sent.
@@ -341,23 +341,18 @@ class _Call:
         self._sent: dict[int, list[_Bucket]] = {}
 
     def begin(
-        self,
-        plan: Schedule,
-        leaves: Leaves,
-        gradients: Gradients,
-        objective: Objective,
-        extra: Mapping[int, Mapping[Tensor, Tensor]],
+        self, plan: Schedule, leaves: Leaves, gradients: Gradients, objective: Objective
     ) -> Watch:
         """The call begins: what starts the sums of a stage after its last backward."""
         self.begun = True
         self._leaves, self._gradients = leaves, gradients
-        self._objective, self._extra = objective, extra
+        self._objective = objective
         stages = leaves.parameters[: plan.n]
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]
         agreed = self._owner.syncs and self._sizes == self._owner.agreed
         known = objective.assumed
-        if not agreed or plan.n != len(self._owner.groups) or known is None or not known[1]:
+        if not agreed or plan.n != len(self._owner.groups) or known is None or known[1] is not None:
             return lambda kind, j, run: run  # the caller starts them
         own = float(known[0])
         replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]
@@ -384,16 +379,16 @@ class _Call:
 
     def weighed(self, objective: Objective) -> None:
         """A call without gradients, at its end."""
-        assumed, total = objective.assumed, objective.total
-        assert assumed is not None
-        self.exchange(float(assumed[0] if total is None else total), objective.adds_up)
+        assert objective.assumed is not None
+        assumed, total = objective.assumed
+        self.exchange(float(assumed if total is None else total), objective.adds_up)
 
     def finish(self) -> float:
-        """Makes gradients those of all processes; as of ``training.train.Averaging``."""
+        """Makes gradients those of all processes; as of ``training.train.train``."""
         owner, objective = self._owner, self._objective
-        assumed, total = objective.assumed, objective.total
-        assert assumed is not None
-        own = float(assumed[0])  # what gradients were divided by
+        assert objective.assumed is not None
+        assumed, total = objective.assumed
+        own = float(assumed)  # what gradients were divided by
         there: list[bool] = []
         if owner.syncs:
             self._stages.append([leaf for leaf in self._leaves.found() if leaf.requires_grad])
@@ -448,10 +443,8 @@ class _Call:
 
     def _complete(self, j: int) -> bool:
         """Whether gradients of a stage are whole, and may be summed before weights are known."""
-        aside = {id(leaf) for leaves in self._extra.values() for leaf in leaves}
         return not any(
-            id(leaf) in aside
-            or self._gradients.before(leaf) is not None  # which counts by the weight of all
+            self._gradients.before(leaf) is not None  # which counts by the weight of all
             or leaf.dtype == torch.float16  # the sum may be too large
             for leaf in self._stages[j]
         )

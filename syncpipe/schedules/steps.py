@@ -108,9 +108,7 @@ def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=128)
-def forward_steps(
-    edges: tuple[Edge, ...], m: int, worker_of: Devices, *, targets: bool = False
-) -> Steps:
+def forward_steps(edges: tuple[Edge, ...], m: int, worker_of: Devices) -> Steps:
     """The steps of the forward half of :func:`.gpipe`.
 
     A lone worker takes the micro-batches one after another through all of its stages: exactly what
@@ -118,7 +116,7 @@ def forward_steps(
     """
     rows = gpipe(m, worker_of).actions
     program = [[action for action in row if action.kind == "forward"] for row in rows]
-    return compiled(edges, program, numbers_of(worker_of), targets=targets)
+    return compiled(edges, program, numbers_of(worker_of))
 
 
 @lru_cache(maxsize=128)
@@ -127,7 +125,6 @@ def training_steps(
     schedule: Schedule,
     rematerialized: tuple[int, ...],
     *,
-    targets: bool = False,
     returns: tuple[Edge, ...] = (),
 ) -> Steps:
     """The steps of a valid schedule; further arguments are those of :func:`maker`.
@@ -149,7 +146,7 @@ def training_steps(
             last = max(k for k, action in enumerate(program[d]) if action.j == j)
             program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
     numbers = numbers_of(schedule.device_of)
-    return compiled(edges, program, numbers, targets=targets, returns=returns)
+    return compiled(edges, program, numbers, returns=returns)
 
 
 def compiled(
@@ -157,13 +154,12 @@ def compiled(
     program: Sequence[Sequence[Action]],
     numbers: Sequence[tuple[int, ...]],
     *,
-    targets: bool = False,
     returns: Sequence[Edge] = (),
 ) -> Steps:
     """Works out who needs and sends which messages; a cell is the worker's that has its forward."""
     worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
     m = 1 + max(i for i, _ in worker_of)
-    step = maker(edges, lambda i, j: worker_of[i, j], numbers, m, targets=targets, returns=returns)
+    step = maker(edges, lambda i, j: worker_of[i, j], numbers, m, returns=returns)
     return Steps(tuple([tuple(map(step, row)) for row in program]))
 
 
@@ -173,7 +169,6 @@ def maker(
     numbers: Sequence[tuple[int, ...]],
     m: int = 0,
     *,
-    targets: bool = False,
     returns: Sequence[Edge] = (),
 ) -> Callable[[Action], Step]:
     """What makes a step of an action.
@@ -184,11 +179,9 @@ def maker(
         worker_of: the worker of a cell.
         numbers: for each stage those of its replicas.
         m: number of micro-batches, where there are replicas.
-        targets: the first stage sends targets, last, to the last stage, which takes them last.
         returns: more edges, numbered after the others, over which only gradients go.
     """
-    last, count = len(numbers) - 1, len(edges) + len(returns)
-    stages, both = range(last + 1), [*edges, *returns]
+    count, stages, both = len(edges) + len(returns), range(len(numbers)), [*edges, *returns]
     to = [[edge for edge in edges if edge.target == j] for j in stages]
     of = [[edge for edge in edges if edge.source == j] for j in stages]
     back_to = [[edge for edge in both if edge.target == j] for j in stages]
@@ -203,11 +196,6 @@ def maker(
             needs = [2 * (i * count + edge.number) for edge in to[j]]
             sends = [2 * (i * count + edge.number) for edge in of[j]]
             receivers = [edge.target for edge in of[j]]
-            if targets and j == last:
-                needs.append(~i)
-            if targets and j == 0:
-                sends.append(~i)
-                receivers.append(last)
         elif KINDS[kind].sends == "gradient":
             needs = [2 * (i * count + edge.number) + 1 for edge in back_of[j]]
             sends = [2 * (i * count + edge.number) + 1 for edge in back_to[j]]

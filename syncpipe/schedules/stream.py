@@ -129,7 +129,7 @@ class StreamSteps:
         def worker(i: int, j: int) -> int:
             return worker_of[numbers[j][i % len(numbers[j])]]
 
-        self._step = maker(edges, worker, numbers, targets=len(numbers) > 1)
+        self._step = maker(edges, worker, numbers)
         workers = 1 + max(worker_of)
         self.of: tuple[Iterable[Step], ...] = (self.serial,)
         if workers > 1:

@@ -1,4 +1,4 @@
-"""What is kept of a cell from its forward to its backward, and where its graph is cut.
+"""What is kept of a cell from its forward to its backward, where its graph is cut, and its leaves.
 
     forward    y of stage j-1 --> Border --> stage j --> y        y travels without a graph
     backward   gy of stage j-1 <-- Border <-- stage j <-- gy      gradients travel back
@@ -6,25 +6,33 @@
 A border is the first node of a cell's graph. Its tensors are no leaves, so the cell may write into
 them as it may in the plain model, and gradients come out as they are, added to nothing. Of the
 outputs only the ends of the graph are kept, not the tensors, which are the next stage's business.
+
+Parameters are known from the start. Other leaves (in a plain list, in a closure) come to light in
+the graph of a cell, which is looked at before it goes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import lru_cache, partial
 from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from syncpipe.data import distinct, map_tensors, tensors_in
+from syncpipe.data import described, distinct, map_tensors, tensors_in
+from syncpipe.runtime.graph import AccumulateGrad, go_back, nodes_of
 from syncpipe.runtime.recomputation import Recomputation
+from syncpipe.runtime.streams import moved
+from syncpipe.stages.call import Call
 from syncpipe.training.weight_gradients import WeightGradients
 
-__all__ = ["ANCHOR", "CROSSING", "FOREIGN", "Border", "Cell", "cut", "ends_of"]
-
+_C: Any = torch._C
+_node_of = attrgetter("node")
 _PythonNode: type[Any] = torch._C._FunctionBase
 #: A ``GradientEdge`` from a tuple of all that is in it, without a way through Python.
 _gradient_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
@@ -39,14 +47,9 @@ FOREIGN = (
 
 
 class Border:
-    """The inputs of a graph.
+    """The inputs of a graph; ``flags`` tell which of their tensors need one of the ``grads``.
 
-    Args:
-        flags: for each tensor of the inputs whether it needs a gradient.
-        open: whether its own cell goes back; gradients that come at another time are not from it.
-
-    Attributes:
-        grads: after backward, for each tensor that needs a gradient that gradient, or None.
+    It is ``open`` while its own cell goes back: what comes at another time is not from that.
     """
 
     __slots__ = ("_count", "_flags", "grads", "open")
@@ -70,9 +73,6 @@ class Border:
 
     def _crossed(self, tensors: list[Tensor]) -> list[Tensor]:
         # The anchor is what makes autograd record the node.
-        if len(tensors) == self._count:
-            crossed: list[Tensor] = _cross(self, ANCHOR, *tensors)
-            return crossed
         following = iter(_cross(self, ANCHOR, *compress(tensors, self._flags)))
         flagged = zip(tensors, self._flags, strict=True)
         return [next(following) if flag else tensor for tensor, flag in flagged]
@@ -86,73 +86,45 @@ class Border:
 
 
 class Cell:
-    """What is kept of a cell.
-
-    Args:
-        flags: for each incoming edge which of its tensors need a gradient, that goes back over it.
-
-    Attributes:
-        border: the inputs of its graph.
-        ends: for each outgoing edge the outputs that need a gradient, as ends of the graph; on the
-            last stage those that the loss is made of.
-        expected: how many of these there are, for each edge, if the cell is recomputed.
-        recomputation: recomputes the cell; then there are no ends yet.
-        root: the loss, on the last stage, until it has gone back; and its gradient.
-        output: where the graph of the loss begins, if it does not go on into the cell's.
-        target: the border of the targets, if any needs a gradient.
-        targets: those that do.
-        halves: keeps the weight gradients for later, if the backward is split.
-    """
+    """What is kept of a cell."""
 
     # Of the class: most cells have none of these.
+    #: For each outgoing edge how many ends there are to be, if the cell is recomputed.
     expected: tuple[int, ...] = ()
-    recomputation: Recomputation | None = None
+    recomputation: Recomputation | None = None  # then there are no ends yet
+    #: On the last stage the loss, until it has gone back; and its gradient.
     root: tuple[GradientEdge, Tensor] | None = None
-    output: Border | None = None
-    target: Border | None = None
+    output: Border | None = None  # where the graph of a loss begins, if not in the cell's
+    target: Border | None = None  # of the targets that need a gradient, if any does
     targets: Sequence[Tensor] = ()
-    halves: WeightGradients | None = None
+    halves: WeightGradients | None = None  # keeps weight gradients, if the backward is split
 
     def __init__(self, flags: Sequence[Sequence[bool]]) -> None:
-        self.flags = flags
+        self.flags = flags  # for each incoming edge
         self.border = Border(flags[0] if len(flags) == 1 else list(chain.from_iterable(flags)))
+        #: For each outgoing edge the outputs that need a gradient, as ends of the graph; on the
+        #: last stage those that the loss is made of.
         self.ends: list[list[GradientEdge]] = []
 
     def copy(self) -> Cell:
-        """The same cell, for one of several backwards through it."""
-        other = Cell.__new__(Cell)
-        other.__dict__.update(self.__dict__, ends=list(self.ends))
+        other = copy(self)
+        other.ends = list(self.ends)
         return other
 
     def detached(self, value: Any) -> tuple[Any, Sequence[bool]]:
         """An output to send without its graph, and for each tensor whether it needs a gradient."""
-        flags: Sequence[bool]
-        if type(value) is Tensor and self.recomputation is None:  # mostly it is so
-            self.ends.append([_end(value)] if value.requires_grad else [])
-            return value.detach(), (value.requires_grad,)
-        if type(value) is Tensor:
-            flags, there = (value.requires_grad,), value.detach()
-        else:
-            flags = [tensor.requires_grad for tensor in tensors_in(value)]
-            there = map_tensors(lambda tensors: [t.detach() for t in tensors], value)
-        if self.recomputation is None:
-            self.ends.append(ends_of(value))
-        else:
+        single = type(value) is Tensor  # mostly it is so
+        flags = (value.requires_grad,) if single else [t.requires_grad for t in tensors_in(value)]
+        if self.recomputation is not None:
             self.expected += (sum(flags),)
-        return there, flags
+        elif single:
+            self.ends.append([_end(value)] if value.requires_grad else [])
+        else:
+            self.ends.append(ends_of(value))
+        return (value.detach() if single else detached(value)), flags
 
-    def roots(
-        self, grads: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[Sequence[GradientEdge], Sequence[Tensor]]:
-        """Where the backward of the cell begins.
-
-        Args:
-            grads: for each outgoing edge the gradients of the outputs that need one; nothing if no
-                output is needed.
-
-        Returns:
-            The ends of the graph that got a gradient, and these.
-        """
+    def roots(self, grads: Sequence[Sequence[Any]]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """The ends of the graph that got a gradient, and these; ``grads`` are for each edge."""
         ends: list[GradientEdge] = []
         there: list[Tensor] = []
         for sent, arrived in zip(self.ends, grads, strict=bool(grads)):
@@ -179,11 +151,8 @@ class _Cross(torch.autograd.Function):
 
 #: The class of the nodes of borders in a graph.
 CROSSING: type[Any] = _Cross._backward_cls
-
-
 #: ``_Cross.apply`` without what it does for transforms of functions, under which nothing trains.
 _cross: Any = super(torch.autograd.Function, _Cross).apply
-
 #: Never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
 # All graphs end in its node, and all workers see it. PyTorch makes the Python object of a node when
@@ -193,9 +162,14 @@ _NODE = get_gradient_edge(ANCHOR).node
 
 def ends_of(value: Any) -> list[GradientEdge]:
     """Where the graph of the tensors of a tree ends; those that need no gradient have none."""
-    if type(value) is Tensor:
-        return [_end(value)] if value.requires_grad else []
-    return [_end(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
+    if type(value) is not Tensor:
+        return [_end(tensor) for tensor in tensors_in(value) if tensor.requires_grad]
+    return [_end(value)] if value.requires_grad else []
+
+
+def detached(value: Any) -> Any:
+    """A tree without its graph."""
+    return map_tensors(lambda tensors: [tensor.detach() for tensor in tensors], value)
 
 
 def _end(tensor: Tensor) -> GradientEdge:
@@ -208,10 +182,223 @@ def _end(tensor: Tensor) -> GradientEdge:
 def cut(value: Any) -> tuple[Border, Any]:
     """The tensors of a tree as the begin of a new graph; one that is in it twice begins once."""
     tensors = distinct(value)
-    if len(tensors) == 1 and tensors[0] is value:
-        border = Border([value.requires_grad], open=True)
-        return border, border.cross(value.detach())
     border = Border([tensor.requires_grad for tensor in tensors], open=True)
     crossed = border.cross([tensor.detach() for tensor in tensors])
     begin = {id(tensor): new for tensor, new in zip(tensors, crossed, strict=True)}
     return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
+
+
+class Gradients:
+    """The gradients that tensors had before a call added to them.
+
+    Where there were none (``zero_grad`` as it is by default) this costs nothing. Where there were,
+    it holds a copy: adding in place and taking away again would not give the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
+
+    def register(self, tensors: Iterable[Tensor]) -> None:
+        """Adds leaves, before they get any gradient from this call."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor not in self._before:
+                grad = tensor.grad
+                self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
+
+    def before(self, tensor: Tensor) -> Tensor | None:
+        """The gradient that a leaf had, as a copy."""
+        return self._before.get(tensor, (None, None))[1]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, (grad, before) in self._before.items():
+            if grad is not None and before is not None:
+                grad.copy_(before)
+            tensor.grad = grad
+
+    @torch.no_grad()
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies what was added by this call by a number, or a tensor on any device."""
+        for tensor, (_, before) in self._before.items():
+            if (grad := tensor.grad) is not None:
+                here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
+                if before is None:
+                    grad.mul_(here)
+                else:
+                    grad.sub_(before).mul_(here).add_(before)
+
+
+class Leaves:
+    """What the workers of one call may add gradients to, each of them to leaves of its own.
+
+    ``gradients`` learn of every leaf before it gets one. ``known`` are for each stage the leaves
+    that are known; None: the parameters of its layers.
+
+    Attributes:
+        parameters: for each stage those that are its own.
+        waits: for each those whose first gradient is still to come; None before it went back.
+    """
+
+    looks = False  #: whether the graph of a cell is looked at when it has gone forward
+
+    def __init__(self, call: Call, gradients: Gradients, known: Any = None) -> None:
+        self._call, self._gradients = call, gradients
+        stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
+        self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
+        own: list[list[Tensor]] = known or [_parameters_of(s.partition) for s in stages]
+        self.parameters = own
+        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in own]
+        if call.ties is not None:  # what is tied is the first stage's
+            for j, parameters in enumerate(own):
+                foreign = call.ties.foreign(j)
+                own[j] = [p for p in parameters if id(p) not in foreign]
+                self._known[j] -= foreign
+                self._known[j].update(map(id, call.ties.leaves[j]))
+        #: The nodes of leaves that are known, so that nobody walks there again.
+        self._nodes: list[set[Any]] = [set() for _ in stages]
+        self.waits: list[list[Tensor] | None] = [None for _ in stages]
+        for j, parameters in enumerate(own):
+            for parameter in parameters:
+                self._owner.setdefault(id(parameter), (parameter, j))
+        gradients.register(chain(*own))
+
+    def new(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
+        """The leaves of a graph of stage ``j`` that were in none before.
+
+        It ends in ``nodes``, and begins in leaves and in the borders ``begins``, nowhere else.
+        """
+        known, nodes_known = self._known[j], self._nodes[j]
+        new = []
+        for node in nodes_of(nodes, nodes_known):
+            kind = type(node)
+            if kind is AccumulateGrad:
+                if id(node.variable) in known:
+                    nodes_known.add(node)
+                else:
+                    new.append(node.variable)
+            elif kind is CROSSING and node.apply.__self__ not in begins:
+                raise RuntimeError(FOREIGN)
+        return new
+
+    def claim(self, j: int, new: list[Tensor]) -> None:
+        """Call before a graph of stage ``j`` goes back, with the leaves that are new.
+
+        It refuses those to whose gradients another worker adds.
+        """
+        fresh = self.waits[j]
+        if fresh is None:
+            fresh = self.waits[j] = self._without_grad(j, self.parameters[j])
+        if not new:
+            return
+        for leaf in new:
+            # Of a leaf that stands for another one nobody asks for the gradient here.
+            original = self._call.originals.get(id(leaf), leaf)
+            _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
+            if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
+                raise RuntimeError(self._shared(original, owner, j))
+        self._call.for_caller(j, self._gradients.register, new)
+        fresh += self._without_grad(j, new)
+        self._known[j].update(map(id, new))
+
+    def got(self, j: int) -> None:
+        """Call after a backward: copies a first gradient that shares its memory with other tensors.
+
+        Autograd does not look behind views: of ``x + p.view(...)`` both gradients are one memory.
+        While that of ``x`` is on its way to another stage, or waits for its weight half, the next
+        micro-batch would be added to it in place.
+        """
+        fresh = self.waits[j]
+        if fresh:
+            for leaf in fresh:
+                if type(leaf.grad) is Tensor and is_shared(leaf.grad):
+                    leaf.grad = leaf.grad.clone()
+            rest = [leaf for leaf in fresh if leaf.grad is None]
+            if len(rest) < len(fresh):
+                self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
+                self.waits[j] = rest
+
+    def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
+        """Backward through the graph of a cell of stage ``j``, from its roots."""
+        new = self.new(j, map(_node_of, roots), cell.border)
+        if new or self.waits[j] is None:
+            self.claim(j, new)
+        run = go_back if cell.halves is None else cell.halves.go_back
+        run(roots, grads)
+
+    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of leaves that are copies of others; not there any more."""
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return grads
+
+    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        there = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        if there:
+            self.claim(j, [])
+            go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
+            there.clear()
+            self.got(j)
+
+    def found(self) -> list[Tensor]:
+        """The leaves that are no parameters, by stage and in the order in which it found them."""
+        known = {id(parameter) for parameters in self.parameters for parameter in parameters}
+        owned = [each for each in self._owner.values() if id(each[0]) not in known]
+        return [leaf for leaf, _ in sorted(owned, key=lambda each: each[1])]
+
+    def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
+        """The leaves without a gradient yet; the gradients of the others are the caller's, too."""
+        self._call.release_to_caller(j, [leaf.grad for leaf in leaves])
+        return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
+
+    def _shared(self, leaf: Tensor, *users: int) -> str:
+        pipeline, named = self._call.pipeline, []
+        for j in sorted(users):
+            stage = pipeline.stages[j]
+            loss = " or loss_fn" if stage.j == pipeline.n - 1 else ""
+            device = pipeline.workers[self._worker_of[j]].device
+            named.append(f"stage {stage.j} ({stage.layers_in_words}{loss}, on {device})")
+        return (
+            f"{described(leaf)}, a tensor that requires grad, is used by {' and by '.join(named)}. "
+            "Two workers would add to one gradient at the same time, in any order: "
+            "choose a balance that puts both layers on one device, use loss_fn(pipe(x), target), "
+            "or give each stage a tensor of its own"
+        )
+
+
+def _parameters_of(partition: nn.Module) -> list[Tensor]:
+    """The parameters of a partition; refuses layers that start collectives in backward."""
+    found: dict[int, Tensor] = {}
+    for module in partition.modules():
+        kind: Any = type(module)
+        if wrapper := _wrapper(kind):
+            raise RuntimeError(
+                f"a layer is wrapped in {wrapper}, which starts collectives of its "
+                "own in backward. Under train_batch the workers of each process would start them "
+                "in any order, once for each micro-batch. Leave the layers as they are, and make "
+                "the whole pipe data-parallel: syncpipe.distributed.data_parallel(pipe)"
+            )
+        found.update((id(p), p) for p in module._parameters.values() if p is not None)
+    return list(found.values())
+
+
+@lru_cache(maxsize=1024)
+def _wrapper(kind: Any) -> str:
+    """The class of PyTorch's by which modules start collectives; empty where there is none."""
+    starts = (
+        "torch.nn.parallel.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed._composable",
+    )
+    return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(starts)), "")
+
+
+def is_shared(tensor: Tensor) -> bool:
+    return bool(_C._has_storage(tensor)) and _users(tensor) > _ALONE  # a sparse one has none
+
+
+def _users(tensor: Tensor) -> Any:
+    return _C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _users(torch.empty(1))  # the tensor itself, and in some versions whoever asks

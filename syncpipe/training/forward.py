@@ -6,8 +6,9 @@
                          gradients of x and of the parameters out
 
 So the caller's graph has one gradient for each tensor, as of any module: hooks of parameters,
-``inputs=`` and ``DistributedDataParallel`` see nothing of micro-batches. Who needs the graph of the
-layers itself gets it from :func:`plain`.
+``inputs=`` and ``DistributedDataParallel`` see nothing of micro-batches. Gradients are captured in
+each cell and summed for each stage; to add them to a ``.grad`` is for autograd to do when the node
+has returned them. Who needs the graph of the layers itself gets it from :func:`plain`.
 """
 
 from __future__ import annotations
@@ -15,47 +16,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
+from itertools import chain, compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from syncpipe.data import gather, map_tensors, scatter, tensors_in
-from syncpipe.options import StageMode
-from syncpipe.runtime.recorder import Recorder
+from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
+from syncpipe.runtime.graph import AccumulateGrad, captured, go_back, nodes_of
+from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.build import build
 from syncpipe.schedules.schedule import Devices
-from syncpipe.schedules.steps import Edge, Steps, forward_steps, numbers_of, training_steps
+from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
 from syncpipe.stages.call import Call, needs_graph
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.plain import plain
-from syncpipe.training.captured import Captured
-from syncpipe.training.cell import Cell
+from syncpipe.training.cell import ANCHOR, CROSSING, FOREIGN, Border, Cell, is_shared
 from syncpipe.training.sources import Source
-from syncpipe.training.task import TrainingTask
+from syncpipe.training.train import TrainingTask
 
-__all__ = ["forward"]
+_TWICE = (
+    "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
+    "freed by the first backward. Give that one retain_graph=True"
+)
+_graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
 
 def forward(
-    pipeline: Pipeline,
-    input: Any,
-    *,
-    chunks: int,
-    checkpoint: Sequence[StageMode],
-    inline: Any,
-    recorder: Recorder | None,
+    pipeline: Pipeline, input: Any, *, chunks: int, checkpoint: Any, inline: Any, recorder: Any
 ) -> Any:
-    """Runs a mini-batch through a pipeline.
+    """Runs a mini-batch, a tree on the first device, in at most ``chunks`` micro-batches.
 
-    Args:
-        pipeline: the pipeline.
-        input: a tree of tensors and other values, on the first device.
-        chunks: at most so many micro-batches.
-        checkpoint: for each stage its mode.
-        inline: run on the calling thread; ``"graph"``: and leave the graph of the layers.
-        recorder: writes down what runs when, for a trace.
+    With ``inline="graph"`` it leaves the graph of the layers.
     """
     micro_batches = scatter(input, chunks)
     if inline == "graph" or needs_graph():
@@ -64,128 +57,173 @@ def forward(
         pipeline, len(micro_batches), checkpoint=checkpoint, inline=bool(inline),
         recorder=recorder, graph=True,
     )  # fmt: skip
-    source, head = _MicroBatches(micro_batches), _Outputs(call)
-    leaves = Captured(call) if call.state.grad else None
-    task = TrainingTask(call, source, head, leaves=leaves)
-    steps = forward_steps(pipeline.edges, call.m, pipeline.placement)
-    call.run(steps, task, micro_batches[0])
+    source, head = Source(micro_batches, [None] * call.m, [0] * call.m), _Outputs(call)
+    leaves = Captured(call, micro_batches) if call.state.grad else None
+    task = TrainingTask(call, source, head, leaves)
+    call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task, micro_batches[0])
     outputs, head.outputs = call.collected(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
-        outputs = _with_graph(_Backward(task, leaves, head, source, micro_batches), outputs)
+        # In the order in which the gradients of one tensor are added up: last micro-batch first.
+        entered = [tensor for i in reversed(range(call.m)) for tensor in source.inputs(i)]
+        outputs = leaves.joined(task, head, entered, outputs)
     return gather(outputs)
 
 
-class _MicroBatches(Source):
-    """The parts of an input that is there."""
-
-    def __init__(self, micro_batches: list[Any]) -> None:
-        super().__init__(len(micro_batches))
-        self._waiting = list(micro_batches)
-
-    def pull(self, i: int) -> Any:
-        value, self._waiting[i] = self._waiting[i], None
-        return self._pulled(i, value)
-
-
 class _Outputs:
-    """The head of a task that gives outputs back, and whose gradients come from outside.
+    """The head of a task that gives outputs back, and whose gradients come from outside."""
 
-    Attributes:
-        outputs: for each micro-batch its output, detached.
-        flags: for each micro-batch which of its tensors need a gradient.
-        grads: for each micro-batch the gradients of these, on the way back.
-        after: when they are there.
-    """
+    given = staticmethod(tensors_in)  #: the tensors of an output whose gradients come from outside
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        m = call.m
-        self.outputs: list[Any] = [None] * m
-        self.flags: list[Sequence[bool]] = [()] * m
-        self.grads: list[list[Tensor | None]] = [[] for _ in range(m)]
-        self.after: Any = None
+        self.outputs: list[Any] = [None] * call.m  # detached
+        self.flags: list[Sequence[bool]] = [()] * call.m  # which tensors need a gradient
+        self.grads: list[list[Tensor | None]] = []  # of these
+        self.after: Any = None  # when gradients are there
 
-    def first_size(self, size: int) -> None:
-        """The head of ``train_batch`` asks for it."""
-
-    def take(self, j: int, i: int, output: Any, target: Any, size: int, cell: Cell) -> None:
-        """Takes the output of a micro-batch."""
+    def take(self, j: int, i: int, output: Any, target: Any, cell: Cell) -> None:
         self.outputs[i], self.flags[i] = cell.detached(output)
 
-    def given(self, output: Any) -> Any:
-        """The tensors of an output whose gradients come from outside."""
-        return output
-
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
-        """The gradients of the outputs of a micro-batch, in a list."""
         grads, self.grads[i] = self.grads[i], []
         there = [grad for grad in grads if grad is not None]
         brought = iter(self._call.to_stage(there, j, self.after))
         return [[None if grad is None else next(brought) for grad in grads]]
 
 
-class _Backward:
-    """What the node of a call runs.
+class Captured:
+    """What gets gradients in one call of ``pipe(x)``, as ``Leaves`` in ``train_batch``.
 
-    Args:
-        task: the mini-batch, which has gone forward.
-        leaves: what gets gradients.
-        head: took the outputs.
-        source: gave the inputs.
-        micro_batches: the inputs with their graph.
+    It is also what the node of the call runs. ``_given`` are the tensors that get gradients, each
+    with the leaves that stand for it: ``(number of the stage, leaf)``.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        leaves: Captured,
-        head: _Outputs,
-        source: _MicroBatches,
-        micro_batches: list[Any],
-    ) -> None:
-        self.task, self.leaves, self.head = task, leaves, head
-        self.micro_batches = micro_batches
-        self.flags = head.flags
-        # In the order in which the gradients of one tensor are added up: last micro-batch first.
-        self.order = range(len(micro_batches))[::-1]
-        self.entered = [tensor for i in self.order for tensor in source.inputs(i)]
-        self.trained = leaves.close()
+    looks, _keep = True, False
 
-    def run(
-        self, grads: Sequence[Tensor | None], needed: Sequence[bool], *, keep: bool
-    ) -> list[Tensor | None]:
-        """Goes back through all cells.
+    def __init__(self, call: Call, micro_batches: list[Any]) -> None:
+        self._call, self._micro_batches = call, micro_batches
+        stages = call.pipeline.stages
+        self._found: list[dict[int, Tensor]] = [{} for _ in stages]
+        self._known: list[set[int]] = [set() for _ in stages]  # those in modules, by identity
+        self._used: list[set[int]] = [set() for _ in stages]  # those in the graph of any cell
+        self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
+        self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._nested = [False for _ in stages]
+        self.waits = [() for _ in stages]  # nothing is added to any leaf, see ``Leaves``
+        self._sums: list[dict[int, Tensor]] = []
+        self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
 
-        Args:
-            grads: of the outputs that need one.
-            needed: which of the gradients are.
-            keep: let it be done again.
+    def look(self, j: int, outputs: Any, border: Border) -> None:
+        """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
+        known = self._known[j]
+        if not known:
+            inside = _tensors_of(self._call.pipeline.stages[j].partition)
+            known.update(map(id, [*inside, *self._call.instead[j].values(), ANCHOR]))
+        for node in nodes_of([t.grad_fn for t in tensors_in(outputs) if t.requires_grad]):
+            kind = type(node)
+            if kind is AccumulateGrad:
+                leaf = node.variable
+                self._used[j].add(id(leaf))
+                if id(leaf) in known:
+                    continue
+                if leaf._backward_hooks:
+                    raise RuntimeError(
+                        f"{described(leaf)}, which requires grad and has hooks, is used by "
+                        f"{self._call.pipeline.stages[j].describe(0)}, and is none of the "
+                        "parameters of its layers: its hooks would run once for each micro-batch. "
+                        "Make it a parameter of a layer, or use syncpipe.inline(graph=True)"
+                    )
+                self._found[j][id(leaf)] = leaf
+            elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
+                self._nested[j] = True
+            elif kind is CROSSING and node.apply.__self__ is not border:
+                raise RuntimeError(FOREIGN)
 
-        Returns:
-            The gradients of ``entered`` and of ``trained``.
+    def _close(self) -> None:
+        """Finds what gets gradients, after the last forward.
+
+        What is in no cell's graph is not among it: its hooks do not run.
         """
-        head, leaves = copy(self.head), self.leaves.begun(keep)
-        lowest = (
-            0 if any(needed[: len(self.entered)]) else leaves.lowest(needed[len(self.entered) :])
-        )
-        task = self.task.going_back(leaves, head, keep=keep)
-        call = task.call
+        call, n = self._call, self._call.pipeline.n
+        given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
+        for j, stage in reversed(list(enumerate(call.pipeline.stages))):
+            ties, instead = call.ties, call.instead[j]
+            own: list[Tensor] = list(self._found[j].values())
+            if j >= n:
+                assert call.replicas is not None
+                self._own[j] = [*own, *call.replicas.trained[j]]
+            else:
+                foreign = set() if ties is None else ties.foreign(j)
+                own += [t for t in _tensors_of(stage.partition) if id(t) not in foreign]
+                for module in stage.partition.modules():
+                    for held in (module._parameters, module._buffers):
+                        self._places += [(held, name, tensor) for name, tensor in held.items()]
+            for tensor in own:
+                if tensor.requires_grad:
+                    leaf = instead.get(id(tensor), tensor)
+                    tensor = call.originals.get(id(tensor), tensor)
+                    given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
+                    if j < n:
+                        self._own[j].append(leaf)
+            if ties is not None and j < n:
+                self._own[j] += ties.leaves[j]
+        if not any(self._nested):  # where a graph does not show all leaves
+            leaves = {leaf for used in self._used for leaf in used}
+            used = {id(call.originals[k]) if k in call.originals else k for k in leaves}
+            given = {k: found for k, found in given.items() if k in used}
+        self._given = list(given.values())
+
+    def joined(
+        self, task: TrainingTask, head: _Outputs, entered: list[Tensor], outputs: list[Any]
+    ) -> list[Any]:
+        self._close()
+        self._head, call = head, self._call
+        self._task = task.going_back(None, None, keep=False)  # which must not hold this object
+        self.entered, self.trained = entered, [tensor for tensor, _ in self._given]
+        tensors = [*entered, *self.trained]
+        if any(lane.streams is not None for lane in call.lanes):
+            # The engine lets a node wait for another one of the same device only, on the stream on
+            # which that was made: a node for each stage between.
+            groups: dict[int, list[int]] = {-1: list(range(len(entered)))} if entered else {}
+            for k, (_, places) in enumerate(self._given, start=len(entered)):
+                groups.setdefault(call.pipeline.stages[places[0][0]].j, []).append(k)
+            for j, those in groups.items():
+                with call.caller_of[max(j, 0)].active():
+                    passed = _Pass.apply(*[tensors[k] for k in those])  # type: ignore[no-untyped-call]
+                for k, tensor in zip(those, passed, strict=True):
+                    tensors[k] = tensor
+        flags = list(chain.from_iterable(head.flags))
+        needed = list(compress(tensors_in(outputs), flags))
+        made = iter(_Node.apply(self, needed, *tensors))  # type: ignore[no-untyped-call]
+
+        def chosen(tensors: list[Tensor]) -> list[Tensor]:
+            return [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)]
+
+        return list(map_tensors(chosen, outputs))
+
+    def run(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
+        """Goes back through all cells, with gradients of the outputs that need one.
+
+        It returns those of ``entered`` and of ``trained``; with ``keep`` it can be done again.
+        """
+        head, leaves, call = copy(self._head), copy(self), self._call
+        leaves._keep = keep
+        leaves._sums, leaves._summed = [{} for _ in self._own], [set() for _ in self._own]
+        leaves._own = [[leaf for leaf in own if leaf.requires_grad] for own in self._own]
+        task = self._task.going_back(leaves, head, keep=keep)
         following = iter(grads)
-        head.grads = [[next(following) for flag in flags if flag] for flags in self.flags]
+        head.grads = [[next(following) for flag in flags if flag] for flags in head.flags]
         head.after = call.ready([grad for grad in grads if grad is not None])
         del grads
+        pipeline, returns = call.pipeline, () if call.ties is None else call.ties.edges
         steps = _backward_steps(
-            call.pipeline.edges,
-            call.m,
-            call.pipeline.placement,
-            call.rematerialized[: call.pipeline.n],
-            () if call.ties is None else call.ties.edges,
-            lowest,
+            pipeline.edges, call.m, pipeline.placement, call.rematerialized[: pipeline.n], returns
         )
         call.run_backward(steps, task)
-        entered = [grad for i in self.order for grad in task.entered.get(i, ())]
-        if not entered:
-            entered = [None] * len(self.entered)
+        entered = [
+            grad for _, grads in sorted(task.entered.items(), reverse=True) for grad in grads
+        ]
         with call.as_caller():  # a thread of autograd uses the default streams of other devices
             returned = [  # by a replica on a device of its own, perhaps
                 None if grad is None else moved(grad, tensor.device)
@@ -194,42 +232,129 @@ class _Backward:
             return [*returned, *leaves.sums()]
 
     def recorded(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Any]:
-        """The same with a graph of its own: of the layers, which run again."""
-        call = self.task.call
+        """The same with a graph of its own: of the layers, which run again.
+
+        In the modules are then parameters as they were, and copies of buffers.
+        """
+        call, swaps = self._call, []
+        for held, name, tensor in self._places:
+            stays = tensor is None or tensor.requires_grad or isinstance(tensor, nn.Parameter)
+            swaps.append((held, name, tensor if stays else tensor.clone()))
         with torch.enable_grad():
-            outputs = plain(
-                call.pipeline, self.micro_batches, ("never",) * call.pipeline.n,
-                seed=call.seed, swaps=self.leaves.swaps(),
-            )  # fmt: skip
-            tensors = [
-                t
-                for output, flags in zip(outputs, self.flags, strict=True)
-                for t, flag in zip(tensors_in(output), flags, strict=True)
-                if flag
-            ]
+            modes: Any = ("never",) * call.pipeline.n
+            outputs = plain(call.pipeline, self._micro_batches, modes, seed=call.seed, swaps=swaps)
+            tensors = compress(tensors_in(outputs), chain.from_iterable(self._head.flags))
             pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None]
-            found = torch.autograd.grad(
-                [t for t, _ in pairs], inputs, [g for _, g in pairs],
-                create_graph=True, allow_unused=True,
-            )  # fmt: skip
+            roots, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+            found = torch.autograd.grad(roots, inputs, given, create_graph=True, allow_unused=True)
         return list(found)
+
+    def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
+        """As of ``Leaves``."""
+        own, lane = self._own[j], self._call.lane_of[j]
+        found: Sequence[Tensor | None]
+        if self._nested[j]:
+            found = self._accumulated(own, roots, grads)
+        else:
+            found = captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1]
+        if lane.streams is not None:
+            # The engine adds up what a leaf gets in one cell on the stream on which the leaf came
+            # into a graph first: the caller's, or another worker's. Their memory is that stream's.
+            for grad in found:
+                if grad is not None:
+                    lane.streams.keep(grad, lane.compute)
+        self.add(j, own, found)
+
+    def _accumulated(self, own: Sequence[Tensor], roots: Any, grads: Any) -> list[Tensor | None]:
+        """The same where a layer runs a backward inside of its own, which adds to ``.grad``."""
+        before = [leaf.grad for leaf in own]
+
+        def run() -> list[Tensor | None]:
+            for leaf in own:
+                leaf.grad = None
+            go_back(roots, grads, keep=self._keep)
+            return [leaf.grad for leaf in own]
+
+        return undone(run, map(setattr, own, repeat("grad"), before))
+
+    def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """As of ``Leaves``."""
+        self._summed[j].difference_update(map(id, leaves))
+        return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
+
+    def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """As of ``Leaves``.
+
+        A first gradient is never added to in place: of ``x + p`` it is the gradient of ``x`` as
+        well, which another stage may still read.
+        """
+        sums, summed = self._sums[j], self._summed[j]
+        into: list[Tensor] = []
+        added: list[Tensor] = []
+        for leaf, grad in zip(leaves, grads, strict=True):
+            key = id(leaf)
+            if grad is None:
+                continue
+            if key not in sums:
+                sums[key] = grad
+            elif key in summed and type(grad) is type(sums[key]) is Tensor:
+                into.append(sums[key])
+                added.append(grad)
+            else:
+                sums[key] = _sum(sums[key], grad)
+                # A sparse sum takes no dense gradient in place, one of several at once (vmap) none.
+                if torch._C._has_storage(sums[key]):
+                    summed.add(key)
+        if into:
+            with torch.no_grad():
+                torch._foreach_add_(into, added)
+
+    def sums(self) -> list[Tensor | None]:
+        for j, sums in enumerate(self._sums):
+            self._call.release_to_caller(j, list(sums.values()))
+        found: list[Tensor | None] = []
+        for _, places in self._given:
+            total = None
+            for j, leaf in places:
+                part = self._sums[j].pop(id(leaf), None)
+                if part is not None:
+                    total = part if total is None else _sum(total, part)
+            if total is not None and type(total) is Tensor and is_shared(total):
+                total = total.clone()
+            found.append(total)
+        return found
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """As autograd adds gradients: the dense one comes first, ``sparse + dense`` is an error."""
+    return second + first if first.is_sparse else first + second
+
+
+def _tensors_of(partition: nn.Module) -> list[Tensor]:
+    found = {
+        id(tensor): tensor
+        for module in partition.modules()
+        for tensor in chain(module._parameters.values(), module._buffers.values())
+        if tensor is not None and tensor.requires_grad
+    }
+    return list(found.values())
 
 
 class _Node(torch.autograd.Function):
-    """``apply(backward, outputs, *tensors)``: the outputs as results of the tensors."""
+    """``apply(work, outputs, *tensors)``: the outputs as results of the tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any, backward: _Backward, outputs: list[Tensor], *tensors: Tensor
+        ctx: Any, work: Captured, outputs: list[Tensor], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.work = backward
-        ctx.save_for_backward(*backward.entered, *backward.trained)
+        ctx.work = work
+        ctx.save_for_backward(*work.entered, *work.trained)
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        work: _Backward | None = ctx.work
+        work: Captured | None = ctx.work
         if work is None:
             raise RuntimeError(_TWICE)
         if torch.is_grad_enabled():
@@ -237,16 +362,11 @@ class _Node(torch.autograd.Function):
         keep = _graph_stays()
         if not keep:
             ctx.work = None
-        needed = [_is_needed(node) for node, _ in ctx.next_functions]
-        return None, None, *work.run(grads, needed, keep=keep)
+        return None, None, *work.run(grads, keep=keep)
 
 
 class _Pass(torch.autograd.Function):
-    """``apply(*tensors)``: what takes gradients to the tensors of one stage, on its device.
-
-    The engine lets a node wait for another one of the same device only, on the stream on which that
-    was made.
-    """
+    """``apply(*tensors)``: what takes gradients to the tensors of one stage, on its device."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -258,51 +378,10 @@ class _Pass(torch.autograd.Function):
         return grads
 
 
-def _is_needed(node: Any) -> bool:
-    """Whether the backward that runs has a use for the gradient of an input."""
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # raised for a leaf that autograd.grad was asked for
-        return True
-
-
-def _with_graph(backward: _Backward, outputs: list[Any]) -> list[Any]:
-    """The outputs, as results of the node."""
-    flat = tensors_in(outputs)
-    flags = [flag for flags in backward.flags for flag in flags]
-    needed = [tensor for tensor, flag in zip(flat, flags, strict=True) if flag]
-    tensors = backward.leaves.passed(backward.entered, backward.trained, _Pass.apply)
-    made = iter(_Node.apply(backward, needed, *tensors))  # type: ignore[no-untyped-call]
-
-    def joined(tensors: list[Tensor]) -> list[Tensor]:
-        return [next(made) if flag else t for t, flag in zip(tensors, flags, strict=True)]
-
-    joined_outputs: list[Any] = map_tensors(joined, outputs)
-    return joined_outputs
-
-
 @lru_cache(maxsize=128)
 def _backward_steps(
-    edges: tuple[Edge, ...],
-    m: int,
-    placement: Devices,
-    rematerialized: tuple[int, ...],
-    returns: tuple[Edge, ...],
-    lowest: int,
+    edges: tuple[Edge, ...], m: int, placement: Devices, rematerialized: Any, returns: Any
 ) -> Steps:
-    """The second half of the "gpipe" program, down to a stage."""
+    """The second half of the "gpipe" program."""
     steps = training_steps(edges, build("gpipe", m, placement), rematerialized, returns=returns)
-    numbers = numbers_of(placement)
-    there = {number for those in numbers[lowest:] for number in those}
-    rows = [
-        [step for step in row if step.what[0] != "forward" and step.what[1] in there]
-        for row in steps.of
-    ]
-    return Steps(tuple(map(tuple, rows)))
-
-
-_TWICE = (
-    "Trying to backward through a mini-batch of a pipe a second time: what its layers stored is "
-    "freed by the first backward. Give that one retain_graph=True"
-)
-_graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
+    return Steps(tuple([tuple([s for s in row if s.what[0] != "forward"]) for row in steps.of]))

@@ -1,8 +1,4 @@
-"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator.
-
-Both give pairs of input and target, tuples whose last entry is the target, or dicts in which
-``target`` names it.
-"""
+"""Where ``train_batch`` gets its micro-batches from: a mini-batch to cut, or an iterator."""
 
 from __future__ import annotations
 
@@ -24,9 +20,8 @@ from syncpipe.layers.placement import check_input
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.streams import moved
 
-__all__ = ["FromMiniBatch", "RepeatingLoader", "Source", "input_and_target", "pair_of", "source_of"]
-
 _T = TypeVar("_T")
+_Pack = Callable[[Any], Any]  #: makes of an input what the first layer gets
 
 
 class RepeatingLoader(Generic[_T]):
@@ -62,9 +57,8 @@ class RepeatingLoader(Generic[_T]):
         return self
 
     def __next__(self) -> _T:
-        if self._pass is not None:
-            for item in self._pass:
-                return item
+        for item in self._pass or ():
+            return item
         self._pass = iter(self._iterable)
         for item in self._pass:
             return item
@@ -73,42 +67,37 @@ class RepeatingLoader(Generic[_T]):
 
 
 class Source:
-    """Micro-batches: inputs and targets.
+    """Micro-batches that are there: inputs, targets, and how many samples each has.
+
+    If it is ``lazy``, one comes to light only when it is pulled. All else of a micro-batch is to be
+    asked for after that.
 
     Attributes:
         m: how many.
-        lazy: whether a micro-batch comes to light only when it is pulled.
         total: the number of samples in all of them, where it is known.
+        sizes: in each of them; 0 before one is pulled.
     """
 
     lazy = False
 
-    def __init__(self, m: int) -> None:
-        self.m = m
-        self.total: int | None = None
-        self._inputs: list[Any] = [None] * m
-        self._targets: list[Any] = [None] * m
-        self._sizes = [0] * m
+    def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
+        self.m, self.sizes = len(inputs), sizes
+        self.total = None if self.lazy else sum(sizes)
+        self._inputs, self._targets = list(inputs), targets
 
     def pull(self, i: int) -> Any:
-        """The input of a micro-batch. Called once for each."""
-        raise NotImplementedError
+        return self._pulled(i, self._inputs[i])
 
-    def entering(self) -> Any:
-        """What the first stage gets from the caller."""
-        return None
+    def _pulled(self, i: int, input: Any) -> Any:
+        self._inputs[i] = [tensor for tensor in tensors_in(input) if tensor.requires_grad]
+        return input
 
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of samples in all micro-batches; 0 before one is pulled."""
-        return self._sizes
-
-    def size(self, i: int) -> int:
-        """The number of samples in a micro-batch, once it was pulled."""
-        return self._sizes[i]
+    def inputs(self, i: int) -> list[Tensor]:
+        """The tensors in the input of a micro-batch that need a gradient."""
+        return self._inputs[i] or []
 
     def target(self, i: int) -> Any:
-        """The target of a micro-batch, once it was pulled. Called once for each."""
+        """The target of a micro-batch. Called once for each."""
         target, self._targets[i] = self._targets[i], None
         return target
 
@@ -121,58 +110,28 @@ class Source:
         """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
         return None if self.lazy else self._targets
 
-    def inputs(self, i: int) -> list[Tensor]:
-        """The tensors in the input of a micro-batch that need a gradient, once it was pulled."""
-        return self._inputs[i] or []
-
-    def _pulled(self, i: int, input: Any) -> Any:
-        self._inputs[i] = [tensor for tensor in tensors_in(input) if tensor.requires_grad]
-        return input
-
-
-class FromMiniBatch(Source):
-    """Cuts a mini-batch into micro-batches.
-
-    Args:
-        input: a tree.
-        target: a tree, or None.
-        chunks: at most so many micro-batches.
-    """
-
-    def __init__(self, input: Any, target: Any, chunks: int) -> None:
-        inputs, targets, sizes = scatter_pair(input, target, chunks)
-        super().__init__(len(inputs))
-        self._inputs, self._targets, self._sizes = inputs, targets, sizes
-        self.total = sum(sizes)
-
-    def pull(self, i: int) -> Any:
-        return self._pulled(i, self._inputs[i])
-
     def entering(self) -> Any:
-        return self._inputs[0]
+        return None if self.lazy else self._inputs[0]
+
+
+def mini_batch(input: Any, target: Any, chunks: int) -> Source:
+    """A mini-batch, cut into at most ``chunks`` micro-batches."""
+    return Source(*scatter_pair(input, target, chunks))
 
 
 class FromIterator(Source):
-    """Takes micro-batches from an iterator, each only when the first stage is ready for it.
+    """Takes ``m`` micro-batches from an iterator, each only when the first stage is ready for it.
 
-    Args:
-        iterator: yields them.
-        m: so many are taken.
-        target: where each has its target.
-        pack: makes of an input what the first layer gets.
+    ``where`` each has its target.
     """
 
     lazy = True
 
-    def __init__(
-        self, iterator: Iterator[Any], m: int, target: Any, pack: Callable[[Any], Any]
-    ) -> None:
-        super().__init__(m)
-        self._pack = pack
-        self._iterator = iterator
-        self._where = target
+    def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
+        super().__init__([None] * m, [None] * m, [0] * m)
+        self._iterator, self._where, self._pack = iterator, where, pack
         self._lock = threading.Lock()  # the replicas of the first stage take turns
-        self._waiting: dict[int, Any] = {}  # inputs that came to light, and were not pulled yet
+        self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet
         self._following = 0
 
     def pull(self, i: int) -> Any:
@@ -183,33 +142,32 @@ class FromIterator(Source):
             return self._waiting.pop(i)
 
     def _taken(self, i: int) -> Any:
-        """The input of micro-batch ``i``, which comes next."""
-        try:
-            item = next(self._iterator)
-        except StopIteration:
+        if (pair := self._next_pair(f"micro-batch {i}")) is None:
             raise ValueError(
                 f"data_iter ended when asked for micro-batch {i} of {self.m} (chunks={self.m}). "
                 "No gradient of this call remains: .grad is what it was before. Give it a multiple "
                 "of chunks micro-batches, or start again each time by syncpipe.RepeatingLoader"
-            ) from None
-        except BaseException as error:
-            annotate(error, f"in data_iter, when asked for micro-batch {i}")
-            raise
-        given, target = pair_of(item, self._where, f" for micro-batch {i}")
-        input, self._sizes[i] = unwrapped(self._pack(given))
-        self._targets[i], _ = unwrapped(target)
+            )
+        input, self.sizes[i] = unwrapped(self._pack(pair[0]))
+        self._targets[i], _ = unwrapped(pair[1])
         return self._pulled(i, input)
+
+    def _next_pair(self, what: str) -> tuple[Any, Any] | None:
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            return None
+        except BaseException as error:
+            annotate(error, f"in data_iter, when asked for {what}")
+            raise
+        return _pair_of(item, self._where, f" for {what}")
 
 
 _running: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
 
 
 def _next_of(loader: Iterable[_T]) -> _T:
-    """What comes next from a loader that is asked once for each step; epoch after epoch.
-
-    Raises:
-        ValueError: there is nothing in it.
-    """
+    """What comes next from a loader that is asked once for each step; epoch after epoch."""
     for _ in range(2):
         if loader not in _running:
             _running[loader] = iter(loader)
@@ -220,22 +178,9 @@ def _next_of(loader: Iterable[_T]) -> _T:
 
 
 def source_of(
-    input: Any,
-    target: Any,
-    data_iter: Any,
-    chunks: int,
-    device: torch.device,
-    pack: Callable[[Any], Any],
+    input: Any, target: Any, data_iter: Any, chunks: int, device: torch.device, pack: _Pack
 ) -> Source:
-    """Where micro-batches come from, by what ``train_batch`` is given.
-
-    Args:
-        input: a mini-batch, or None.
-        target: its target, or what says where that is.
-        data_iter: an iterator that gives micro-batches, or a loader that gives mini-batches.
-        chunks: so many micro-batches.
-        device: where inputs have to be.
-        pack: makes of an input what the first layer gets.
+    """Where micro-batches come from, by what ``train_batch`` is given; inputs are on ``device``.
 
     Raises:
         TypeError: ``data_iter`` is no iterator, or ``input`` is one.
@@ -252,10 +197,10 @@ def source_of(
         input, target = input_and_target(input, target)
         input = pack(input)
         check_input(input, device)
-        return FromMiniBatch(input, target, chunks)
+        return mini_batch(input, target, chunks)
     if input is not None:
         raise ValueError("data_iter gives the inputs, so there can be none beside it: give either")
-    if target is not None and not _says_where(target):
+    if not (target is None or isinstance(target, str | int) or _is_function(target)):
         raise ValueError(
             "data_iter gives the targets, too: target can only say where they are, by a key, an "
             f"index or a function of what data_iter gives, and is {type(target).__name__}"
@@ -281,34 +226,23 @@ def source_of(
     except BaseException as error:
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise
-    input, target = pair_of(item, target, "")
+    input, target = _pair_of(item, target, "")
     there = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
-    input = pack(there)
-    return FromMiniBatch(input, target, chunks)
+    return mini_batch(pack(there), target, chunks)
 
 
-def _says_where(target: Any) -> bool:
-    function = callable(target) and not isinstance(target, Tensor | nn.Module)
-    return function or isinstance(target, str | int)
+def _is_function(target: Any) -> bool:
+    return callable(target) and not isinstance(target, Tensor | nn.Module)
 
 
-def pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
-    """Input and target, of what ``data_iter`` gave.
+def _pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
+    """Input and target, of what ``data_iter`` gave: a pair, a longer tuple, or a dict.
 
-    Args:
-        item: a pair, a longer tuple, or a dict.
-        where: the key, the index, or a function of the item, of the target; None for the last of a
-            tuple, and for a dict without one.
-        at: for which micro-batch, in words.
-
-    Raises:
-        TypeError: it is nothing of the kind.
-        ValueError: there is no such key or index.
+    ``where`` is the key, the index, or a function of the item, of the target; None for the last of
+    a tuple, and for a dict without one. ``at`` says in words for which micro-batch.
     """
-    if callable(where):
-        return input_and_target(item, where)
-    if isinstance(item, Mapping):
-        if where is not None and where not in item:
+    if callable(where) or isinstance(item, Mapping):
+        if isinstance(where, str | int) and where not in item:
             keys = ", ".join(map(repr, item))
             raise ValueError(f"target={where!r}, but data_iter gave a dict with {keys}{at}")
         return input_and_target(item, where)
@@ -329,7 +263,7 @@ def pair_of(item: Any, where: Any, at: str) -> tuple[Any, Any]:
 
 def input_and_target(input: Any, target: Any) -> tuple[Any, Any]:
     """A mini-batch and its target, which may be a key of it, or a function of it."""
-    if callable(target) and _says_where(target):
+    if _is_function(target):
         return input, target(input)
     if isinstance(target, str) and isinstance(input, MutableMapping) and target in input:
         rest = copy(input)  # of its own kind

@@ -1,93 +1,340 @@
-"""The training driver: ``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``.
+"""Training: ``pipe.train_batch(...)`` and ``pipe.eval_batch(...)``, and the task of all drivers.
 
 The loss is computed inside the pipeline, so a micro-batch can go back while others still go
-forward. What the workers do is in ``task``; here is what comes before and after it.
+forward. Every cell (micro-batch ``i``, stage ``j``) has a small graph of its own. Who owns it: what
+is kept of a cell is in the list of its stage, which only the worker of that stage touches.
+Performing the backward takes it out; a call that fails drops all of them. (A replica counts as a
+stage of its own, see ``Call``.)
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from numbers import Real
-from operator import setitem
-from typing import Any, Protocol
+from operator import attrgetter, itemgetter, setitem
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
-from syncpipe.data import gather
-from syncpipe.options import StageMode
+from syncpipe.data import compact, gather, tensors_in
+from syncpipe.runtime.engine import Run
+from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.recorder import Recorder
+from syncpipe.runtime.random_numbers import undisturbed
+from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.streams import moved
-from syncpipe.runtime.thread_state import backward_here
+from syncpipe.runtime.thread_state import backward_here, without_autocast
 from syncpipe.schedules.build import ScheduleLike, build
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import forward_steps, training_steps
-from syncpipe.stages.call import Call
+from syncpipe.stages.call import Call, sent
+from syncpipe.stages.inplace import handed_on, sent_marks
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.leaves import Gradients, Leaves
-from syncpipe.training.loss.check import LossCheck, LossCounts
-from syncpipe.training.loss.head import LossHead
-from syncpipe.training.loss.known import Loss, Weight, known_loss
-from syncpipe.training.loss.objective import Objective
+from syncpipe.stages.run import Inputs
+from syncpipe.training.cell import Border, Cell, Gradients, Leaves, detached, ends_of
+from syncpipe.training.loss import LossCounts, LossHead, Objective, known_loss
 from syncpipe.training.sources import Source
-from syncpipe.training.task import TrainingTask, Watch
+from syncpipe.training.weight_gradients import WeightGradients
 
-__all__ = ["Averaging", "check_can_train", "evaluate", "objective_of", "train"]
+#: Puts something around what performs the actions of a kind on a stage.
+Watch = Callable[[Kind, int, Run], Run]
 
 
-class Averaging(Protocol):
-    """The part of one call in what several processes do together; see ``syncpipe.distributed``."""
+class Parcel(NamedTuple):
+    """What travels over an edge: a tree of tensors, or on the way back a list of gradients.
 
-    def begin(
-        self,
-        plan: Schedule,
-        leaves: Leaves,
-        gradients: Gradients,
-        objective: Objective,
-        extra: Mapping[int, Mapping[Tensor, Tensor]],
-    ) -> Watch:
-        """Call before anything runs.
+    Of each tensor ``marks`` say who else it belongs to (see ``inplace``), and ``flags`` whether it
+    needs a gradient. ``event`` tells when the value is there.
+    """
 
-        Args:
-            plan: the schedule.
-            leaves: what gets gradients.
-            gradients: what these were before.
-            objective: the losses.
-            extra: for workers the leaves to whose gradients more is added when all are through.
-        """
+    value: Any
+    event: Any = None
+    marks: Sequence[int] = ()
+    flags: Sequence[bool] = ()
 
-    def finish(self) -> float:
-        """Makes gradients those of all processes.
 
-        Returns:
-            By what those are to be multiplied that go on into the caller's graph.
-        """
+#: A :class:`Parcel` from a tuple of all that is in it, without a way through Python.
+_parcel: Callable[[tuple[Any, ...]], Parcel] = partial(tuple.__new__, Parcel)
+_VALUE = itemgetter(0)
+_NEEDS = attrgetter("requires_grad")
+
+
+class TrainingTask:
+    """One mini-batch, as a task for the engine.
+
+    Micro-batches come from ``source``, ``head`` takes the outputs. ``leaves`` get gradients; None
+    if nothing does. The backward of the cells in ``splits`` comes in two halves.
+    """
+
+    def __init__(
+        self, call: Call, source: Source, head: Any, leaves: Any = None, *, splits: Any = (),
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        stages, self._pipeline = call.pipeline.stages, call.pipeline
+        self.call, self._ties, self._source, self._head = call, call.ties, source, head
+        self._leaves, self._splits, self._watch = leaves, splits, watch
+        self._first = [stage.j == 0 for stage in stages]
+        self._last = [stage.j == call.pipeline.n - 1 for stage in stages]
+        self._ready: dict[int, Any] = {}  # when what came from an iterator is there
+        self._cells: list[dict[int, Cell]] = [{} for _ in stages]
+        self._halves: list[dict[int, WeightGradients]] = [{} for _ in stages]
+        #: By identity of a leaf whether its gradient may wait for the weight half.
+        self._ordinary: list[dict[int, bool]] = [{} for _ in stages]
+        if call.ties is not None:  # their gradients go on with the input half
+            self._ordinary = [{id(leaf): False for leaf in leaves} for leaves in call.ties.leaves]
+        self._keep = False
+        self._targets: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in stages]
+        #: For each micro-batch the gradients of the tensors that entered the first stage.
+        self.entered: dict[int, list[Tensor | None]] = {}
+
+    def returned(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of the caller, with the gradients that go on into the caller's graph."""
+        entered = (
+            zip(self._source.inputs(i), grads, strict=True)
+            for i, grads in sorted(self.entered.items())
+        )
+        pairs = chain(*entered, *self._targets)
+        return [(tensor, grad) for tensor, grad in pairs if grad is not None]
+
+    def going_back(self, leaves: Any, head: Any, *, keep: bool) -> TrainingTask:
+        """The task of the second half alone: for one of several backwards, if they are kept."""
+        other = copy(self)
+        other._leaves, other._head, other._keep, other.entered = leaves, head, keep, {}
+        if keep:
+            other._cells = [{i: cell.copy() for i, cell in row.items()} for row in self._cells]
+        return other
+
+    def bind(self, kind: Kind, j: int) -> Run:
+        run: Run = partial(_METHODS[kind], self, j)
+        if kind.startswith("backward"):
+            run = without_autocast(self.call.state, run)
+        if self._watch is not None:
+            run = self._watch(kind, j, run)
+        return self.call.bound(run, kind, j)
+
+    # -- forward
+
+    def _forward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        call, run = self.call, self.call.runs[j]
+        target = None
+        marks: Sequence[int] = ()
+        if self._first[j]:
+            inputs, flags, target = self._pulled(j, i)
+        elif len(parcels) == 1:
+            value, _, marks, only = parcels.pop()
+            inputs, flags, value = (value, ()), [only], None
+        else:
+            inputs, marks, flags = _with_skips(parcels)
+        cell = Cell(flags)
+        given = cell.border.cross(inputs)
+        rematerialize = i < call.rematerialized[j]
+        if rematerialize:
+            outputs, recomputation = run.forward_without_storing(i, given, inputs, marks, target)
+            if call.state.grad and any(map(_NEEDS, tensors_in(outputs))):
+                cell.recomputation = recomputation  # else nothing goes back: it is frozen
+            del recomputation
+        else:
+            outputs = run.forward(i, given, marks, target)
+        if self._leaves is not None and self._leaves.looks:  # one micro-batch alone may use a leaf
+            self._leaves.look(j, outputs, cell.border)
+        lent: Sequence[int] = ()
+        if marks or rematerialize or self._first[j]:
+            all_lent = rematerialize or self._first[j]
+            lent = handed_on(inputs, marks, outputs, all_lent=all_lent)
+        del given, inputs, target
+        if call.state.grad:
+            self._cells[j][i] = cell
+        if self._last[j]:
+            target, ready = self._source.target(i), self._ready.pop(i, None)
+            if target is not None:
+                target = call.to_stage(target, j, ready)
+            self._head.take(j, i, outputs[0], target, cell)
+            return []
+        made = self._packed(j, i, outputs, lent, cell)
+        if self._ties is not None:
+            receivers = self._ties.receivers[j]
+            if cell.recomputation is None:
+                cell.ends += map(ends_of, receivers)
+            else:
+                cell.expected += tuple(map(len, receivers))
+        return made
+
+    def _pulled(self, j: int, i: int) -> tuple[Inputs, list[Sequence[bool]], Any]:
+        """The input of the first stage, its flags, and the target that came with it."""
+        source, grad = self._source, self.call.state.grad
+        if source.lazy:
+            value = self.call.to_stage(undisturbed(partial(self._taken, i)), j, self._ready[i])
+        else:
+            value = source.pull(i)
+        flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]
+        inputs = detached(value)
+        if j > 0 and not source.lazy:
+            inputs = self.call.to_stage(inputs, j)
+        return (inputs, ()), [flags], source.peek_target(i)
+
+    def _taken(self, i: int) -> Any:
+        with self.call.as_caller():
+            value = self._source.pull(i)
+            self._ready[i] = self.call.ready((value, self._source.peek_target(i)))
+            return value
+
+    def _packed(
+        self, j: int, i: int, outputs: Inputs, lent: Sequence[int], cell: Cell
+    ) -> list[Parcel]:
+        """The outputs of a cell for the stages that need them, in the order of the edges."""
+        output, skips = outputs
+        marks: Sequence[Sequence[int]] = ((),)
+        if lent or skips or type(output) is not Tensor:
+            marks = sent_marks(outputs, lent)
+        parcels: list[Parcel] = []
+        for edge in self._pipeline.outgoing[j]:
+            value, k = (output, 0) if edge.skip is None else (skips[edge.skip], 1 + edge.skip)
+            value, flags = cell.detached(value)
+            event = None
+            if not (self.call.quiet and type(value) is Tensor):
+                value, event = self.call.send(edge, i, value)
+            parcels.append(_parcel((value, event, marks[k], flags)))
+        return parcels
+
+    # -- backward
+
+    def _recompute(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        cell, run = self._cells[j][i], self.call.runs[j]
+        recomputation, cell.recomputation = cell.recomputation, None
+        if recomputation is None:
+            return []
+        given = cell.border.cross(recomputation.inputs)
+        output, skips = run.recompute(recomputation, given, self.call.moment, keep=self._keep)
+        if self._last[j]:
+            cell.ends.append(ends_of(self._head.given(output)))
+        for edge in self._pipeline.outgoing[j]:
+            cell.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
+        if self._ties is not None:
+            cell.ends += map(ends_of, self._ties.receivers[j])
+        if tuple(map(len, cell.ends)) != cell.expected:
+            raise RuntimeError(
+                f"{run.words} {i} gave other outputs when it was recomputed. Its layers "
+                "must do the same both times; if one depends on a global or counts its calls, let "
+                "it ask syncpipe.is_recomputing(), or use checkpoint='never'."
+            )
+        return []
+
+    def _backward(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        cell, run = self._cells[j].pop(i), self.call.runs[j]
+        grads: list[Any] = list(map(_VALUE, parcels))
+        parcels.clear()
+        go_back = self._go_back
+        if (i, j) in self._splits:
+            lane = self.call.lane_of[j]
+            cell.halves = self._halves[j][i] = WeightGradients(lane, self._ordinary[j])
+        if profiler._is_profiler_enabled:
+            go_back = partial(as_range, f"syncpipe backward stage {j} micro-batch {i}", go_back)
+        try:
+            if run.backward_draws == 0:
+                go_back(j, i, cell, grads)
+            else:
+                run.backward(i, go_back, j, i, cell, grads)
+            if self._leaves.waits[j]:
+                self._leaves.got(j)
+        except BaseException as error:
+            annotate(error, f"in backward of {run.words} {i}")
+            raise
+        if cell.target is not None:
+            self._targets[j] += zip(cell.targets, self._returned(j, cell.target), strict=True)
+        if self._first[j] and cell.border.grads:
+            self.entered[i] = self._returned(j, cell.border)
+        parts: list[Any] = [cell.border.grads]  # for each incoming edge
+        if len(cell.flags) > 1:
+            following = iter(cell.border.grads)
+            parts = [list(islice(following, sum(flags))) for flags in cell.flags]
+        back = list(zip(self._pipeline.incoming[j], parts, strict=False))
+        if self._ties is not None:
+            back += [(e, self._leaves.taken(j, leaves)) for e, leaves in self._ties.senders[j]]
+        made: list[Parcel] = []
+        for edge, part in back:
+            event = None
+            if not self.call.quiet:
+                part, event = self.call.send(edge, i, part, backward=True)
+            made.append(_parcel((part, event, (), ())))
+        return made
+
+    def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> None:
+        """Backward through the graph of a cell; ``grads``, for each outgoing edge, are let go."""
+        cell.border.begin()
+        if self._last[j]:
+            grads += self._head.go_back(j, i, cell)
+        roots, given = cell.roots(grads)
+        grads.clear()
+        if roots:
+            self._leaves.go_back(j, roots, given, cell)
+
+    def _backward_weight(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        halves = self._halves[j].pop(i, None)
+        if halves is not None:
+            halves.accumulate()
+            if self._leaves.waits[j]:
+                self._leaves.got(j)
+        return []
+
+    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        """Sends the gradients of a replica to the first one, who adds them to its own."""
+        replicas, lane_of = self.call.replicas, self.call.lane_of
+        assert replicas is not None
+        trained = replicas.trained[j]
+        if i > 0:
+            grads = self._leaves.taken(j, trained)
+            return [Parcel(*sent(lane_of[j], lane_of[self._pipeline.stages[j].j], grads))]
+        for parcel in parcels:  # replica 1, 2, ...
+            self._leaves.add(j, trained, parcel.value)
+        return []
+
+    def _returned(self, j: int, border: Border) -> list[Tensor | None]:
+        grads = [None if grad is None else compact(grad) for grad in border.grads]
+        self.call.release_to_caller(j, grads)
+        return grads
+
+
+def _with_skips(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int], list[Sequence[bool]]]:
+    value, *skips = [parcel.value for parcel in parcels]
+    flags = [parcel.flags for parcel in parcels]
+    marks: list[int] = []
+    if any(parcel.marks for parcel in parcels):
+        for parcel in parcels:
+            marks += parcel.marks or [0] * len(parcel.flags)
+    parcels.clear()
+    return (value, tuple(skips)), marks, flags
+
+
+# Not bound to an object, which would then hold itself.
+_METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Parcel]]] = {
+    "forward": TrainingTask._forward,
+    "recompute": TrainingTask._recompute,
+    "backward": TrainingTask._backward,
+    "backward_input": TrainingTask._backward,
+    "backward_weight": TrainingTask._backward_weight,
+    "reduce": TrainingTask._reduce,
+}
 
 
 def train(
-    pipeline: Pipeline,
-    source: Source,
-    *,
-    loss_fn: Callable[..., Any],
-    schedule: ScheduleLike,
-    loss_reduction: str | None,
-    weight: Any,
-    verify: bool | None,
-    accumulate: float,
-    grad_scaler: Any,
-    return_outputs: bool,
-    checkpoint: Sequence[StageMode],
-    inline: bool,
-    recorder: Recorder | None,
-    counts: LossCounts,
-    averaging: Averaging | None = None,
-) -> Any:
-    """Forward and backward of a mini-batch; see ``Pipe.train_batch``."""
+    pipeline: Pipeline, source: Source, *, loss_fn: Any, schedule: ScheduleLike,
+    loss_reduction: str | None, weight: Any, verify: bool | None, accumulate: float,
+    grad_scaler: Any, return_outputs: bool, counts: LossCounts, averaging: Any = None,
+    **running: Any,
+) -> Any:  # fmt: skip
+    """Forward and backward of a mini-batch; see ``Pipe.train_batch``.
+
+    Where several processes train together, ``averaging.begin`` returns the ``watch`` of the task,
+    and ``averaging.finish`` makes gradients those of all processes and returns by what those are
+    to be multiplied that go on into the caller's graph.
+    """
     check_can_train(pipeline, "train_batch")
     loss = known_loss(loss_fn, loss_reduction, weight)
     if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
@@ -100,78 +347,49 @@ def train(
             f"accumulate={accumulate!r}: it is the number of mini-batches of one optimizer step, "
             "by which gradients are divided"
         )
-    objective = objective_of(loss, source, scaler=grad_scaler, accumulate=float(accumulate))
+    several = len(pipeline.numbers[-1]) > 1  # workers compute losses
+    objective = Objective(loss, source, several, grad_scaler, float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
         gradients = Gradients()
         try:
-            call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
+            call = Call(pipeline, source.m, **running)
             leaves = Leaves(call, gradients)
-            check = _check(counts, loss, objective, source, verify)
+            check = counts.check(objective, source.targets, source.m, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None
             if averaging is not None:
-                watch = averaging.begin(plan, leaves, gradients, objective, head.extra_gradients)
-            task = TrainingTask(call, source, head, splits=plan.splits, leaves=leaves, watch=watch)
-            steps = training_steps(
-                pipeline.edges,
-                plan,
-                call.rematerialized[: pipeline.n],
-                targets=task.targets_travel,
-                returns=() if call.ties is None else call.ties.edges,
-            )
-            hooks = _Hooks(chain(*leaves.parameters))
-            hooks.held(lambda: call.run(steps, task, source.entering()))
+                watch = averaging.begin(plan, leaves, gradients, objective)
+            task = TrainingTask(call, source, head, leaves, splits=plan.splits, watch=watch)
+            returns = () if call.ties is None else call.ties.edges
+            recomputed = call.rematerialized[: pipeline.n]
+            steps = training_steps(pipeline.edges, plan, recomputed, returns=returns)
+            # An optimizer in a hook would make a step for each micro-batch: once a call instead.
+            hooked = [p for p in chain(*leaves.parameters) if p._post_accumulate_grad_hooks]
+            places: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
+            hooks = list(map(OrderedDict, places))
+
+            def run() -> None:
+                for place in places:
+                    place.clear()
+                call.run(steps, task, source.entering())
+
+            undone(run, map(OrderedDict.update, places, hooks))
             results = _results(call, head, objective)
             if check is not None:
-                _compare(counts, objective, check, draws=head.draws)
+                counts.compare(check, head)
             _complete(task, head, objective, gradients, averaging)
-            hooks.run()
+            for leaf, those in zip(hooked, hooks, strict=True):
+                for hook in those.values() if leaf.grad is not None else ():
+                    hook(leaf)
         except BaseException:
             gradients.restore()
             raise
     return results
 
 
-class _Hooks:
-    """Post-accumulate-grad hooks, which run once a call, when gradients are whole.
-
-    An optimizer in backward would make a step for each micro-batch otherwise.
-
-    Args:
-        leaves: what gets gradients.
-    """
-
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
-        hooked = [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
-        self._leaves = hooked
-        self._dicts: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in hooked]
-        self._hooks = list(map(OrderedDict, self._dicts))
-
-    def held(self, run: Callable[[], None]) -> None:
-        """Runs something, in which gradients are added up, without the hooks."""
-
-        def without() -> None:
-            for each in self._dicts:
-                each.clear()
-            run()
-
-        undone(without, map(OrderedDict.update, self._dicts, self._hooks))
-
-    def run(self) -> None:
-        """Runs the hooks."""
-        for leaf, hooks in zip(self._leaves, self._hooks, strict=True):
-            if leaf.grad is not None:
-                for hook in hooks.values():
-                    hook(leaf)
-
-
 def check_can_train(pipeline: Pipeline, what: str) -> None:
-    """Refuses to train where that cannot be.
-
-    Raises:
-        RuntimeError: gradients are switched off, or a call of the same pipe is on its way.
-    """
+    """Refuses to train where gradients are switched off, or inside of a call of the same pipe."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
             f"{what} needs gradients, but grad mode is off (torch.no_grad or "
@@ -191,11 +409,7 @@ def check_alone(pipeline: Pipeline, what: str) -> None:
 
 
 def _complete(
-    task: TrainingTask,
-    head: LossHead,
-    objective: Objective,
-    gradients: Gradients,
-    averaging: Averaging | None,
+    task: TrainingTask, head: LossHead, objective: Objective, gradients: Gradients, averaging: Any
 ) -> None:
     """Gradients of the micro-batches are added up; makes them those of the mini-batch."""
     if not head.goes_back:
@@ -203,21 +417,13 @@ def _complete(
             "the loss does not require grad, so there is nothing to train: all parameters are "
             "frozen, or loss_fn detaches what it is given"
         )
-    extra = chain.from_iterable(aside.items() for aside in head.extra_gradients.values())
-    for leaf, grad in extra:  # their hooks have run already
-        grad = moved(grad, leaf.device)
-        if leaf.grad is None:
-            leaf.grad = grad
-        else:
-            leaf.grad += grad
     factor: float | Tensor | None
     if averaging is not None:
         factor = averaging.finish()
     elif (factor := objective.factor()) is not None:
         gradients.scale(factor)
-    if task.returned:
-        tensors = [tensor for tensor, _ in task.returned]
-        grads = [grad.to(tensor.device) for tensor, grad in task.returned]
+    if pairs := task.returned():
+        tensors, grads = [tensor for tensor, _ in pairs], [g.to(t.device) for t, g in pairs]
         if isinstance(factor, Tensor):
             grads = [grad * moved(factor, grad.device) for grad in grads]
         elif factor is not None:
@@ -227,31 +433,20 @@ def _complete(
 
 
 def evaluate(
-    pipeline: Pipeline,
-    source: Source,
-    *,
-    module: nn.Module,
-    modules: Sequence[nn.Module],
-    loss_fn: Callable[..., Any] | None,
-    loss_reduction: str | None,
-    weight: Any,
-    checkpoint: Sequence[StageMode],
-    inline: bool,
-    recorder: Recorder | None,
-    weighed: Callable[[Objective], None] | None = None,
-) -> Any:
-    """Forward of a mini-batch; see ``Pipe.eval_batch``."""
+    pipeline: Pipeline, source: Source, *, module: nn.Module, modules: Sequence[nn.Module],
+    loss_fn: Any, loss_reduction: str | None, weight: Any,
+    weighed: Callable[[Objective], None] | None = None, **running: Any,
+) -> Any:  # fmt: skip
     objective = None
     if loss_fn is not None:
-        objective = objective_of(known_loss(loss_fn, loss_reduction, weight), source)
+        several = len(pipeline.numbers[-1]) > 1
+        objective = Objective(known_loss(loss_fn, loss_reduction, weight), source, several)
 
     def run() -> Any:
-        call = Call(pipeline, source.m, checkpoint=checkpoint, inline=inline, recorder=recorder)
+        call = Call(pipeline, source.m, **running)
         head = LossHead(call, objective, keep_outputs=objective is None)
         task = TrainingTask(call, source, head)
-        steps = forward_steps(
-            pipeline.edges, source.m, pipeline.placement, targets=task.targets_travel
-        )
+        steps = forward_steps(pipeline.edges, source.m, pipeline.placement)
         call.run(steps, task, source.entering())
         results = _results(call, head, objective)
         if weighed is not None and objective is not None:
@@ -261,65 +456,28 @@ def evaluate(
     check_alone(pipeline, "eval_batch")
     # The modes of a module are everybody's: training waits, and another evaluation.
     with pipeline.training, torch.no_grad():
-        return _in_eval_mode(module, list(modules), run)
-
-
-def objective_of(loss: Loss, source: Source, **options: Any) -> Objective:
-    """The losses of a mini-batch, with the weights of its micro-batches if they can be known."""
-    weights: list[Weight] | None = None
-    if loss.numbers is not None and len(loss.numbers) != source.m:
-        raise ValueError(
-            f"weight has {len(loss.numbers)} numbers, but there are {source.m} micro-batches: give "
-            "one for each of them, or a function of the target"
-        )
-    if loss.weighted and source.targets is not None:
-        found = [loss.weight(i, target) for i, target in enumerate(source.targets)]
-        sizes = [source.size(i) for i in range(source.m)]
-        weights = [size if w is None else w for w, size in zip(found, sizes, strict=True)]
-    return Objective(loss, m=source.m, total=source.total, weights=weights, **options)
-
-
-def _check(
-    counts: LossCounts, loss: Loss, objective: Objective, source: Source, verify: bool | None
-) -> LossCheck | None:
-    """What checks the loss function, if that is due or asked for."""
-    if verify is False:
-        counts[loss.function] = math.inf
-    if verify is False or source.m == 1 or (verify is None and loss.exact):
-        return None
-    if verify is None and not counts.due(loss.function):
-        counts[loss.function] += 1
-        return None
-    return LossCheck(objective, source.targets, asked=bool(verify))
-
-
-def _compare(counts: LossCounts, objective: Objective, check: LossCheck, *, draws: bool) -> None:
-    """Checks the loss function, unless it draws random numbers."""
-    warned = not draws and check.compare()
-    counts[objective.function] += math.inf if warned else 1
+        return _in_eval_mode(module, modules, run)
 
 
 def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
     """What the caller gets: the loss, the outputs, the metrics, or several of them."""
     pipeline = call.pipeline
     with torch.no_grad():
-        if objective is not None and len(pipeline.numbers[-1]) > 1:
-            objective.bring(call.lane_of[pipeline.results].device)
-        loss = None if objective is None else objective.loss()
-        metrics = None if objective is None else objective.metrics()
+        loss = metrics = None
+        if objective is not None:
+            if len(pipeline.numbers[-1]) > 1:
+                objective.bring(call.lane_of[pipeline.results].device)
+            loss, metrics = objective.loss(), objective.metrics()
         call.release_to_caller(pipeline.results, (loss, metrics))
         outputs = None if head.outputs is None else gather(call.collected(head.outputs))
     if loss is None:
         return outputs
-    found = [
-        loss,
-        *([outputs] if head.outputs is not None else []),
-        *([metrics] if metrics else []),
-    ]
+    there = (True, head.outputs is not None, bool(metrics))
+    found = [value for value, flag in zip((loss, outputs, metrics), there, strict=True) if flag]
     return loss if len(found) == 1 else tuple(found)
 
 
-def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[], Any]) -> Any:
+def _in_eval_mode(module: nn.Module, modules: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """Runs something with a module in ``eval()`` mode; each part of it then gets back its own mode.
 
     By the modules' own ``eval`` and ``train``, which may do more than to set a flag: merge weights,
@@ -335,23 +493,14 @@ def _in_eval_mode(module: nn.Module, modules: list[nn.Module], run: Callable[[],
         map(setattr, script, repeat("training"), [m.training for m in script]),
     )
 
-    def there_and_back() -> Any:
-        try:
-            module.eval()
-            return run()
-        finally:
-            try:
-                _back_in(modules, modes)
-            except BaseException:  # Ctrl-C in a `train` of the user's
-                _back_in(modules, modes)
-                raise
+    def back() -> None:
+        # Parents first, who take their children along; a child of two may have followed the other.
+        for each, mode in [*zip(modules, modes, strict=True)] * 2:
+            if each.training != mode:
+                each.train(mode)
 
-    return undone(there_and_back, undo)
+    def evaluated() -> Any:
+        module.eval()
+        return run()
 
-
-def _back_in(modules: list[nn.Module], modes: list[bool]) -> None:
-    """Has each module go back to its own mode, parents first, who take their children along."""
-    for _ in range(2):  # a child of two parents may have followed the other one
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.train(mode)
+    return undone(lambda: undone(evaluated, back), undo)

@@ -22,16 +22,14 @@ from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
-from syncpipe.training.leaves import leaves_of
-from syncpipe.training.loss.known import Loss, known_loss
-from syncpipe.training.loss.objective import Objective
-from syncpipe.training.sources import FromMiniBatch, Source, input_and_target
-from syncpipe.training.train import objective_of
+from syncpipe.training.loss import Loss, Objective, known_loss
+from syncpipe.training.sources import Source, input_and_target, mini_batch
 from syncpipe.verification.plain import (
     Layer,
     Observation,
@@ -356,7 +354,7 @@ class _Check:
     def _loss_of(self, output: Any) -> Tensor:
         """The loss of a mini-batch's outputs, all at once."""
         loss, source = Loss(self._loss.function, self._loss.reduction), self._source(1)
-        objective = Objective(loss, m=1, total=source.total)
+        objective = Objective(loss, source)
         return self._root(objective, source, 0, output, _call).detach()
 
     def _expected(self, order: tuple[int, ...]) -> _Plain:
@@ -426,7 +424,7 @@ class _Check:
     def _source(self, chunks: int, input: Any = None) -> Source:
         """The mini-batch, cut into so many micro-batches; copies, where no input is given."""
         input = _fresh(self._input) if input is None else input
-        return FromMiniBatch(batch_input(self._pipe, input), _fresh(self._target), chunks)
+        return mini_batch(batch_input(self._pipe, input), _fresh(self._target), chunks)
 
     def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
         """Leaves by name, and the input made of them, into which layers may write."""
@@ -439,14 +437,14 @@ class _Check:
         return inputs, map_tensors(clones, input)
 
     def _objective(self, source: Source) -> Objective:
-        objective = objective_of(self._loss, source)
+        objective = Objective(self._loss, source)
         objective.known = placed(objective.known, self._layers[-1].stage.device)
         return objective
 
     def _root(self, objective: Objective, source: Source, i: int, output: Any, run: Any) -> Tensor:
         """What a micro-batch goes back from."""
         given = output, placed(source.target(i), self._layers[-1].stage.device)
-        return objective.root(i, run(objective.call, given), source.size(i), *given)
+        return objective.root(i, run(objective.call, given), *given)
 
     def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
         """Makes gradients those of the mini-batch, where its weight is known only in the end."""
@@ -462,8 +460,9 @@ class _Check:
     def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
         """Finds what gets gradients besides parameters and inputs."""
         known = set(map(id, [*self._leaves(), *inputs.values()]))
-        for leaf in leaves_of([root.grad_fn]):
-            if id(leaf) not in known:
+        for node in nodes_of([root.grad_fn]):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
                 self._state.add_leaf(leaf)
                 leaf.grad = None
                 self._others.append(leaf)

@@ -36,15 +36,15 @@ class Sometimes(nn.Module):
 
 
 class Weighted(nn.Module):
-    """A loss with a parameter of its own, and one of the first layer's."""
+    """A loss with a parameter of its own, and one of the last layer's."""
 
-    def __init__(self, first: nn.Linear) -> None:
+    def __init__(self, last: nn.Linear) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.first = [first]
+        self.last = [last]
 
     def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        return self.scale * F.cross_entropy(y, target) + self.first[0].weight.pow(2).mean()
+        return self.scale * F.cross_entropy(y, target) + self.last[0].weight.pow(2).mean()
 
 
 def layers_of(kind: str) -> nn.Sequential:
@@ -223,7 +223,7 @@ def loss_with_parameters() -> float:
     """Parameters of the loss, its own and one of the pipe's."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     pipe, plain = pipe_of()
-    ours, theirs = Weighted(pipe[0]), Weighted(plain[0])
+    ours, theirs = Weighted(pipe[-1]), Weighted(plain[-1])
     for seed in range(2):
         pairs = batches([8, 8, 8][:size], seed, masked=False)
         pipe.train_batch(*pairs[rank], loss_fn=ours)
@@ -232,7 +232,7 @@ def loss_with_parameters() -> float:
     return max(differences(pipe, plain), differences(ours, theirs))
 
 
-def test_a_loss_has_parameters_of_its_own_and_one_of_another_stage(two):
+def test_a_loss_has_parameters_of_its_own_and_one_of_the_last_stage(two):
     assert max(two.run(loss_with_parameters)) < TINY
 
 

@@ -37,7 +37,7 @@ def rows_of(program: StreamSteps, n: int) -> list[list[tuple[str, int]]]:
 def test_the_steps_are_those_of_1f1b_with_updates(n, m, chunks, count, skips):
     m, edges = m * chunks, edges_of(n, skips)
     schedule = one_f_one_b(m, n, slots="textbook")
-    expected = training_steps(tuple(edges), schedule, (count,) * n, targets=n > 1)
+    expected = training_steps(tuple(edges), schedule, (count,) * n)
     steps = StreamSteps(edges, alone(n), range(n), (count,) * n, Extent(m), chunks)
     for found, row in zip(steps.of, expected.of, strict=True):
         found = list(found)

@@ -241,8 +241,8 @@ def world(monkeypatch) -> AutogradWorld:
     world = AutogradWorld()
     driver, end = syncpipe.training.forward, syncpipe.training.cell._end
     scatter, gather = driver.scatter, driver.gather
-    captured = syncpipe.training.captured.captured
-    sums = syncpipe.training.captured.Captured.sums
+    captured = syncpipe.training.forward.captured
+    sums = syncpipe.training.forward.Captured.sums
     real = torch.Tensor.device
 
     def watched_scatter(input, chunks):
@@ -289,8 +289,8 @@ def world(monkeypatch) -> AutogradWorld:
     monkeypatch.setattr(driver._Node, "apply", tagged(driver._Node.apply))
     monkeypatch.setattr(driver._Pass, "apply", tagged(driver._Pass.apply))
     monkeypatch.setattr(syncpipe.training.cell, "_end", tagged_end)
-    monkeypatch.setattr(syncpipe.training.captured, "captured", acted)
-    monkeypatch.setattr(syncpipe.training.captured.Captured, "sums", watched_sums)
+    monkeypatch.setattr(syncpipe.training.forward, "captured", acted)
+    monkeypatch.setattr(syncpipe.training.forward.Captured, "sums", watched_sums)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(syncpipe.runtime.streams, "same_memory", lambda a, b: a == b)
     monkeypatch.setattr(syncpipe.stages.call, "same_memory", lambda a, b: a == b)

@@ -11,8 +11,7 @@ from torch import nn
 
 import syncpipe.stages.call
 import syncpipe.training.cell
-import syncpipe.training.loss.head
-import syncpipe.training.task
+import syncpipe.training.loss
 import syncpipe.training.train
 from syncpipe import Pipe
 from syncpipe.data import tensors_in
@@ -62,9 +61,9 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
-    go_back = syncpipe.training.leaves.go_back
+    go_back = syncpipe.training.cell.go_back
     backward = torch.autograd.backward
-    loss = syncpipe.training.loss.head.LossHead._loss
+    loss = syncpipe.training.loss.LossHead._loss
     real = torch.Tensor.device
 
     def tagged_loss(self, *args):
@@ -88,9 +87,10 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         block = world.block_of(tensor)
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
-    monkeypatch.setattr(syncpipe.training.loss.head.LossHead, "_loss", tagged_loss)
+    monkeypatch.setattr(syncpipe.training.loss.LossHead, "_loss", tagged_loss)
     for module in (
-        syncpipe.training.leaves,
+        syncpipe.training.cell,
+        syncpipe.training.loss,
         syncpipe.training.weight_gradients,
     ):
         monkeypatch.setattr(module, "go_back", acted_go_back)

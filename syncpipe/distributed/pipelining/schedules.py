@@ -22,10 +22,8 @@ from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_
 from syncpipe.distributed.pipelining.module import StageModule
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
-from syncpipe.training.loss.known import Loss
-from syncpipe.training.loss.objective import Objective
+from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
-from syncpipe.training.train import objective_of
 
 __all__ = ["SCHEDULES", "make"]
 
@@ -240,8 +238,9 @@ class _Step:
                 if any(size % self.owner.size for size in sizes):
                     raise ValueError(self._fit("target", sum(sizes)))
             loss = self._loss if backward or target is not None else None
-            source = _Targets(targets, self.owner.size)
-            objective = None if loss is None else objective_of(loss, source)
+            sizes = [self.owner.size] * len(targets)
+            source = Source([None] * len(targets), targets, sizes)
+            objective = None if loss is None else Objective(loss, source)
             if objective is not None and objective.known is not None and self._group is not None:
                 objective.known = objective.known[0], self._mean(objective.known[1])
             scale = 1 if self._group is None or loss is None or loss.reduction != "sum" else None
@@ -344,7 +343,7 @@ class _Head:
                 "loss_fn returned a tuple: between processes it returns the loss alone. Weights "
                 "are given by weight=... of schedule(), which can be counted before anything runs"
             )
-        root = self._objective.root(i, result, self._source.size(i), output, target)
+        root = self._objective.root(i, result, output, target)
         root = root * self._scale if self._scale != 1 else root
         if self._backward and not root.requires_grad:
             raise RuntimeError(
@@ -353,15 +352,6 @@ class _Head:
             )
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
-
-
-class _Targets(Source):
-    """The targets of a mini-batch, and as many samples in each micro-batch."""
-
-    def __init__(self, targets: list[Any], size: int) -> None:
-        super().__init__(len(targets))
-        self._targets, self._sizes = targets, [size] * len(targets)
-        self.total = size * len(targets)
 
 
 @contextmanager

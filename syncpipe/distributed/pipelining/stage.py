@@ -34,7 +34,7 @@ from syncpipe.options import checked_chunks
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.state import sandboxed
-from syncpipe.training.loss.known import known_loss
+from syncpipe.training.loss import known_loss
 
 __all__ = ["Stages", "stage"]
 

@@ -1,20 +1,22 @@
-"""Micro-batches from an iterator."""
+"""Micro-batches and mini-batches from iterators and loaders."""
 
 from __future__ import annotations
 
-import weakref
+import os
+from collections import UserDict
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe, RepeatingLoader, inline
 from tests.support.interrupts import interrupted
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
 from tests.support.running import Do, assert_same, on_gradient, pipe_of
 from tests.support.training import KINDS, RUNS
-from tests.support.watched import alive
 from tests.training.loss.whole import assert_trains_like, four, grads_of, whole
 
 
@@ -35,23 +37,6 @@ def test_an_iterator_gives_what_the_mini_batch_gives(run, checkpoint):
         loss = ours.train_batch(data_iter=pieces, loss_fn=F.mse_loss, **RUNS[run][0])
         assert_same([loss, *grads_of(ours)], [expected, *grads_of(theirs)])
         assert_same_tree(dict(ours.named_buffers()), dict(theirs.named_buffers()), "buffers")
-
-
-@pytest.mark.parametrize("balance", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_an_iterator_works_with_any_number_of_stages(balance, by_hand):
-    pipe = pipe_of(linear_model(), balance, chunks=3)
-    x, target = torch.randn(6, 3), torch.randn(6, 3)
-    expected = whole(pipe, lambda plain: F.mse_loss(plain(x), target))
-    pieces = list(zip(x.chunk(3), target.chunk(3), strict=True))
-    if by_hand:
-        with inline():
-            loss = pipe.train_batch(data_iter=iter(pieces), loss_fn=F.mse_loss)
-    else:
-        loss = pipe.train_batch(data_iter=iter(pieces), loss_fn=F.mse_loss)
-    assert_trains_like(pipe, loss, expected)
-    loss = pipe.eval_batch(data_iter=iter(pieces), loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, expected[0])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -142,63 +127,6 @@ def test_an_iterator_that_ends_early_leaves_grad_as_it_was(given, run):
     assert [p.grad for p in pipe.parameters() if p is not first] == [None] * 7
 
 
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (torch.ones(2, 3), "data_iter gave Tensor for micro-batch 1"),
-        ((torch.ones(2, 3),), "data_iter gave tuple of 1"),
-        (None, "data_iter gave NoneType"),
-    ],
-    ids=["tensor", "one", "none"],
-)
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_an_iterator_gives_pairs(call, item, message):
-    pipe = four()
-    data = iter([(torch.ones(2, 3), None), item, item, item])
-    with pytest.raises(TypeError, match=message):
-        getattr(pipe, call)(data_iter=data, loss_fn=torch.sum)
-    assert grads_of(pipe) == [None] * 8
-
-
-def test_pairs_may_be_lists():
-    pipe = four()
-    pipe.train_batch(data_iter=iter([[torch.ones(2, 3), None]] * 4), loss_fn=torch.sum)
-
-
-@pytest.mark.parametrize("run", ["naive", "1f1b"])
-def test_an_error_in_the_iterator_reaches_the_caller(run):
-    error = OSError("disk")
-
-    def data():
-        yield torch.randn(2, 3), None
-        yield torch.randn(2, 3), None
-        raise error
-
-    pipe = four()
-    with pytest.raises(OSError, match="disk") as caught:
-        pipe.train_batch(data_iter=data(), loss_fn=torch.sum, schedule=run)
-    assert caught.value is error
-    assert any("micro-batch 2" in note for note in error.__notes__)
-    assert grads_of(pipe) == [None] * 8
-
-
-@pytest.mark.parametrize("run", ["naive", "1f1b"])
-def test_targets_of_an_iterator_are_dropped_with_their_micro_batch(run):
-    references, most = [], []
-
-    def data():
-        while True:
-            target = torch.randn(2, 3)
-            references.append(weakref.ref(target))
-            most.append(alive(references))
-            yield torch.randn(2, 3), target
-
-    pipe = pipe_of(linear_model(2), chunks=12, checkpoint="never")
-    pipe.train_batch(data_iter=data(), loss_fn=F.mse_loss, schedule=run)
-    # The one in the making, those that are underway, and the one that the generator still holds.
-    assert max(most) <= {"naive": 2, "1f1b": 5}[run]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
 def test_ctrl_c_at_any_place_leaves_the_generators_to_others():
     """A micro-batch is taken while the calling thread has the CPU's generator to itself."""
@@ -215,3 +143,208 @@ def test_ctrl_c_at_any_place_leaves_the_generators_to_others():
         with torch.enable_grad():
             interrupted(at, train)
     train()
+
+
+X, Y = torch.randn(7, 3), torch.randn(7, 3)
+
+
+class Only(nn.Module):
+    """Takes one entry of a dict or a tuple; there has to be nothing else."""
+
+    def __init__(self, *entries: Any) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def forward(self, given: Any) -> Tensor:
+        found = list(given) if isinstance(given, dict | UserDict) else list(range(len(given)))
+        assert found == list(self.entries)
+        chosen: Tensor = given[self.entries[0]]
+        return chosen
+
+
+def pipe_for(*entries: Any, **options: Any) -> Pipe:
+    torch.manual_seed(1)
+    layers = [Only(*entries), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
+    return Pipe(nn.Sequential(*layers), [1, 1, 1, 1], devices=RUNS["1f1b"][1], chunks=3, **options)
+
+
+def expected(pipe: Pipe) -> Any:
+    return whole(nn.Sequential(*list(pipe)[1:]), lambda plain: F.mse_loss(plain(X), Y))
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_target_may_be_a_key(call: str, kind: Any) -> None:
+    pipe, batch = pipe_for("x", "mask"), kind({"x": X, "labels": Y, "mask": None})
+    loss = getattr(pipe, call)(batch, target="labels", loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, expected(pipe)[0])
+    assert "labels" in batch  # it is the caller's
+
+
+def test_target_may_be_a_function_of_the_mini_batch() -> None:
+    pipe, batch = pipe_for("x", "labels"), {"x": X, "labels": Y / 2}
+    loss = pipe.train_batch(batch, target=lambda b: b["labels"] * 2, loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, expected(pipe)[0])
+
+
+ITEMS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
+    "pair": (lambda x, y: (x, y), None, ()),
+    "dict": (lambda x, y: {"x": x, "y": y}, "y", ("x",)),
+    "longer": (lambda x, y: (x, None, y), None, (0, 1)),
+    "list": (lambda x, y: [x, None, y], None, (0, 1)),
+    "first": (lambda x, y: (y, x, None), 0, (0, 1)),
+    "function": (lambda x, y: {"x": x, "y": y}, lambda item: item["y"], ("x", "y")),
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_an_iterator_may_give_what_loaders_give(kind: str) -> None:
+    make, target, entries = ITEMS[kind]
+    pipe = pipe_for(*entries) if entries else four(chunks=3)
+    layers = nn.Sequential(*list(pipe)[1:]) if entries else nn.Sequential(*pipe)
+    wanted = whole(layers, lambda plain: F.mse_loss(plain(X), Y))
+    data = (make(x, y) for x, y in zip(X.chunk(3), Y.chunk(3), strict=True))
+    loss = pipe.train_batch(data_iter=data, target=target, loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, wanted[0])
+
+
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "key": ({"x": X}, "y", ValueError, "target='y', but data_iter gave a dict with 'x' for micro"),
+    "index": ((X, Y), 2, ValueError, "target=2, but data_iter gave tuple of 2 for micro-batch 0"),
+    "word": ((X, Y), "y", ValueError, "target='y', but data_iter gave tuple of 2"),
+    "tensor": ((X, Y), Y, ValueError, "a key, an index or a function .* and is Tensor"),
+    "alone": (X, None, TypeError, "data_iter gave Tensor for micro-batch 0"),
+    "one": ((X,), None, TypeError, "data_iter gave tuple of 1"),
+    "none": (None, None, TypeError, "data_iter gave NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_there_is_named(kind: str) -> None:
+    item, target, error, message = REFUSED[kind]
+    with pytest.raises(error, match=message):
+        four().train_batch(data_iter=iter([item] * 4), target=target, loss_fn=F.mse_loss)
+
+
+def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(10.0).reshape(10, 1), torch.arange(10)), 4)
+    pipe, seen = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], chunks=2), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(target.tolist())
+        return output.mean()
+
+    for _ in range(2):  # epochs
+        for _ in range(len(loader)):
+            pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
+    epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
+    assert seen == epoch * 2
+
+
+def test_an_empty_loader_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"there is nothing in <torch\.utils\.data"):
+        four().train_batch(data_iter=DataLoader([]), loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("data", [iter([(X, Y)]), DataLoader([(X, Y)])])
+def test_an_iterator_in_the_place_of_the_input_is_noticed(data: Any) -> None:
+    with pytest.raises(TypeError, match=r"did you mean data_iter="):
+        four().train_batch(data, loss_fn=F.mse_loss)
+
+
+def test_a_loss_function_by_position_is_noticed() -> None:
+    with pytest.raises(TypeError, match=r"write train_batch\(input, target, loss_fn=\.\.\.\)"):
+        four().train_batch(X, Y, F.mse_loss)
+
+
+def test_a_missing_loss_function_is_named() -> None:
+    with pytest.raises(TypeError, match="loss_fn is missing"):
+        four().train_batch(X, Y)
+
+
+class Random(TensorDataset):
+    """Adds noise to its samples, as augmentations do."""
+
+    def __getitem__(self, k):
+        x, t = super().__getitem__(k)
+        return x + torch.rand(()), t
+
+
+def draw_slowly(x: Tensor) -> Tensor:
+    """Draws, lets others have their turn, and draws again."""
+    y = x * torch.rand(())
+    for _ in range(50):
+        os.sched_yield()
+    return y + torch.rand(())
+
+
+def random_pipe() -> Pipe:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(3, 3), Do(draw_slowly)) for _ in range(3)]
+    return pipe_of(nn.Sequential(*layers), chunks=3)
+
+
+def test_data_that_is_drawn_is_the_same_every_time_and_disturbs_no_layer():
+    dataset = Random(torch.randn(8, 3), torch.arange(8))
+    runs = []
+    for k in range(6):
+        pipe, seen = random_pipe(), []
+        data = iter(RepeatingLoader(DataLoader(dataset, batch_size=2, shuffle=True)))
+        watched = ((seen.append((x, t)) or x, t) for x, t in data)
+        torch.manual_seed(4)
+        for _ in range(5):
+            if k:
+                loss = pipe.train_batch(data_iter=watched, loss_fn=lambda y, t: y.pow(2).mean())
+            else:
+                with inline():
+                    loss = pipe.train_batch(data_iter=watched, loss_fn=lambda y, t: y.pow(2).mean())
+        runs.append(([loss, *grads_of(pipe), torch.get_rng_state()], seen))
+    for result, seen in runs[1:]:
+        assert_same_tree(seen, runs[0][1], "data")
+        assert_same(result, runs[0][0])
+
+
+def test_a_repeating_loader_begins_again():
+    data = RepeatingLoader([1, 2, 3])
+    assert [next(data) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    assert iter(data) is data
+
+
+def test_a_repeating_loader_refuses_what_it_cannot_repeat():
+    with pytest.raises(TypeError, match="cannot restart generator"):
+        RepeatingLoader(x for x in [1])
+    with pytest.raises(TypeError, match="iterable, not int"):
+        RepeatingLoader(3)
+    for empty in ([], {}, DataLoader(TensorDataset(torch.ones(0, 3)), batch_size=2)):
+        with pytest.raises(ValueError, match="nothing in"):
+            next(RepeatingLoader(empty))
+
+
+def test_a_repeating_loader_notices_that_a_later_pass_is_empty():
+    items = [1]
+    data = RepeatingLoader(items)
+    assert next(data) == 1
+    items.clear()
+    with pytest.raises(ValueError, match="nothing in"):
+        next(data)
+    items.append(2)
+    assert next(data) == 2
+
+
+def test_a_pass_that_fails_does_not_end_the_loader():
+    class Flaky:
+        fails = True
+
+        def __iter__(self):
+            yield 1
+            if self.fails:
+                raise OSError("disk")
+            yield 2
+
+    flaky = Flaky()
+    data = RepeatingLoader(flaky)
+    assert next(data) == 1
+    with pytest.raises(OSError, match="disk"):
+        next(data)
+    flaky.fails = False
+    assert [next(data) for _ in range(3)] == [1, 2, 1]

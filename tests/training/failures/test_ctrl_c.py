@@ -6,8 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from itertools import product
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+from syncpipe import Pipe
+from tests.support.interrupts import interrupted
+from tests.training.stream.models import mini_batches, mlp, sgd
 
 COMMON = """
     import ast, faulthandler, functools, signal, sys
@@ -164,9 +171,38 @@ AT_ANY_TIME = """
 """
 
 
+STREAM = """
+    import torch.nn.functional as F
+    from tests.training.stream.models import WORKERS, mini_batches, mlp, sgd
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    pipe = Pipe(mlp(), [2, 2, 2, 1], devices=WORKERS)
+    data, memory = mini_batches(30), [p.data_ptr() for p in pipe.parameters()]
+
+    def train():
+        return pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy)
+
+    train()
+    came = 0
+    for k in range(40):
+        signal.setitimer(signal.ITIMER_REAL, 0.0005 * (k + 1))
+        try:
+            train()
+        except KeyboardInterrupt:
+            came += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert [p.data_ptr() for p in pipe.parameters()] == memory
+        assert all(p.grad is None for p in pipe.parameters())
+    assert len(train().losses) == 30
+    print("done", came > 0)
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no such signals here")
-@pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
-@pytest.mark.parametrize("script", ["BETWEEN_LINES", "AT_ANY_TIME"])
+@pytest.mark.parametrize(
+    ("script", "by_hand"),
+    [*product(["BETWEEN_LINES", "AT_ANY_TIME"], [False, True]), ("STREAM", False)],
+)
 def test_ctrl_c_leaves_grad_as_it_was_or_complete_and_the_pipe_working(script, by_hand):
     # In a process of its own: an interrupt may hit anything, also what the tests after it use.
     code = textwrap.dedent(COMMON)
@@ -180,3 +216,24 @@ def test_ctrl_c_leaves_grad_as_it_was_or_complete_and_the_pipe_working(script, b
     assert done.stdout == "done True\n", done.stderr[-3000:]
     assert done.returncode == 0
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
+@pytest.mark.parametrize("versions", ["stashing", "vertical_sync"])
+def test_ctrl_c_at_any_place_of_a_stream_leaves_the_weights_where_they_were(versions):
+    """Inline, where every function of a call begins on this thread."""
+    pipe = Pipe(mlp(), [3, 4], devices=["cpu"] * 2)
+
+    def train():
+        return pipe.train_stream(
+            mini_batches(3), optimizer=sgd, loss_fn=F.cross_entropy, versions=versions
+        )
+
+    train()
+    memory = [p.data_ptr() for p in pipe.parameters()]
+    calls, _ = interrupted(-1, train)
+    for at in range(5, calls, max(1, calls // 60)):
+        interrupted(at, train)
+        assert [p.data_ptr() for p in pipe.parameters()] == memory, at
+        assert torch.is_autocast_cache_enabled()
+    assert len(train().losses) == 3

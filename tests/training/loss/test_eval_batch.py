@@ -1,4 +1,4 @@
-"""``eval_batch``: outputs and losses, flags and generators as they were."""
+"""``eval_batch``: outputs and losses, modes and generators as they were."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from syncpipe import Pipe
+from syncpipe import Pipe, inline
 from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Dawdle, Do, in_threads, pipe_of
+from tests.support.training import FOUR
 from tests.support.watched import Memory, alive
 from tests.training.loss.whole import four, grads_of, whole
 
@@ -57,47 +58,6 @@ def test_eval_batch_gives_the_loss_of_the_mini_batch(balance):
     assert grads_of(pipe) == [None] * 8
 
 
-def test_eval_batch_takes_inputs_from_an_iterator():
-    pipe, x = four(chunks=3), torch.randn(7, 3)
-    data = iter([(piece, None) for piece in [*x.chunk(3), x]])
-    assert torch.equal(pipe.eval_batch(data_iter=data), pipe.eval_batch(x))
-    assert len(list(data)) == 1
-
-
-def modes_of(pipe: Pipe) -> list[bool]:
-    return [module.training for module in [*pipe.modules(), *pipe.partitions]]
-
-
-@pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("call", ["input", "loss", "data_iter"])
-def test_eval_batch_leaves_every_training_flag_as_it_was(call, failing):
-    seen = []
-
-    def look(x):
-        seen.append(pipe[1].training)
-        if failing:
-            raise ValueError("bad")
-
-    pipe = pipe_of(nn.Sequential(nn.Linear(3, 3), noisy_model(), Do(look)), chunks=2)
-    pipe[1][1].eval()  # as people freeze a BatchNorm
-    pipe[1][3].train(False)
-    pipe[1][3][0].train(True)
-    before = modes_of(pipe)
-    x = torch.randn(4, 3)
-    given = {
-        "input": {"input": x},
-        "loss": {"input": x, "loss_fn": torch.sum},
-        "data_iter": {"data_iter": iter([(x, None)] * 2)},
-    }[call]
-    if failing:
-        with pytest.raises(ValueError, match="bad"):
-            pipe.eval_batch(**given)
-    else:
-        pipe.eval_batch(**given)
-    assert modes_of(pipe) == before
-    assert set(seen) == {False}
-
-
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
     layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Linear(3, 3), Dawdle(1)), nn.Dropout())
     pipe, x = pipe_of(layers, chunks=2), torch.ones(4, 3)
@@ -137,14 +97,130 @@ def test_eval_batch_moves_the_generator_as_a_forward_does():
     assert torch.equal(after, torch.get_rng_state())
 
 
-def test_eval_batch_works_under_no_grad_and_inference_mode():
-    pipe, x = four(), torch.randn(8, 3)
-    expected = pipe.eval_batch(x)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert torch.equal(pipe.eval_batch(x), expected)
-
-
 def test_eval_batch_refuses_a_target_that_nobody_would_use():
     with pytest.raises(ValueError, match="loss_fn"):
         four().eval_batch(torch.randn(4, 3), torch.randn(4, 3))
+
+
+class Merging(nn.Linear):
+    """Adds a low-rank part in training; in evaluation it is merged into the weight (LoRA)."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.merged = False
+        super().__init__(width, width)
+        self.down, self.up = (nn.Parameter(torch.ones(s)) for s in ((1, width), (width, 1)))
+        self.error: BaseException | None = None
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        super().train(mode)
+        if self.merged == mode:
+            with torch.no_grad():
+                self.weight += (self.up @ self.down) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.merged != self.training
+        y = super().forward(x)
+        return y + 1000 if self.training else y  # so that one can tell
+
+
+class Listed(nn.Module):
+    """Holds a module in a plain list, and passes the mode on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]
+
+    def train(self, mode: bool = True) -> Listed:
+        super().train(mode)
+        self.inner[0].train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        Merging(), Listed(nn.Dropout(0.9)), nn.Sequential(nn.BatchNorm1d(4), Merging()), nn.Tanh()
+    )
+
+
+def merging_pipe(module: nn.Sequential, devices: list[str] = FOUR) -> Pipe:
+    return Pipe(module, [1] * 4, devices=devices, chunks=2)
+
+
+def modes_of(pipe: Pipe) -> list[bool]:
+    inside = [m.inner[0] for m in pipe.modules() if isinstance(m, Listed)]
+    return [m.training for m in [*pipe.modules(), *pipe.partitions, *inside]]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["threads", "inline"])
+def test_layers_evaluate_as_after_eval(by_hand):
+    module = layers()
+    plain = copy.deepcopy(module).eval()
+    pipe, x = merging_pipe(module), torch.randn(6, 4)
+    with inline() if by_hand else torch.enable_grad():
+        actual = pipe.eval_batch(x)
+    assert torch.equal(actual, torch.cat([plain(half) for half in x.chunk(2)]).detach())
+
+
+@pytest.mark.parametrize("trains", ["all", "all but one", "one"])
+def test_weights_and_modes_are_back_afterwards(trains):
+    pipe = merging_pipe(layers())
+    if trains == "all but one":
+        pipe[2].eval()  # frozen statistics, and merged weights
+    elif trains == "one":
+        pipe.eval()[0].train()
+    weight, modes = pipe[0].weight.detach().clone(), modes_of(pipe)
+    pipe.eval_batch(torch.randn(6, 4))
+    assert not pipe[0].merged
+    assert pipe[2][1].merged == (trains != "all")
+    torch.testing.assert_close(pipe[0].weight.detach(), weight)
+    assert modes_of(pipe) == modes
+
+
+def test_a_pipe_that_evaluates_already_is_left_alone():
+    pipe = merging_pipe(layers()).eval()
+    pipe[0].error = AssertionError("train() was called")
+    pipe[0].train = lambda mode=True: pytest.fail("train() was called")
+    pipe.eval_batch(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["loss", "back"])
+def test_modes_and_weights_are_back_after_an_error(error, where):
+    pipe = merging_pipe(layers())
+    modes = modes_of(pipe)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        if where == "loss":
+            raise error
+        return output.sum()
+
+    if where == "back":
+        pipe[2][1].error = error()
+    with pytest.raises(error):
+        pipe.eval_batch(torch.randn(6, 4), loss_fn=loss_fn)
+    assert modes_of(pipe) == modes
+    assert not pipe[0].merged
+    assert not pipe[2][1].merged
+
+
+def test_an_error_on_the_way_into_eval_mode_undoes_it():
+    class Stubborn(nn.Identity):
+        def train(self, mode: bool = True) -> Stubborn:
+            if not mode:
+                raise OSError("never")
+            return super().train(mode)
+
+    pipe = merging_pipe(nn.Sequential(Merging(), Stubborn(), nn.Tanh(), Merging()))
+    modes = modes_of(pipe)
+    with pytest.raises(OSError, match="never"):
+        pipe.eval_batch(torch.randn(6, 4))
+    assert modes_of(pipe) == modes
+    assert not pipe[0].merged

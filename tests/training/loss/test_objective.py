@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from syncpipe import Pipe
 from tests.support.models import linear_model
-from tests.support.running import Do, assert_same, pipe_of
 from tests.support.training import KINDS, RUNS
 from tests.training.loss.whole import (
     CLASSES,
@@ -81,13 +80,6 @@ def test_any_mask_under_any_schedule(data: st.DataObject) -> None:
     assert_trains_like(pipe, pipe.train_batch(**given, loss_fn=loss_fn, **options), expected)
 
 
-def places() -> Tensor:
-    target = torch.randint(0, CLASSES, (7, 6))
-    target[torch.rand(7, 6) < 0.6] = IGNORED
-    target[:3] = IGNORED
-    return target
-
-
 ROWS = torch.randn(7, 3)
 KNOWN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "probabilities": (F.cross_entropy, torch.rand(7, 3).softmax(1), {}),
@@ -116,24 +108,6 @@ def test_the_loss_is_that_of_the_mini_batch(kind: str, size: int) -> None:
     assert_trains_like(pipe, loss, expected)
     assert not loss.requires_grad
     assert loss.shape == ()
-
-
-def test_targets_may_have_places() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Tanh(), nn.Conv1d(4, CLASSES, 1))
-    pipe = Pipe(model, [1, 2], devices=["cpu:0", "cpu:1"], chunks=3)
-    x, target = torch.randn(7, 3, 6), places()
-    expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
-    assert_trains_like(pipe, pipe.train_batch(x, target, loss_fn=F.cross_entropy), expected)
-
-
-def test_gradients_of_masked_micro_batches_are_not_scaled_afterwards() -> None:
-    """What hooks see of a micro-batch is its part of the mini-batch's gradient."""
-    pipe, x, target = classifier(chunks=4), torch.randn(8, 4), labels(8, [0, 1, 2, 7])
-    weight, seen = pipe[3].weight, []
-    weight.register_hook(lambda grad: seen.append(grad.clone()))
-    pipe.train_batch(x, target, loss_fn=F.cross_entropy)
-    torch.testing.assert_close(sum(seen), weight.grad, rtol=0, atol=0)
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -215,20 +189,6 @@ def test_weights_with_every_schedule_and_gradients_beyond_the_parameters(
     torch.testing.assert_close([t.grad for t in (x0, t0, scale)], others)
 
 
-@pytest.mark.parametrize("always", [True, False])
-def test_leaves_that_only_a_layer_knows_are_weighted_as_well(always: bool) -> None:
-    weight = torch.ones(3, requires_grad=True)
-    uses = Do(lambda x: x * weight if always or len(x) == 3 else x)
-    layers = nn.Sequential(nn.Linear(3, 3), uses)
-    pieces = [torch.randn(n, 3) for n in (1, 5, 3, 3)]
-    total = sum(layers(piece).pow(2).mean() * len(piece) for piece in pieces) / 12
-    expected = torch.autograd.grad(total, weight)
-    pipe_of(layers).train_batch(
-        data_iter=iter([(piece, None) for piece in pieces]), loss_fn=lambda y: y.pow(2).mean()
-    )
-    torch.testing.assert_close(weight.grad, *expected)
-
-
 def test_losses_may_need_no_gradient_in_some_micro_batches() -> None:
     pipe, x = four(), torch.randn(4, 3)
     x[1] = 0
@@ -272,18 +232,6 @@ def test_a_grad_scaler_scales_gradients_and_not_the_loss_that_comes_back(data: s
     assert_trains_like(pipe, ours, (loss, [grad * 1024 for grad in grads]))
 
 
-def test_an_overflow_is_found_by_the_scaler() -> None:
-    pipe = four()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in pipe.parameters()]
-    pipe.train_batch(torch.randn(8, 3), loss_fn=lambda y: y.sum() * 1e36, grad_scaler=scaler)
-    scaler.step(optimizer)
-    scaler.update()
-    assert_same([p.detach() for p in pipe.parameters()], before)
-    assert scaler.get_scale() == 2.0**14
-
-
 # --- metrics -------------------------------------------------------------------------------------
 
 
@@ -308,19 +256,6 @@ def test_metrics_that_are_numbers_are_combined_as_the_losses_are(run: str) -> No
     torch.testing.assert_close(metrics["accuracy"], right)
     assert metrics["count"] == pytest.approx((2 * 2 + 1 * 1 + 1 * 1) / 4)
     assert torch.equal(torch.cat(metrics["target"]), target)
-
-
-def test_metrics_of_a_loss_without_weights_are_detached_and_weighted_by_samples() -> None:
-    pipe, x = four(chunks=3), torch.randn(7, 3)
-    y = nn.Sequential(*pipe)(x)
-    loss, outputs, metrics = pipe.train_batch(
-        x,
-        loss_fn=lambda y: (y.pow(2).mean(), {"mean": y.mean(), "parts": [y, y.sum()]}),
-        return_outputs=True,
-    )
-    torch.testing.assert_close([loss, outputs], [y.pow(2).mean().detach(), y.detach()])
-    torch.testing.assert_close(metrics["mean"], y.mean().detach())
-    assert not any(part.requires_grad for parts in metrics["parts"] for part in parts)
 
 
 def test_metrics_of_a_sum_are_added_up_and_evaluation_returns_them_as_well() -> None:

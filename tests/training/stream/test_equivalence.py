@@ -1,15 +1,17 @@
 """``train_stream`` computes what the papers say, bit for bit."""
 
+import threading
 from contextlib import nullcontext
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from syncpipe import Pipe, inline
 from syncpipe.schedules.stream import VERSIONS
+from tests.support.running import Dawdle, Do
 from tests.training.stream.models import WORKERS, adam, mini_batches, mlp, sgd
 from tests.training.stream.reference import by_the_paper, reference
 
@@ -79,19 +81,73 @@ def test_round_robin_over_replicas(replicas, steps, known, checkpoint, optimizer
     torch.testing.assert_close(again, F.cross_entropy(model(data[0][0]), data[0][1]).detach())
 
 
-@pytest.mark.parametrize("versions", ["stashing", "vertical_sync"])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu:0"]])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_single_stage_is_the_plain_loop(versions, devices, checkpoint):
-    data, model = mini_batches(8), mlp(normed=True)
-    pipe = Pipe(mlp(normed=True), [7], devices=devices, checkpoint=checkpoint)
-    found = pipe.train_stream(data, optimizer=adam, loss_fn=F.cross_entropy, versions=versions)
-    optimizer, losses = adam(list(model.parameters())), []
-    for x, target in data:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    assert torch.equal(found.losses, torch.stack(losses))
-    assert_same(pipe, model)
+def test_whoever_is_late_nothing_changes():
+    """Many runs with random delays in all layers, there and back."""
+    model, data = mlp(), mini_batches(7)
+    losses = torch.stack(reference(model, [2, 2, 1, 2], data, sgd, F.cross_entropy))
+    for seed in range(25):
+        late = [layer for k, each in enumerate(mlp()) for layer in (each, Dawdle(31 * seed + k))]
+        pipe = Pipe(nn.Sequential(*late), [4, 4, 2, 4], devices=WORKERS, checkpoint="always")
+        found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy)
+        assert torch.equal(found.losses, losses)
+        for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+class Late(torch.autograd.Function):
+    """A stage whose third backward waits until the next stage has stepped twice."""
+
+    @staticmethod
+    def forward(ctx, x, counts, stepped):
+        ctx.counts, ctx.stepped = counts, stepped
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counts.append(1)
+        if len(ctx.counts) == 3:
+            assert ctx.stepped.wait(30)
+        return grad, None, None
+
+
+class Shifts(nn.Module):
+    """Its parameter's gradient and its input's are one memory, as autograd makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(24))
+
+    def forward(self, x):
+        return x + self.shift.view(3, 8)
+
+
+def test_gradients_on_their_way_are_not_those_that_are_added_up():
+    def losses(devices, wait):
+        counts, stepped = [], threading.Event()
+        if not wait:
+            stepped.set()
+        torch.manual_seed(0)
+        late = Do(lambda x: Late.apply(x, counts, stepped))
+        pipe = Pipe(
+            nn.Sequential(nn.Linear(8, 8), late, Shifts(), nn.Linear(8, 4)),
+            [2, 2], devices=devices, chunks=2, checkpoint="never",
+        )  # fmt: skip
+
+        shift = pipe[2].shift  # not `pipe`: classes live forever on free-threaded CPython 3.13
+
+        class Tells(torch.optim.SGD):
+            def step(self, closure=None):
+                super().step(closure)
+                self.steps = getattr(self, "steps", 0) + 1
+                if self.steps == 2 and self.param_groups[0]["params"][0] is shift:
+                    stepped.set()
+
+        def optimizer(parameters):
+            return Tells(parameters, lr=0.1)
+
+        data = mini_batches(5, 6)
+        return pipe.train_stream(
+            data, optimizer=optimizer, loss_fn=F.cross_entropy, versions="2bw"
+        ).losses
+
+    assert torch.equal(losses(WORKERS[:2], True), losses(["cpu"] * 2, False))

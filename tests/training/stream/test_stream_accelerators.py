@@ -67,20 +67,6 @@ def test_round_robin_over_replicas_whoever_is_late(kind, replicas, checkpoint):
             torch.testing.assert_close(a.cpu(), b.cpu())
 
 
-def test_several_calls_go_on_with_their_optimizers():
-    pipe, plain = (
-        Pipe(mlp(), BALANCE, devices=devices) for devices in (placed(torch.device), ["cpu"] * 4)
-    )
-    ours = theirs = adam
-    for k in range(3):
-        data = mini_batches(4 + k)
-        with acc.late(k):
-            a = pipe.train_stream(data, optimizer=ours, loss_fn=F.cross_entropy)
-        b = plain.train_stream(data, optimizer=theirs, loss_fn=F.cross_entropy)
-        torch.testing.assert_close(a.losses.cpu(), b.losses)
-        ours, theirs = a.optimizers, b.optimizers
-
-
 def test_the_caller_may_read_late_what_optimizers_have_in_mind():
     def momenta(devices):
         pipe = Pipe(mlp(), BALANCE, devices=devices)

@@ -1,4 +1,4 @@
-"""P1 and P2 of ``train_batch``: what the plain loop computes, whatever the schedule."""
+"""P1 and P2 of ``train_batch``: what the plain loop computes and draws, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from syncpipe import Pipe, inline
 from syncpipe.schedules import one_f_one_b
 from tests.pipe.test_equivalence import batch, pipes, specs
 from tests.support.models import LAYERS, RANDOM_LAYERS, SENDS, Spec
+from tests.support.running import Dawdle, Do, pipe_of
 from tests.support.training import (
     any_schedule,
     assert_same_step,
@@ -28,6 +30,8 @@ from tests.support.training import (
 from tests.training.train_batch.loop import noisy
 
 STRUCTURE = ["inplace", "fork", "join", *SENDS, "receive", "receive_unused"]
+
+
 COUNTS = {"norm", "momentum_none", "counter"}  # layers that see the order of forwards
 
 
@@ -113,13 +117,7 @@ def test_train_batch_equals_the_plain_loop_to_the_last_bit(
     loss_fn=st.sampled_from([weigh, noisy]),
 )
 def test_random_layers_draw_the_same_whatever_the_schedule(
-    data: st.DataObject,
-    spec: Spec,
-    chunks: int,
-    size: int,
-    seed: int,
-    by_hand: bool,
-    loss_fn: Any,
+    data: st.DataObject, spec: Spec, chunks: int, size: int, seed: int, by_hand: bool, loss_fn: Any
 ) -> None:
     x = batch(size, True)
     m = len(x.chunk(chunks))
@@ -146,3 +144,38 @@ def test_random_layers_draw_the_same_whatever_the_schedule(
     assert torch.equal(*after), "the generator stands elsewhere afterwards"
     torch.manual_seed(seed)
     assert not torch.equal(after[0], torch.get_rng_state()), "the generator was rewound"
+
+
+def test_train_batch_draws_what_the_forward_draws():
+    torch.manual_seed(5)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.RReLU(), nn.Dropout())
+    pipe, x = pipe_of(layers), torch.randn(8, 6)
+    torch.manual_seed(1)
+    expected = pipe(x).detach()
+    after = torch.get_rng_state()
+    for run in ("naive", "gpipe", "1f1b", "zb_h1"):
+        torch.manual_seed(1)
+        _, output = pipe.train_batch(x, loss_fn=weigh, schedule=run, return_outputs=True)
+        assert torch.equal(output, expected)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_loss_may_draw_numbers_of_its_own():
+    drawn, by_layers = [], []
+
+    def loss_fn(y):
+        drawn.append(torch.rand(3).tolist())
+        return weigh(y)
+
+    def draw(x):
+        by_layers.append(torch.rand(3).tolist())
+
+    layers = nn.Sequential(Do(draw), nn.Linear(3, 3), nn.Dropout(), Dawdle(), Do(draw))
+    pipe = pipe_of(layers, checkpoint="never")
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        pipe.train_batch(torch.ones(8, 3), loss_fn=loss_fn)
+    first, again, other = drawn[:4], drawn[4:8], drawn[8:]
+    assert first == again
+    # For each of two seeds 4 micro-batches in the loss and in each of two layers.
+    assert len({tuple(numbers) for numbers in first + other + by_layers}) == 2 * 4 * 3

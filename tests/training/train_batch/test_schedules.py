@@ -1,96 +1,112 @@
-"""Every schedule by name on CPU workers, where numbers are such that nothing is rounded.
-
-Whole numbers add up to the same whatever the order, so a step equals that of the plain model to
-the last bit, also where backward is split and where a weight is used twice.
-"""
+"""``train_batch`` beside the loop written out, under schedules of all kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 
 from syncpipe import Pipe
-from syncpipe.schedules import SCHEDULES
-from tests.schedules.layouts import LAYOUTS
-from tests.support.models import CHECKPOINT_MODES, assert_same_tree
-from tests.support.skips import Receive, Send
-
-#: The loss, and the gradients of the input and of the parameters.
-Step = tuple[Tensor, Tensor | None, list[Tensor | None]]
-
-
-class Square(nn.Module):
-    """Has autograd store its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x
-
-
-def linear(seed: int) -> nn.Linear:
-    """Its parameters are whole numbers."""
-    layer = nn.Linear(3, 3, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    for p in layer.parameters():
-        p.data = torch.randint(-2, 3, p.shape, generator=generator).double()
-    return layer
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import Do, assert_same, on_gradient, pipe_of
+from tests.support.training import (
+    FOUR,
+    ROUND,
+    RUNS,
+    WHOLE,
+    any_schedule,
+    assert_same_step,
+    orders_of,
+    pipe_step,
+    plain_step,
+    weigh,
+)
+from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
 
 
-def whole_numbers(*shape: int) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).double()
-
-
-def step(train: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Step:
-    """What a function that computes a loss and goes back leaves behind."""
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    return train(x).detach(), x.grad, [p.grad for p in model.parameters()]
-
-
-def plain_step(model: nn.Module, x: Tensor) -> Step:
-    def train(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        loss.backward()
-        return loss
-
-    return step(train, model, x)
-
-
-def pipe_step(pipe: Pipe, x: Tensor) -> Step:
-    return step(partial(pipe.train_batch, loss_fn=torch.sum, loss_reduction="sum"), pipe, x)
-
-
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed input"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("m", [1, 2, 5, 12])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_step_is_that_of_the_plain_model(name: str, m: int, checkpoint: str) -> None:
-    """With a skip between stages that are no neighbours."""
-    layers = [linear(0), Send(), Square(), linear(1), linear(2), Receive(), linear(3), linear(4)]
-    model = nn.Sequential(*layers)
-    x = whole_numbers(12, 3)
-    expected = plain_step(model, x)
-    devices = [f"cpu:{d}" for d in LAYOUTS.get(name, range)(3 if name in LAYOUTS else 6)]
-    pipe = Pipe(
-        model, [2, 1, 1, 1, 2, 1], devices=devices, chunks=m, checkpoint=checkpoint, schedule=name
-    )
-    for _ in range(2):
-        assert_same_tree(pipe_step(pipe, x), expected, name)
+@pytest.mark.parametrize("run", RUNS)
+def test_loss_outputs_buffers_and_all_gradients_are_those_of_the_loop(run, checkpoint, leaf):
+    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
+    for _ in range(3):  # gradients accumulate
+        x, target = torch.randn(14, 6, requires_grad=True), torch.randn(14, 3)  # 3, 3, 3, 3, 2
+        ours = x.detach().clone().requires_grad_()
+        given = ours if leaf else ours * 1
+        expected = by_hand(plain, x, target, run)
+        loss, outputs = pipe.train_batch(
+            given, target, loss_fn=F.mse_loss, return_outputs=True, **RUNS[run][0]
+        )
+        assert_same([loss, outputs, ours.grad], [*expected, x.grad])
+        assert_same_state(pipe, plain, exact=run in WHOLE)
+        if run not in WHOLE:
+            plain.load_state_dict(pipe.state_dict())
+            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+                q.grad = p.grad.clone()
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min", "dualpipev"])
-def test_in_a_v_the_first_and_the_last_layer_may_share_their_weight(
-    name: str, checkpoint: str
-) -> None:
-    first, last = linear(0), linear(1)
-    last.weight = first.weight
-    model = nn.Sequential(first, Square(), linear(2), last)
-    x = whole_numbers(8, 3)
-    expected = plain_step(model, x)
-    devices = ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]
-    pipe = Pipe(model, [1] * 4, devices=devices, chunks=4, checkpoint=checkpoint, schedule=name)
-    for _ in range(2):
-        assert_same_tree(pipe_step(pipe, x), expected, name)
+@pytest.mark.parametrize("form", ["object", "path", "name of a file"])
+def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
+    # A schedule of nobody's: each stage takes micro-batches back in an order of its own.
+    schedule = any_schedule(5, (0, 1, 2, 3), seed=3, halves=False, in_order=True)
+    orders = orders_of(schedule)
+    assert len(set(map(tuple, orders))) > 1
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule))
+    given = {"object": schedule, "path": path, "name of a file": str(path)}[form]
+    x, plain, pipe = torch.randn(14, 6, requires_grad=True), model(), model_pipe("1f1b")
+    expected = plain_step(plain, x, loss_fn=weigh, chunks=5, orders=orders, balance=pipe.balance)
+    assert_same_step(pipe_step(pipe, x, loss_fn=weigh, schedule=given), expected)
+
+
+def test_one_f_one_b_is_what_one_gets():
+    alive, most = [0, 0], [0, 0]
+
+    def back(j):
+        alive[j] -= 1
+
+    def count(x, j):
+        alive[j] += 1
+        most[j] = max(most[j], alive[j])
+        return on_gradient(x, lambda grad: back(j))
+
+    layers = [nn.Linear(3, 3), Do(partial(count, j=0)), Do(partial(count, j=1))]
+    pipe = pipe_of(nn.Sequential(*layers), [2, 1], chunks=8, checkpoint="never")
+    pipe.train_batch(torch.randn(8, 3), loss_fn=weigh)
+    assert most == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots", "message"),
+    [
+        ("1f2b", None, "did you mean '1f1b'"),
+        (gpipe(3, 4), None, "made for m=3, but here m=5"),
+        (one_f_one_b(5, 2), None, r"made for device_of=\(0, 1\)"),
+        ("gpipe", "textbook", "only schedule='1f1b' has slots, not 'gpipe'"),
+        ("1f1b", [1, 2, 2, 2], "wait for ever"),
+        (one_f_one_b, "textbook", "only schedule='1f1b' has slots, not one_f_one_b"),
+        (partial(one_f_one_b, slots=[2]), None, "1 numbers, but there are 4 stages"),
+        (lambda m, _: gpipe(m, 3), None, r"made for device_of=\(0, 1, 2\)"),
+        (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
+        (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
+    pipe = model_pipe("1f1b")
+    with pytest.raises(ValueError, match=message):
+        pipe.train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=schedule, slots=slots)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_interleaved_stages_need_their_devices():
+    pipe = Pipe(model(), [2, 2, 1, 1], devices=FOUR, chunks=4)
+    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
+    pipe.devices = ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+    with pytest.raises(ValueError, match="go round the devices"):
+        pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
+    pipe.devices = ROUND
+    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.ties import MAKE, WIDTH, WORDS, TiedSpec, language_model, modes, words
 from tests.support.training import (
@@ -131,14 +131,6 @@ def test_three_stages_add_in_the_plain_loops_order_whoever_is_late():
         assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
 
 
-def test_a_frozen_tied_weight_gets_nothing_and_is_used():
-    model = TiedSpec(("block", "linear"), frozen=True).build()
-    pipe = Pipe(model, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2)
-    pipe.train_batch(words(4), words(4, 1), loss_fn=loss_of)
-    assert pipe[0].weight.grad is None
-    assert pipe[1].out.weight.grad is not None
-
-
 def test_a_stage_that_does_not_use_its_tied_weight_adds_nothing():
     class Idle(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -155,71 +147,6 @@ def test_a_stage_that_does_not_use_its_tied_weight_adds_nothing():
     assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_the_loss_may_use_a_tied_weight(by_hand):
-    plain = language_model(1)
-    pipe = Pipe(language_model(1), [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
-    x, target = words(4), words(4, 1)
-
-    def penalized(module: nn.Module) -> Any:
-        # All parameters, as a penalty has them: it must see the one that the optimizer sees.
-        return lambda y, t: loss_of(y, t) + sum(p.square().sum() for p in module.parameters())
-
-    if by_hand:
-        with inline():
-            pipe.train_batch(x, target, loss_fn=penalized(pipe))
-    else:
-        pipe.train_batch(x, target, loss_fn=penalized(pipe))
-    for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
-        (penalized(plain)(plain(a), b) / 2).backward()
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_a_failed_call_leaves_the_gradient_of_a_tied_weight_as_it_was():
-    calls = []
-
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append(0)
-            if len(calls) == 7:
-                raise ValueError("seven")
-            return x
-
-    model = language_model(1)
-    head = model.pop(-1)
-    pipe = Pipe(
-        nn.Sequential(*model, Fails(), head), [2, 1, 1],
-        devices=["cpu:0", "cpu:1", "cpu:2"], chunks=4, checkpoint="never",
-    )  # fmt: skip
-    x, target = words(8), words(8, 1)
-    pipe.train_batch(x, target, loss_fn=loss_of)
-    before = [p.grad.clone() for p in pipe.parameters()]
-    with pytest.raises(ValueError, match="seven"):
-        pipe.train_batch(x, target, loss_fn=loss_of)
-    for p, grad in zip(pipe.parameters(), before, strict=True):
-        assert torch.equal(p.grad, grad)
-        p.grad = None
-    pipe.train_batch(x, target, loss_fn=loss_of)
-    for p, grad in zip(pipe.parameters(), before, strict=True):
-        assert torch.equal(p.grad, grad)
-
-
-def test_a_scaler_and_autocast_see_the_sum():
-    plain, scaler = language_model(1), torch.amp.GradScaler("cpu", init_scale=8.0)
-    pipe = Pipe(language_model(1), [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)
-    x, target = words(4), words(4, 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        pipe.train_batch(x, target, loss_fn=loss_of, grad_scaler=scaler)
-        shares = [
-            loss_of(plain(a), b) / 2 for a, b in zip(x.chunk(2), target.chunk(2), strict=True)
-        ]
-    for share in shares:
-        scaler.scale(share).backward()
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
-
-
 def test_gradients_of_an_embedding_may_be_sparse():
     embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
@@ -231,43 +158,3 @@ def test_gradients_of_an_embedding_may_be_sparse():
     for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
         (loss_of(plain(a), b) / 2).backward()
     assert torch.equal(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-def test_a_gpt2_of_hugging_face_trains_with_its_head_tied():
-    transformers = pytest.importorskip("transformers")
-
-    class Embeddings(nn.Module):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.wte, self.wpe = model.wte, model.wpe
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
-
-    class Layer(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: Tensor) -> Tensor:
-            output = self.block(x)
-            return output[0] if isinstance(output, tuple) else output
-
-    config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
-    body = model.transformer
-    layers = nn.Sequential(Embeddings(body), *map(Layer, body.h), body.ln_f, model.lm_head)
-    plain = copy.deepcopy(layers)
-    pipe = Pipe(layers, [2, 3], devices=["cpu:0", "cpu:1"], chunks=4)
-    x, target = words(8), words(8, 1)
-    pipe.train_batch(x, target, loss_fn=loss_of, schedule="1f1b")
-    for a, b in zip(x.chunk(4), target.chunk(4), strict=True):
-        (loss_of(plain(a), b) / 4).backward()
-    assert pipe[0].wte.weight is pipe[4].weight
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    model.tie_weights()
-    pipe(x)

@@ -1,19 +1,22 @@
-"""What ``train_stream`` takes, and what it refuses with the way out."""
+"""What ``train_stream`` takes and refuses, the versions that it holds, layers with habits."""
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from syncpipe import NoChunk, Pipe
+from syncpipe import Pipe
+from syncpipe.schedules.stream import VERSIONS
+from tests.support.running import Do
 from tests.support.skips import Receive, Send
+from tests.support.watched import Memory, alive, gone
 from tests.training.stream.models import WORKERS, adam, mini_batches, mlp, sgd
-from tests.training.stream.reference import reference
+from tests.training.stream.reference import by_the_paper, reference
 
 BALANCE = [2, 2, 2, 1]
 
@@ -56,17 +59,6 @@ def test_a_ragged_last_mini_batch_of_2bw(before, last, m, devices, checkpoint):
             assert torch.equal(a, b)
 
 
-def test_data_may_end_before_steps():
-    assert len(train(pipe_of(), mini_batches(3), steps=10).losses) == 3
-
-
-def test_a_loader_is_an_epoch():
-    loader = DataLoader(TensorDataset(*mini_batches(1, 20)[0]), batch_size=6)
-    pipe = pipe_of()
-    assert len(train(pipe, loader).losses) == 4
-    assert len(train(pipe, loader).losses) == 4
-
-
 def test_two_calls_are_one_with_the_optimizers_of_the_first():
     """But for the flush in between."""
     data = mini_batches(6)
@@ -76,24 +68,6 @@ def test_two_calls_are_one_with_the_optimizers_of_the_first():
     train(plain, data, optimizer=adam)
     for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_dicts_and_where_the_target_is():
-    data = mini_batches(4)
-    dicts = [{"x": x, "label": label} for x, label in data]
-
-    class First(nn.Linear):
-        def forward(self, batch):
-            return super().forward(batch["x"])
-
-    torch.manual_seed(0)
-    model = mlp()
-    first = First(8, 16)
-    first.load_state_dict(model[0].state_dict())
-    other = nn.Sequential(first, *list(model)[1:])
-    a, b = pipe_of(), pipe_of(module=other)
-    found = train(b, dicts, target="label")
-    assert torch.equal(train(a, data).losses, found.losses)
 
 
 def test_metrics_come_for_each_mini_batch():
@@ -114,23 +88,6 @@ def test_masked_targets_count_in_2bw():
     with torch.no_grad():
         expected = F.cross_entropy(mlp()(data[0][0]), data[0][1])
     torch.testing.assert_close(found.losses[0], expected)
-
-
-def test_a_tensor_for_all_micro_batches():
-    class Add(nn.Module):
-        def forward(self, pair):
-            return pair[0] + pair[1]
-
-    model = nn.Sequential(Add(), *mlp())
-    data = [((x, NoChunk(torch.ones(8))), target) for x, target in mini_batches(3, 8)]
-    assert len(train(pipe_of(module=model, balance=[2, 2, 2, 2]), data, versions="2bw").losses) == 3
-
-
-def test_hooks_of_parameters_see_the_gradient_of_each_update():
-    pipe, seen = pipe_of(), []
-    pipe[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
-    train(pipe, versions="2bw")
-    assert len(seen) == 5
 
 
 def test_skips_across_stages_and_running_statistics():
@@ -156,7 +113,6 @@ REFUSED = [
     ({"data": [torch.randn(4, 8)]}, TypeError, "gave Tensor for mini-batch 0"),
     ({"data": mini_batches(1, 8) + mini_batches(1, 3) + mini_batches(1, 8), "versions": "2bw"},
      ValueError, "mini-batch 1 gave 3 micro-batches, and is not the last one.*chunks=4"),
-    ({"optimizer": torch.optim.LBFGS}, ValueError, "stage 0 is an LBFGS"),
     ({"loss_fn": "mse"}, TypeError, "loss_fn must be callable"),
     ({"loss_fn": lambda y, t: (F.cross_entropy(y, t), 2.0), "versions": "2bw"}, ValueError,
      "give train_stream weight="),
@@ -171,12 +127,6 @@ def test_bad_arguments_are_refused_and_the_pipe_works(options, kind, message):
     with pytest.raises(kind, match=f"(?s){message}"):
         train(pipe, **options)
     assert_works(pipe)
-
-
-def test_one_optimizer_for_the_whole_model_is_refused():
-    pipe = pipe_of()
-    with pytest.raises(TypeError, match="each stage updates its weights by itself"):
-        train(pipe, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
 
 
 def test_optimizers_of_another_balance_are_refused():
@@ -209,10 +159,6 @@ def watched(kind):
     else:
         where.watched = nn.Parameter(memory, requires_grad=False)
     return Pipe(model, [1, 1, 1], devices=WORKERS[:3])
-
-
-def renormed():
-    return nn.Sequential(nn.Embedding(9, 8, max_norm=0.1), nn.Linear(8, 4))
 
 
 PIPES = [
@@ -265,14 +211,6 @@ def test_a_loss_with_a_parameter_that_no_stage_updates_is_refused():
     assert_works(pipe)
 
 
-def test_a_loss_with_the_weights_of_another_stage_is_refused():
-    pipe = pipe_of()
-    weight = pipe[0].weight
-    with pytest.raises(RuntimeError, match="no optimizer of train_stream would update it"):
-        train(pipe, loss_fn=lambda y, t: F.cross_entropy(y, t) + weight.square().sum())
-    assert weight.grad is None
-
-
 def test_a_loss_with_a_weight_of_the_last_stage_is_the_plain_loop_there():
     pipe, model = pipe_of(balance=[7], devices=["cpu"]), mlp()
 
@@ -288,12 +226,6 @@ def test_a_loss_with_a_weight_of_the_last_stage_is_the_plain_loop_there():
         optimizer.step()
     for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_without_grad_mode_it_is_refused():
-    pipe = pipe_of()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="train_stream needs gradients"):
-        train(pipe)
 
 
 def test_gradients_from_before_have_no_part():
@@ -321,32 +253,6 @@ def test_casts_of_weights_are_not_older_than_the_weights():
     assert torch.is_autocast_cache_enabled()
 
 
-def test_casts_are_fresh_on_several_workers_too():
-    def losses(devices):
-        with torch.autocast("cpu", torch.bfloat16):
-            return train(pipe_of(devices=devices), mini_batches(6)).losses
-
-    assert torch.equal(losses(WORKERS), losses(["cpu"] * 4))
-
-
-class Twice(nn.Linear):
-    """Uses its weight twice: with one cast of it there is one sum of gradients in low precision."""
-
-    def forward(self, x):
-        return super().forward(super().forward(x))
-
-
-def test_a_weight_that_is_cast_twice_is_so_on_all_devices():
-    def losses(devices):
-        torch.manual_seed(0)
-        model = nn.Sequential(Twice(8, 8), Twice(8, 8), Twice(8, 8), nn.Linear(8, 4))
-        pipe = Pipe(model, [1] * 4, devices=devices)
-        with torch.autocast("cpu", torch.bfloat16):
-            return train(pipe, mini_batches(12)).losses
-
-    assert torch.equal(losses(WORKERS), losses(["cpu"] * 4))
-
-
 def test_updates_are_in_the_trace():
     pipe = pipe_of()
     with pipe.trace() as trace:
@@ -354,3 +260,143 @@ def test_updates_are_in_the_trace():
     spans = sorted((span.j, span.i) for span in trace.spans if span.kind == "update")
     assert spans == [(j, b) for j in range(4) for b in range(5)]
     assert "update" in trace.table()
+
+
+@pytest.mark.parametrize("devices", [WORKERS, ["cpu"] * 4], ids=["workers", "one"])
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_versions_are_those_of_the_paper(versions, devices):
+    pipe = Pipe(mlp(), BALANCE, devices=devices, chunks=4)
+    data = mini_batches(9, 8)
+    found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    pieces = 4 if versions == "2bw" else 1
+    rows = [tuple(by_the_paper(b, j, [1] * 4, versions) for j in range(4)) for b in range(9)]
+    assert found.versions == [row for row in rows for _ in range(pieces)]
+    assert (
+        found.kept
+        == {"stashing": (4, 3, 2, 1), "vertical_sync": (4,) * 4, "2bw": (2,) * 4}[versions]
+    )
+
+
+class Weighed(nn.Linear):
+    """Remembers the memory of the weights that it computed with."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.seen: list[Memory] = []
+        self.counts: list[int] = []
+
+    def forward(self, x):
+        memory = self.weight.untyped_storage().data_ptr()
+        if all(memory != known for known, _ in self.seen):
+            self.seen.append((memory, Memory(self.weight)))
+        self.counts.append(alive([each for _, each in self.seen]))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_no_more_memory_is_taken_than_for_the_versions_that_are_held(versions):
+    layers = [Weighed() for _ in range(4)]
+    pipe = Pipe(nn.Sequential(*layers), [1] * 4, devices=WORKERS, chunks=4, checkpoint="never")
+    data = [(torch.randn(8, 4), torch.randint(0, 4, (8,))) for _ in range(20)]
+    found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    for layer, kept in zip(pipe, found.kept, strict=True):
+        assert max(layer.counts) <= kept
+    gc.collect()
+    for layer in pipe:
+        newest = layer.weight.untyped_storage().data_ptr()
+        assert gone([memory for where, memory in layer.seen if where != newest])
+
+
+def test_frozen_layers_have_one_version():
+    model = mlp()
+    model[0].requires_grad_(False)
+    pipe = Pipe(model, BALANCE, devices=WORKERS)
+    before = pipe[0].weight.clone()
+    found = pipe.train_stream(mini_batches(6), optimizer=sgd, loss_fn=F.cross_entropy)
+    assert found.optimizers[0] is None
+    assert found.kept[0] == 1
+    assert torch.equal(pipe[0].weight, before)
+
+
+def test_memory_does_not_grow_with_the_number_of_mini_batches():
+    """What a call keeps of each mini-batch is its loss, and numbers."""
+    alive_at = []
+
+    def data(steps):
+        for b in range(steps):
+            if b in (50, steps - 1):
+                gc.collect()
+                alive_at.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+            yield torch.randn(2, 8), torch.randint(0, 4, (2,))
+
+    pipe = Pipe(mlp(), [3, 4], devices=["cpu"] * 2, checkpoint="never")
+    pipe.train_stream(data(400), optimizer=sgd, loss_fn=F.cross_entropy)
+    early, late = alive_at
+    assert late - early <= 350 + 10  # the losses
+
+
+@pytest.mark.parametrize("versions", ["stashing", "2bw"])
+def test_except_last_recomputes_nothing_on_the_last_stage(versions):
+    """There each micro-batch goes back at once."""
+    forwards = [0, 0]
+
+    def counting(j):
+        def count(x):
+            forwards[j] += 1
+
+        return Do(count)
+
+    model = nn.Sequential(counting(0), nn.Linear(8, 8), counting(1), nn.Linear(8, 4))
+    pipe = Pipe(model, [2, 2], devices=WORKERS[:2], chunks=2, checkpoint="except_last")
+    pipe.train_stream(mini_batches(3), optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    micro_batches = 6 if versions == "2bw" else 3
+    assert forwards == [2 * micro_batches, micro_batches]
+
+
+class Clamps(nn.Linear):
+    """As BinaryConnect does."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_layer_that_assigns_to_its_weight_is_refused_where_it_has_versions():
+    model = nn.Sequential(Clamps(8, 8), nn.Linear(8, 4))
+    with pytest.raises(RuntimeError, match="by its data"):
+        train(Pipe(model, [1, 1], devices=WORKERS[:2]))
+
+
+def test_parameters_of_a_version_have_the_attributes_of_theirs():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            assert isinstance(self.weight, nn.Parameter)
+            return super().forward(x) * self.weight.scale
+
+    model = nn.Sequential(Scaled(8, 8), nn.Linear(8, 4))
+    model[0].weight.scale = 2.0
+    assert len(train(Pipe(model, [1, 1], devices=WORKERS[:2])).losses) == 5
+
+
+def test_hooks_of_several_parameters_run_once_for_each_update():
+    pipe, seen = pipe_of(), []
+    parameters = list(pipe[0].parameters())
+    torch.autograd.graph.register_multi_grad_hook(parameters, lambda grads: seen.append(len(grads)))
+    train(pipe)
+    assert seen == [2] * 5
+
+
+def test_a_loss_without_a_graph_is_refused():
+    with pytest.raises(RuntimeError, match="the loss does not require grad"):
+        train(pipe_of(), loss_fn=lambda y, t: F.cross_entropy(y.detach(), t))
+
+
+def renormed():
+    return nn.Sequential(nn.Embedding(9, 8, max_norm=0.1), nn.Linear(8, 4))
+
+
+def test_a_layer_that_writes_into_its_weight_is_refused_where_it_has_versions():
+    pipe = Pipe(renormed(), [1, 1], devices=WORKERS[:2], checkpoint="never")
+    data = [(torch.randint(0, 9, (4,)), torch.randint(0, 4, (4,))) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="a layer changed a parameter"):
+        train(pipe, data)

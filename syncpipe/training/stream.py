@@ -1,0 +1,661 @@
+"""Training without a flush: ``pipe.train_stream(...)``.
+
+The task is that of ``train_batch`` for as many micro-batches as there are, with other weights. The
+parameters themselves are always the newest version; the optimizer knows nothing else. A cell
+computes with leaves of its version, which are put in the parameters' places while it runs. They are
+made of the very memory of the parameters, as long as these stay as they are::
+
+    weight (version 2) ---- memory ---- leaf of version 2         cells 4, 5 are in flight
+
+    weight (version 3) ---- a copy of it, then updated in place
+                            memory ---- leaf of version 2         until cells 4, 5 have gone back
+
+So a version costs memory only if cells need it after the next one is there. A stage that never
+needs an old one, as the last, computes with the parameters themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from syncpipe.data import described, storage_of, tensors_in
+from syncpipe.layers.ties import overlapping
+from syncpipe.options import StageMode
+from syncpipe.runtime.engine import Run
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.graph import go_back
+from syncpipe.runtime.interrupts import Swap, undone
+from syncpipe.runtime.random_numbers import undisturbed
+from syncpipe.runtime.recomputation import version_of
+from syncpipe.runtime.streams import moved
+from syncpipe.runtime.thread_state import without_autocast
+from syncpipe.schedules.schedule import Kind
+from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_used, versions_kept
+from syncpipe.stages.call import Call, sent
+from syncpipe.stages.pipeline import Pipeline
+from syncpipe.stages.run import StageRun
+from syncpipe.stages.sharing import swaps_of
+from syncpipe.stages.stage import Stage
+from syncpipe.training.cell import Gradients, Leaves
+from syncpipe.training.loss import Loss, LossHead, Objective, known_loss
+from syncpipe.training.sources import FromIterator, Source, mini_batch
+from syncpipe.training.train import Parcel, TrainingTask, check_can_train
+
+_MANY = 1 << 62  #: more micro-batches than there will ever be
+_END: Any = object()  #: stands for a micro-batch that there is not, and ends the stream
+#: Makes the optimizer of a stage.
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What ``Pipe.train_stream`` returns.
+
+    Attributes:
+        losses: of each mini-batch, shape ``[steps]``, detached, on the last device.
+        metrics: for each mini-batch a dict of what the loss function returned beside its loss, or
+            None.
+        optimizers: for each stage its optimizer, None where nothing is trained: to go on with.
+        versions: for each micro-batch (that is each mini-batch, but for ``"2bw"``) and each stage
+            the version of the weights that was used there and back: the number of updates before.
+        kept: for each stage the largest number of versions of its weights that it held at a time.
+    """
+
+    losses: Tensor
+    metrics: list[dict[str, Any] | None]
+    optimizers: list[Optimizer | None]
+    versions: list[tuple[int, ...]]
+    kept: tuple[int, ...]
+
+
+def stream(
+    pipeline: Pipeline, iterator: Iterator[Any], *, pack: Any, chunks: int, optimizer: Any,
+    loss_fn: Any, steps: int | None, target: Any, versions: Versions, loss_reduction: str | None,
+    weight: Any, checkpoint: Sequence[StageMode], **running: Any,
+) -> Streamed:  # fmt: skip
+    check_can_train(pipeline, "train_stream")
+    loss = known_loss(loss_fn, loss_reduction, weight)
+    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
+    if versions != "2bw":
+        chunks = 1  # a mini-batch goes through in one piece
+    elif chunks < n:
+        raise ValueError(
+            f"versions='2bw' with chunks={chunks} and {n} stages: two versions of the weights are "
+            f"enough only for at least as many micro-batches as stages. Set pipe.chunks to {n} or "
+            "more, or use versions='stashing'"
+        )
+    with pipeline.training:
+        _check(pipeline, checkpoint, versions)
+        optimizers = _optimizers(pipeline, optimizer)
+        # The last stage goes back at once with every micro-batch, as others only with the last one.
+        *others, last = checkpoint
+        checkpoint = [*others, "never" if last == "except_last" else last]
+        source = _MiniBatches(iterator, chunks, steps, target, pack, loss, max(replicas))
+
+        def weights_of(stage: Stage) -> _StageWeights:
+            rule = None
+            if versions != "stashing":
+                rule = partial(
+                    version_used, j=stage.j, replicas=replicas, versions=versions, chunks=chunks
+                )
+            updates = optimizers[stage.j] if stage.number < n else None  # others follow the owner
+            most = versions_kept(stage.j, replicas, versions)
+            return _StageWeights(stage, updates, most, rule, replicas[stage.j])
+
+        weights = list(map(weights_of, pipeline.stages[:n]))
+        copied: list[Tensor] = []  # by replicas
+
+        def run() -> None:
+            pipeline.streaming = n > 1
+            if n > 1:  # casts of all stages go with an update of one, in the middle of a cell
+                torch.set_autocast_cache_enabled(False)
+            call = Call(pipeline, _MANY, checkpoint=checkpoint, **running)
+            if call.replicas is not None:
+                call.replicas.let_train(pipeline.replicas)
+            weights.extend(map(weights_of, pipeline.stages[n:]))
+            copied.extend(chain.from_iterable(own.parameters for own in weights[n:]))
+            for stage, own in zip(pipeline.stages, weights, strict=True):
+                own.stand_in(call.runs[stage.number])
+            leaves = _StreamLeaves(call, weights)
+            head = LossHead(call, source, leaves, keep_outputs=False)
+            program: Any = StreamSteps(
+                pipeline.edges, pipeline.numbers, pipeline.worker_of, call.rematerialized,
+                source.extent, chunks,
+            )  # fmt: skip
+            try:
+                call.run(program, _StreamTask(call, source, head, leaves, weights), None)
+            except BaseException as error:
+                updates = [own.updates for own in weights[:n]]
+                annotate(error, f"in train_stream, after {updates} updates of the stages' weights")
+                raise
+            for stage, own in zip(pipeline.stages, weights, strict=True):
+                call.release_to_caller(stage.number, own.state)
+
+        undone(
+            run,
+            chain(
+                map(setattr, [pipeline], ["streaming"], [False]),
+                map(torch._C._set_grad_enabled, [False]),
+                chain.from_iterable([own.undo() for own in weights]),
+                map(setattr, copied, repeat("grad"), repeat(None)),
+                map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
+                map(torch._C._set_grad_enabled, [True]),
+            ),
+        )
+        if not source.found:
+            raise ValueError("data_iter gave no mini-batch, so there is nothing to train")
+        found = [source.found[batch] for batch in range(len(source.found))]
+        device = pipeline.workers[pipeline.worker_of[pipeline.results]].device
+        rows = [[weights[number] for number in numbers] for numbers in pipeline.numbers]
+        with torch.no_grad():
+            return Streamed(
+                torch.stack([moved(loss, device) for loss, _ in found]),
+                [metrics for _, metrics in found],
+                optimizers,
+                [
+                    tuple([row[i % len(row)].used[i // len(row)] for row in rows])
+                    for i in range(sum(len(each.used) for each in rows[0]))
+                ],
+                tuple([max(each.kept for each in row) for row in rows]),
+            )
+
+
+def _check(pipeline: Pipeline, checkpoint: Sequence[StageMode], versions: Versions) -> None:
+    """Refuses what has no meaning without a flush, or none yet.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    n, replicas = pipeline.n, list(map(len, pipeline.numbers))
+    if len(pipeline.stages) > n and versions != "stashing":
+        raise ValueError(
+            f"versions={versions!r} of a pipe with replicas={replicas}: stages with more replicas "
+            "update less often, so there is no version of the whole model. Use "
+            "versions='stashing', or give each stage one device"
+        )
+    if 1 < len(pipeline.workers) < len(pipeline.stages):
+        raise ValueError(
+            f"train_stream of {n} stages with replicas={replicas} on {len(pipeline.workers)} "
+            "devices: give each stage, and each replica, a device of its own (or all of them one), "
+            "or choose a balance with as many stages"
+        )
+    if ties := pipeline.shared.find():
+        raise ValueError(
+            f"{ties[0]} are one tensor, and stages {list(ties[0].stages)} have it: in train_stream "
+            "each of them would compute with another version. Choose a balance that puts these "
+            "layers into one stage, untie them, or use train_batch"
+        )
+    if any(stage.defers for stage in pipeline.stages):
+        raise ValueError(
+            "deferred_batch_norm=True moves running statistics when a mini-batch is through, and "
+            "in train_stream the next one has begun by then: make the Pipe without it"
+        )
+    if "offload" in checkpoint:
+        raise ValueError(
+            "checkpoint='offload' fetches activations in the order of a mini-batch, and "
+            "train_stream has no end to count from: use 'always' or 'never'"
+        )
+    stages = pipeline.stages[:n]
+    several = [stage for stage in stages if versions_kept(stage.j, replicas, versions) > 1]
+    for stage in stages:
+        script = any(isinstance(m, torch.jit.ScriptModule) for m in stage.partition.modules())
+        if script and stage in several:
+            raise ValueError(
+                f"stage {stage.j} has a layer in TorchScript, which computes with its own tensors "
+                "only, and several versions of its weights: leave it as it is, or put it into a "
+                "stage that has one version (the last one, with versions='stashing')"
+            )
+        if any(is_lazy(p) for p in stage.partition.parameters()):
+            raise ValueError(
+                f"stage {stage.j} has parameters without values, and its optimizer is made before "
+                "the first mini-batch: run the plain model once before it is made a Pipe"
+            )
+    moves = {id(parameter) for stage in several for parameter in _trained(stage.partition)}
+    for a, b in overlapping([stage.partition for stage in stages]):
+        if moves & {id(a.tensor), id(b.tensor)}:
+            raise ValueError(
+                f"{a} and {b} are two tensors that have memory in common, which versions of them "
+                "would not: make them one parameter (a.weight = b.weight), or copies of their own"
+            )
+
+
+def _optimizers(
+    pipeline: Pipeline, optimizer: OptimizerFactory | Sequence[Optimizer | None]
+) -> list[Optimizer | None]:
+    """For each stage its optimizer.
+
+    Raises:
+        TypeError, ValueError: ``optimizer`` makes none, or they are not those of the stages.
+    """
+    parameters = [_trained(stage.partition) for stage in pipeline.stages[: pipeline.n]]
+    if not any(parameters):
+        raise ValueError("there is nothing to train: all parameters of the pipe are frozen")
+    found: list[Any] = []
+    if isinstance(optimizer, list | tuple):
+        found += optimizer
+    elif isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__}: each stage updates its weights by itself, so "
+            "give a function that makes an optimizer of a list of parameters, such as "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1), or the optimizers that an "
+            "earlier call returned"
+        )
+    else:
+        for j, own in enumerate(parameters):
+            try:
+                found.append(optimizer(own) if own else None)
+            except BaseException as error:
+                annotate(error, f"in optimizer, for the parameters of stage {j}")
+                raise
+    if len(found) != pipeline.n:
+        raise ValueError(
+            f"optimizer has {len(found)} optimizers, but there are {pipeline.n} stages: give one "
+            "for each, None where nothing is trained"
+        )
+    for j, (each, own) in enumerate(zip(found, parameters, strict=True)):
+        if not isinstance(each, Optimizer) and (each is not None or own):
+            raise TypeError(
+                f"optimizer of stage {j}, which has {len(own)} parameters to train, is "
+                f"{type(each).__name__}: it must be a torch.optim.Optimizer"
+            )
+        groups = [] if each is None else each.param_groups
+        there = {id(p) for group in groups for p in group["params"]}
+        if strange := len(there ^ set(map(id, own))):
+            raise ValueError(
+                f"the optimizer of stage {j} is not for the {len(own)} parameters that are trained "
+                f"there: {strange} are its only, or the stage's only. Freeze what is not to be "
+                "trained; after the balance has changed make new optimizers, by a function"
+            )
+    return found
+
+
+class _StageWeights:
+    """The weights of one stage. Used by its worker, and before and after that by the caller.
+
+    At most ``most`` versions are held. ``rule`` tells for each micro-batch the version that it
+    uses; None: the newest when it comes. Micro-batches come to ``every`` replica in turn.
+
+    Attributes:
+        parameters: those that are trained.
+        leaves: all that cells may use in their places, for each of as many versions as are held;
+            none if cells compute with the parameters.
+        used: for each micro-batch that came the version that it used.
+        updates: the number of updates so far, which is the newest version.
+        kept: the largest number of versions that were held at a time.
+    """
+
+    def __init__(
+        self, stage: Stage, optimizer: Optimizer | None, most: int,
+        rule: Callable[[int], int] | None, every: int,
+    ) -> None:  # fmt: skip
+        self.parameters = _trained(stage.partition)
+        self._optimizer, self._rule, self._every = optimizer, rule, every
+        self.used = array("q")
+        self.updates, self.kept = 0, 1
+        self._current: list[Tensor] = []
+        self._marks: list[Any] = []
+        self._swaps: list[tuple[StageRun, dict[int, list[Swap]]]] = []
+        self._memory = [parameter.data for parameter in self.parameters]
+        self._free: list[list[Tensor]] = []  # memory of versions that are over
+        held = most if most > 1 and self.parameters else 0
+        self.leaves = [list(map(_leaf, self.parameters)) for _ in range(held)]
+        self._unused = list(self.leaves)
+        #: Versions that are held, oldest first: the number, the leaves, and their marks.
+        self._held: deque[tuple[int, list[Tensor], list[Any]]] = deque()
+        if self.leaves:
+            self._hold()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @property
+    def state(self) -> list[Any]:
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        return [dict(each) if isinstance(each, dict) else each for each in states]
+
+    def enter(self, i: int) -> None:
+        """Call before micro-batch ``i``, the next one, goes forward."""
+        self.used.append(self.updates if self._rule is None else self._rule(i))
+        self.use(i)
+
+    def use(self, i: int) -> None:
+        """Call before anything else is done for micro-batch ``i``."""
+        if self.leaves:
+            version = self.used[i // self._every]
+            _, self._current, self._marks = self._held[version - self._held[0][0]]
+            for run, swaps in self._swaps:
+                run.swaps = swaps[id(self._current)]
+
+    def stand_in(self, run: StageRun) -> None:
+        """Lets the cells of the stage compute with the version in use."""
+        for each in run.all:
+            swaps: dict[int, list[Swap]] = {}
+            for leaves in self.leaves:
+                others = dict(zip(map(id, self.parameters), leaves, strict=True))
+                swaps[id(leaves)] = swaps_of(each.partition, others)
+            self._swaps.append((each, swaps))
+
+    def gradients(
+        self, i: int, others: Sequence[Sequence[Tensor | None] | None] = ()
+    ) -> list[Tensor]:
+        """Gives parameters their gradients: the mean of those here and of other replicas.
+
+        These are None of a replica that had no mini-batch. Micro-batch ``i`` would be the first of
+        the next mini-batch, or, of several replicas, the one that would come here next. It returns
+        new memory, if the parameters were moved there.
+        """
+        if not (self.leaves or others):
+            return []
+        there = [self.taken(), *[grads for grads in others if grads is not None]]
+        means: list[Tensor | None] = []
+        for grads in zip(*there, strict=True):
+            found = [grad for grad in grads if grad is not None]  # else it is not used there
+            mean: Any = sum(found[1:], found[0]) if found else None
+            means.append(mean / len(there) if found and len(there) > 1 else mean)
+        made = self._make_room(i)
+        _give(self.parameters, means)
+        return made
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the version in use, which then has none."""
+        if self.leaves and self._marks != list(map(_mark, self._current)):
+            raise RuntimeError(
+                "a layer changed a parameter in its forward, in place (as an embedding with "
+                "max_norm does) or by its data, and train_stream has several versions of it, of "
+                "which only one would have changed: give the layer a stage that has one version "
+                "(the last one, with versions='stashing'), or use train_batch"
+            )
+        leaves = self._current if self.leaves else self.parameters
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return grads
+
+    def _make_room(self, i: int) -> list[Tensor]:
+        """Moves the parameters, if others still need the newest version as it is; to where.
+
+        Lets go of versions that nobody needs from micro-batch ``i`` on, after an update.
+        """
+        if i // self._every < len(self.used):
+            oldest = self.used[i // self._every]
+        else:
+            oldest = self.updates + 1 if self._rule is None else self._rule(i)
+        while self._held and self._held[0][0] < oldest:
+            version, leaves, _ = self._held.popleft()
+            self._unused.append(leaves)
+            if version < self.updates:  # else the parameters are there
+                self._free.append([leaf.data for leaf in leaves])
+        made: list[Tensor] = []
+        if self._held:
+            if not self._free:
+                made = [torch.empty_like(parameter.data) for parameter in self.parameters]
+                self._free.append(made)
+            for parameter, memory in zip(self.parameters, self._free.pop(), strict=True):
+                parameter.data = memory.copy_(parameter.data)
+        return made
+
+    @torch.no_grad()
+    def follow(self, i: int, newest: Sequence[Tensor]) -> list[Tensor]:
+        """Makes the next version what the owner's is; otherwise as :meth:`gradients`."""
+        made = self._make_room(i)
+        for parameter, value in zip(self.parameters, newest, strict=True):
+            parameter.copy_(value)
+        self.update()
+        return made
+
+    def update(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.updates += 1
+        if self.leaves:
+            self._hold()
+
+    def _hold(self) -> None:
+        leaves = self._unused.pop()
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            leaf.data = parameter.data
+        self._held.append((self.updates, leaves, list(map(_mark, leaves))))
+        self.kept = max(self.kept, len(self._held))
+
+    def undo(self) -> Iterator[Any]:
+        """What puts the newest weights where they were when it began; for ``undone``."""
+        moved = self.parameters if self.leaves else []
+        return chain(
+            map(Tensor.copy_, self._memory, moved),
+            map(setattr, moved, repeat("data"), self._memory),
+            map(setattr, self.parameters, repeat("grad"), repeat(None)),
+        )
+
+
+def _trained(partition: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in partition.parameters() if parameter.requires_grad]
+
+
+def _leaf(parameter: nn.Parameter) -> Tensor:
+    """Of the same memory; not by ``detach()``, which would have the same version counter."""
+    leaf = parameter.data.as_subclass(type(parameter)).requires_grad_()
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
+def _mark(leaf: Tensor) -> tuple[int, int]:
+    """Changes when a layer writes into it, or assigns to its ``data``."""
+    return version_of(leaf), storage_of(leaf)
+
+
+def _give(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Gives parameters their gradients, by way of hooks if they have any."""
+    hooked: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None or not parameter.requires_grad:  # a hook of the user's froze it
+            continue
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            hooked.append((parameter, grad))
+        else:
+            parameter.grad = grad
+    if hooked:  # in one backward, for hooks of several
+        go_back([get_gradient_edge(p) for p, _ in hooked], [grad for _, grad in hooked])
+
+
+class _MiniBatches(FromIterator):
+    """Takes mini-batches from an iterator, each only when the first stage is ready for it.
+
+    Each is cut into ``chunks`` micro-batches, and has an objective of its own. As an objective of
+    the stream it is used by the workers of the last stage under a lock.
+
+    Attributes:
+        extent: how many micro-batches there are.
+        found: by mini-batch the loss, detached, and the metrics, or None.
+    """
+
+    known = None  # each objective knows its own weights
+
+    def __init__(
+        self, iterator: Iterator[Any], chunks: int, steps: int | None, where: Any, pack: Any,
+        loss: Loss, replicas: int,
+    ) -> None:  # fmt: skip
+        super().__init__(iterator, 0, where, pack)
+        self.chunks, self.call, self.draws, self._loss = chunks, loss.call, loss.draws, loss
+        self.extent = Extent(math.inf if steps is None else steps * chunks, replicas)
+        self._most = math.inf if steps is None else (steps - 1) * chunks
+        self.found: dict[int, tuple[Tensor, dict[str, Any] | None]] = {}
+        self._objectives: dict[int, Objective] = {}  # of those that came, and are not through yet
+        self._noted: dict[int, tuple[Any, ...]] = {}
+
+    def there(self, i: int) -> bool:
+        """Whether there is a micro-batch ``i``; to be asked once for each, in any order."""
+        with self._lock:
+            while self._following <= min(i, self.extent.backwards - 1):
+                self._take(self._following)
+            return i < self.extent.backwards
+
+    def _take(self, i: int) -> None:
+        """Takes the mini-batch that begins with micro-batch ``i``; or the stream ends there."""
+        batch = i // self.chunks
+        taken = self._cut(batch)
+        m = 0 if taken is None else taken.m
+        if m < self.chunks:  # the end, or a last mini-batch that has fewer samples
+            self.extent.end(i + m)
+        if 0 < m < self.chunks and i < self._most and self._cut(batch + 1) is not None:
+            raise ValueError(
+                f"mini-batch {batch} gave {m} micro-batches, and is not the last one, but "
+                f"versions='2bw' updates the weights after chunks={self.chunks} of them: use "
+                "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
+            )
+        if taken is not None:
+            self._waiting.update((i + k, (taken, k)) for k in range(m))
+            self.sizes += taken.sizes
+        self._following = i + self.chunks
+
+    def _cut(self, batch: int) -> Source | None:
+        if (pair := self._next_pair(f"mini-batch {batch}")) is None:
+            return None
+        if any(tensor.requires_grad for tensor in tensors_in(pair)):
+            raise ValueError(
+                f"mini-batch {batch} has a tensor that requires grad, but train_stream gives no "
+                "gradients to what its inputs were made of: detach() it"
+            )
+        cut = mini_batch(self._pack(pair[0]), pair[1], self.chunks)
+        objective = self._objectives[batch] = Objective(self._loss, cut)
+        if objective.known is not None:  # here, where targets are; the loss may be elsewhere
+            weights, total = objective.known
+            objective.known = list(map(float, weights)), float(total)
+        return cut
+
+    def pull(self, i: int) -> Any:
+        taken, k = self._waiting[i]
+        return taken.pull(k)
+
+    def target(self, i: int) -> Any:
+        taken, k = self._waiting.pop(i)
+        return taken.target(k)
+
+    def peek_target(self, i: int) -> Any:
+        taken, k = self._waiting[i]
+        return taken.peek_target(k)
+
+    def root_and_gradient(self, i: int, *args: Any) -> tuple[Tensor, float]:
+        """As that of an ``Objective``, for micro-batch ``i`` of the stream."""
+        batch, k = divmod(i, self.chunks)
+        objective = self._objectives[batch]
+        root = objective.root_and_gradient(k, *args)
+        if not root[0].requires_grad:
+            raise RuntimeError(
+                "the loss does not require grad, so there is nothing to train: loss_fn detaches "
+                "what it is given, or does not use it"
+            )
+        if objective.came_with_weights and self.chunks > 1:
+            raise ValueError(
+                "loss_fn returned (loss, weight), but the weights of all micro-batches are needed "
+                "before the first of them runs backward: give train_stream weight=, a function of "
+                "the target, and let loss_fn return the loss alone"
+            )
+        self._noted[i] = objective.noted(k)
+        if k == objective.m - 1:
+            del self._objectives[batch]
+            with torch.no_grad():
+                self.found[batch] = self._noted[i] = objective.loss(), objective.metrics()
+        return root
+
+    def noted(self, i: int) -> tuple[Any, ...]:
+        """What was noted of a micro-batch, with which the caller goes on; to be asked once."""
+        return self._noted.pop(i)
+
+
+class _StreamLeaves(Leaves):
+    """What cells may add gradients to: what they compute with, and nothing else."""
+
+    def __init__(self, call: Call, weights: Sequence[_StageWeights]) -> None:
+        versions: list[Any] = [each.leaves or [each.parameters] for each in weights]
+        known = [list(chain.from_iterable(leaves)) for leaves in versions]
+        super().__init__(call, Gradients(), known)
+
+    def claim(self, j: int, new: list[Tensor]) -> None:
+        super().claim(j, [])
+        if new:
+            raise RuntimeError(
+                f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
+                "but is none of the parameters that a layer of that stage computes with: no "
+                "optimizer of train_stream would update it with the stage. Make it a parameter of "
+                "a layer there, that the layer finds by its name (not through a list, a dict or a "
+                "closure), or detach() it"
+            )
+
+
+class _StreamTask(TrainingTask):
+    def __init__(
+        self, call: Call, source: _MiniBatches, head: LossHead, leaves: Leaves, weights: Any
+    ) -> None:
+        super().__init__(call, source, head, leaves)
+        self._stream, self._weights = source, weights
+
+    def bind(self, kind: Kind, j: int) -> Run:
+        if kind in ("reduce", "update"):
+            act = partial(self._reduce if kind == "reduce" else self._update, j)
+            return self.call.bound(without_autocast(self.call.state, act), kind, j)
+        run, weights = super().bind(kind, j), self._weights[j]
+
+        def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+            if self._first[j]:
+                there = undisturbed(partial(self._comes, i))
+            else:
+                there = parcels[0].value is not _END
+            if not there:
+                return [Parcel(_END)] * len(self._pipeline.outgoing[j])
+            weights.enter(i)
+            return run(i, parcels)
+
+        def with_weights(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
+            weights.use(i)
+            return run(i, parcels)
+
+        return forward if kind == "forward" else with_weights
+
+    def _comes(self, i: int) -> bool:
+        with self.call.as_caller():
+            return self._stream.there(i)
+
+    def _reduce(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        """Sends the gradients of a replica to the owner; None where it had no mini-batch."""
+        grads = self._weights[j].taken() if i < self._stream.extent.backwards else None
+        return [self._to(j, self._pipeline.stages[j].j, grads)]
+
+    def _to(self, j: int, other: int, value: Any) -> Parcel:
+        return Parcel(*sent(self.call.lane_of[j], self.call.lane_of[other], value))
+
+    def _update(self, j: int, i: int, parcels: list[Parcel]) -> list[Parcel]:
+        owner, *others = self._pipeline.numbers[self._pipeline.stages[j].j]
+        chunks, weights = self._stream.chunks, self._weights[j]
+        following = i + len(others) + 1 if others else (i // chunks + 1) * chunks
+        given = [parcel.value for parcel in parcels]
+        try:
+            if j == owner:
+                self.call.release_to_caller(j, weights.gradients(following, given))
+                weights.update()
+            else:
+                self.call.release_to_caller(j, weights.follow(following, *given))
+        except BaseException as error:
+            annotate(error, f"in the update of stage {j}, after micro-batch {i}")
+            raise
+        for run in self.call.runs[j].all:
+            if run.modules is not None:
+                run.modules.note_versions()
+        if self.call.state.nested:  # casts of the weights as they were
+            torch.clear_autocast_cache()
+        self._leaves.waits[j] = None  # gradients begin anew
+        newest = [parameter.detach() for parameter in weights.parameters]
+        return [self._to(j, other, newest) for other in others] if j == owner else []

@@ -1,0 +1,443 @@
+"""``train_batch``: inputs, layers of all kinds, what the caller set, recomputation, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.flop_counter import FlopCounterMode
+
+from syncpipe import NoChunk, Pipe, inline, is_checkpointing, is_recomputing
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
+from tests.support.training import (
+    FOUR,
+    KINDS,
+    RUNS,
+    WHOLE,
+    assert_same_step,
+    pipe_step,
+    plain_step,
+    weigh,
+)
+from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
+
+
+class Tree(nn.Module):
+    """From a tree of everything to a tree of everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, tree):
+        whole = tree.get("whole", torch.ones(3))
+        x = self.linear(tree["x"]) * tree["scale"] + tree["ids"][:, None] + whole
+        pair = (tree["pair"][0] * 2, tree["pair"][1])
+        return {**tree, "x": x, "pair": pair, "mask": x.detach() > 0}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_trees_with_numbers_none_and_several_tensors(run, checkpoint):
+    layers = nn.Sequential(Tree(), Tree(), Tree())
+    plain = copy.deepcopy(layers)
+    x = {
+        "x": torch.randn(5, 3, requires_grad=True),
+        "scale": 3,
+        "ids": torch.arange(5),
+        "pair": (torch.randn(5, 2, requires_grad=True), None),
+        "unused": torch.randn(5, 1, requires_grad=True),
+    }
+    pipe = pipe_of(layers, chunks=2, checkpoint=checkpoint)
+    orders = [[1, 0] if run == "gpipe" else [0, 1]] * 3
+    expected = plain_step(plain, x, loss_fn=weigh, chunks=2, orders=orders, balance=[1, 1, 1])
+    assert expected.input_grads[-1] is not None
+    actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
+    assert_same_step(actual, expected, exact=run != "zb_h1")
+
+
+def test_a_tensor_that_every_micro_batch_needs_whole():
+    whole = torch.randn(3, requires_grad=True)
+    layers = nn.Sequential(Tree(), Tree())
+    x = {"x": torch.randn(5, 3), "scale": 2, "ids": torch.arange(5), "pair": (torch.ones(5), None)}
+    pipe = pipe_of(layers, chunks=2)
+
+    def loss_fn(tree):
+        return tree["x"].pow(2).mean()
+
+    expected = loss_fn(layers({**x, "whole": whole}))
+    grads = torch.autograd.grad(expected, [whole, *layers.parameters()])
+    loss = pipe.train_batch({"whole": NoChunk(whole), **x}, loss_fn=loss_fn)  # first in the tree
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close([whole.grad, *(p.grad for p in layers.parameters())], list(grads))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_a_pipe_inside_a_layer(run, checkpoint):
+    def build(inner):
+        torch.manual_seed(2)
+        core = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+        if inner:
+            core = Pipe(core, [2, 2], chunks=1, checkpoint="always")
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(core), nn.Linear(6, 3))
+
+    plain, pipe = build(False), pipe_of(build(True), checkpoint=checkpoint)
+    x = torch.randn(8, 6)
+    orders = [[3, 2, 1, 0] if run == "gpipe" else [0, 1, 2, 3]] * 3
+    expected = plain_step(plain, x, loss_fn=weigh, chunks=4, orders=orders, balance=[1, 1, 1])
+    actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
+    assert_same_step(actual, expected, exact=run != "zb_h1")
+
+
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_fake_tensors_are_trained(run):
+    with FakeTensorMode():
+        pipe = model_pipe(run)
+        loss = pipe.train_batch(
+            torch.randn(10, 6), torch.randn(10, 3), loss_fn=F.mse_loss, schedule=run
+        )
+        assert loss.shape == ()
+        assert all(p.grad.shape == p.shape for p in pipe.parameters())
+
+
+class Layer(nn.Module):
+    """A function of its input and of layers."""
+
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, x):
+        return self.function(x, *self.layers)
+
+
+def penalty(x: Tensor, layer: nn.Module) -> Tensor:
+    """Runs a backward of its own, and is differentiated twice."""
+    leaf = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(leaf).pow(2).sum(), leaf, create_graph=True)
+    return layer(x) + grad
+
+
+ARCHITECTURES: dict[str, Any] = {
+    "attention": lambda: [
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+    ],
+    "recurrent": lambda: [
+        Layer(lambda x, inner: inner(x)[0], nn.LSTM(8, 8, batch_first=True)),
+        nn.Linear(8, 8),
+        Layer(lambda x, inner: inner(x)[0], nn.GRU(8, 8, batch_first=True)),
+    ],
+    "convolution": lambda: [nn.Conv1d(5, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.BatchNorm1d(5)],
+    "embedding": lambda: [nn.Embedding(9, 8, max_norm=2.0), nn.Linear(8, 8), nn.LayerNorm(8)],
+    "views in place": lambda: [
+        nn.Linear(8, 8), Layer(lambda x: x[:, :3]), nn.ReLU(inplace=True), nn.Linear(8, 8)
+    ],
+    "spectral norm": lambda: [spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
+    "weight norm": lambda: [weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
+    "used twice": lambda: [Layer(lambda x, f: f(f(x).tanh()), nn.Linear(8, 8)), nn.Linear(8, 8)],
+    "a parameter comes out": lambda: [
+        nn.Linear(8, 8), Layer(lambda x, f: (x, f.weight), nn.Linear(8, 8)),
+        Layer(lambda t: t[0] @ t[1]),
+    ],
+    "expanded": lambda: [nn.Linear(8, 1), Layer(lambda x: x.expand(-1, -1, 8)), nn.Linear(8, 8)],
+    "gradient penalty": lambda: [nn.Linear(8, 8), Layer(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)],
+    "checkpointed": lambda: [
+        nn.Linear(8, 8),
+        Layer(lambda x, f: checkpointed(f, x, use_reentrant=False), nn.Linear(8, 8)),
+        nn.Tanh(),
+    ],
+    "cut off": lambda: [nn.Linear(8, 8), Layer(lambda x: x.detach()), nn.Linear(8, 8)],
+    "frozen between": lambda: [
+        nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+    ],
+    "complex": lambda: [
+        nn.Linear(8, 8), Layer(lambda x: torch.complex(x, x * 2)), Layer(lambda x: x.abs())
+    ],
+    "double": lambda: [nn.Linear(8, 8).double(), nn.Tanh(), nn.Linear(8, 8).double()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(name, run, checkpoint):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*ARCHITECTURES[name]())
+    plain, n = copy.deepcopy(layers), len(layers)
+    if name == "embedding":
+        x = torch.randint(9, (7, 5))
+    else:
+        x = torch.randn(7, 5, 8, dtype=next(layers.parameters()).dtype, requires_grad=True)
+    pipe = Pipe(layers, [1] * n, chunks=3, checkpoint=checkpoint)
+    orders = [[2, 1, 0] if run == "gpipe" else [0, 1, 2]] * n
+    for _ in range(2):
+        expected = plain_step(plain, x, loss_fn=weigh, chunks=3, orders=orders, balance=[1] * n)
+        actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
+        assert_same_step(actual, expected, exact=run != "zb_h1")
+        plain.zero_grad()
+        pipe.zero_grad()
+
+
+def test_lazy_layers_get_their_parameters_in_the_first_call():
+    pipe = pipe_of(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)))
+    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh)
+    assert pipe[0].weight.grad.shape == (4, 6)
+    assert pipe[2].weight.grad.shape == (3, 4)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
+@pytest.mark.parametrize("run", ["gpipe", "zb_h1"])
+def test_autocast_is_off_in_backward_and_as_it_was_afterwards(run, by_hand):
+    seen = []
+
+    def looking(x):
+        return on_gradient(x, lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    layers = nn.Sequential(nn.Linear(3, 3), Do(looking), nn.Linear(3, 3))
+    pipe = pipe_of(layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16), inline() if by_hand else nullcontext():
+        x = torch.randn(8, 3)
+        pipe.train_batch(x, loss_fn=lambda y: looking(y).float().sum(), schedule=run)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] * 8
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoint, cache):
+    def loss_fn(y, t):
+        assert torch.is_autocast_enabled("cpu")
+        assert y.dtype == torch.bfloat16
+        return F.mse_loss(y.float() @ torch.eye(3), t)
+
+    autocast = {"dtype": torch.bfloat16, "cache_enabled": cache}
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    plain = copy.deepcopy(layers)
+    pipe = Pipe(layers, [2, 2, 1], devices=FOUR, chunks=4, checkpoint=checkpoint)
+    x, target = torch.randn(8, 6), torch.randn(8, 3)
+    for _ in range(2):
+        losses = []
+        for c, t in zip(x.chunk(4), target.chunk(4), strict=True):
+            with torch.autocast("cpu", **autocast):
+                losses.append(loss_fn(plain(c), t) * 0.25)
+        for loss in losses[::-1] if run == "gpipe" else losses:
+            loss.backward()
+        with torch.autocast("cpu", **autocast):
+            ours = pipe.train_batch(x, target, loss_fn=loss_fn, schedule=run)
+        assert torch.equal(ours, sum(losses[1:], losses[0]))
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32
+            if run == "zb_h1":  # products in bfloat16, added in another order
+                torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-2)
+            else:
+                assert torch.equal(p.grad, q.grad)
+        for module in (pipe, plain):
+            torch.optim.SGD(module.parameters(), lr=0.5).step()
+            module.zero_grad()
+        plain.load_state_dict(pipe.state_dict())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", KINDS)
+def test_hooks_on_layers_see_what_they_see_in_the_loop(run, checkpoint):
+    def listen(module):
+        calls, grads = [], {}
+        for k in range(6):
+            module[k].register_forward_pre_hook(
+                lambda *_, k=k: None if is_recomputing() else calls.append((k, "before"))
+            )
+            module[k].register_forward_hook(
+                lambda *_, k=k: None if is_recomputing() else calls.append((k, "after"))
+            )
+            module[k].register_full_backward_hook(
+                lambda _, gi, go, k=k: grads.setdefault(k, []).extend([gi[0], go[0]])
+            )
+        return calls, grads
+
+    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
+    ours, theirs = listen(pipe), listen(plain)
+    x, target = torch.randn(10, 6, requires_grad=True), torch.randn(10, 3)
+    by_hand(plain, x, target, run)
+    pipe.train_batch(x, target, loss_fn=F.mse_loss, **RUNS[run][0])
+    assert sorted(ours[0]) == sorted(theirs[0])
+    for k in range(6):
+        assert_same(ours[1][k], theirs[1][k])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_saved_tensor_hooks_of_the_caller(run, checkpoint):
+    plain, pipe, packed = model(), model_pipe(run, checkpoint=checkpoint), []
+    x, target = torch.randn(10, 6), torch.randn(10, 3)
+    by_hand(plain, x, target, run)
+    with saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, packed.__getitem__):
+        pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=run)
+    assert packed
+    assert_same_state(pipe, plain, exact=run in WHOLE)
+
+
+@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+def test_the_flop_counter_counts_what_it_counts_for_the_loop(run):
+    x, target, flops = torch.randn(10, 6), torch.randn(10, 3), []
+    for checkpoint in ("never", "always", None):
+        with FlopCounterMode(display=False) as counter:
+            if checkpoint is None:
+                by_hand(model(), x, target, run)
+            else:
+                pipe = model_pipe(run, checkpoint=checkpoint)
+                pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=run)
+        flops.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as counter:
+        model()(x)
+    assert flops[0] == flops[2]
+    assert flops[1] == flops[2] + counter.get_total_flops()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]])
+def test_an_optimizer_in_backward_makes_one_step(schedule, devices):
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    pipe = Pipe(layers, [2, 1], devices=devices, chunks=4)
+    x, seen = torch.randn(8, 3), []
+    pipe.train_batch(x, loss_fn=torch.mean, schedule=schedule)
+    expected = [p.grad.clone() for p in pipe.parameters()]
+
+    def step(parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad = None
+
+    for parameter in pipe.parameters():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        pipe.train_batch(x, loss_fn=torch.mean, schedule=schedule)
+        assert len(seen) == len(expected)
+        for grad in expected:
+            assert any(torch.equal(grad, other) for other in seen)
+        assert all(p.grad is None for p in pipe.parameters())
+        seen.clear()
+
+
+def test_hooks_stay_where_a_call_fails():
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 1)), [1], devices=["cpu:0"], chunks=2)
+    seen = []
+    pipe[0].weight.register_post_accumulate_grad_hook(seen.append)
+
+    def fail(y):
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        pipe.train_batch(torch.randn(4, 3), loss_fn=fail)
+    assert not seen
+    pipe(torch.randn(4, 3)).sum().backward()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", KINDS)
+def test_deferred_batch_norm_counts_the_mini_batch_once(run, checkpoint):
+    pipe = model_pipe(run, checkpoint=checkpoint, deferred_batch_norm=True)
+    x = torch.randn(10, 6)
+    with torch.no_grad():
+        whole = model()
+        whole(x)
+    pipe.train_batch(x, loss_fn=weigh, **RUNS[run][0])
+    assert pipe[1].num_batches_tracked == 1
+    torch.testing.assert_close(dict(pipe.named_buffers()), dict(whole.named_buffers()))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("run", KINDS)
+def test_the_mode_says_which_micro_batches_are_recomputed_and_each_is_once(
+    run, checkpoint, training
+):
+    forwards, again = [], []
+
+    def note(x):
+        i = int(x.detach()[0, 0])
+        assert not (is_checkpointing() and is_recomputing())
+        if is_recomputing():
+            again.append(i)
+        else:
+            forwards.append((i, is_checkpointing()))
+
+    layers = nn.Sequential(*[nn.Sequential(Do(note), Scale()) for _ in range(4)])
+    pipe = Pipe(layers, [1] * 4, devices=RUNS[run][1], chunks=3, checkpoint=checkpoint)
+    pipe.train(training)
+    x = torch.arange(3.0).repeat_interleave(2)[:, None].repeat(1, 3)
+    pipe.train_batch(x, loss_fn=weigh, **RUNS[run][0])
+    dropped = {"always": [0, 1, 2], "except_last": [0, 1], "never": []}[checkpoint]
+    dropped = dropped if training else []
+    assert sorted(forwards) == sorted([(i, i in dropped) for i in range(3)] * 4)
+    assert sorted(again) == sorted(dropped * 4)
+
+
+class Scale(nn.Module):
+    """Leaves the first column as it is, which says which micro-batch this is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return torch.cat([x[:, :1], x[:, 1:] * self.weight], 1)
+
+
+@pytest.mark.parametrize("run", ["naive", "gpipe", "1f1b", "zb_h1"])
+def test_a_recomputation_starts_before_the_gradient_arrives(run):
+    started = [threading.Event() for _ in range(4)]
+    in_time = []
+
+    def wait(x):
+        begun = started[int(x.detach()[0, 0])]
+        return on_gradient(x, lambda grad: in_time.append(begun.wait(timeout=30)))
+
+    def note(x):
+        if is_recomputing():
+            started[int(x.detach()[0, 0])].set()
+
+    layers = [nn.Sequential(Do(note), Scale()), nn.Sequential(Scale(), Do(wait))]
+    pipe = pipe_of(nn.Sequential(*layers), checkpoint="always")
+    x = torch.arange(4.0).repeat_interleave(2)[:, None].repeat(1, 3)
+    pipe.train_batch(x, loss_fn=weigh, schedule=run)
+    assert in_time == [True] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_of_a_pipe_that_was_trained_trains(copied):
+    pipe, x = model_pipe("1f1b"), torch.randn(10, 6)
+    pipe.train_batch(x, loss_fn=weigh)
+    other = copied(pipe)
+    for module in (pipe, other):
+        module.zero_grad()
+        module.train_batch(x, loss_fn=weigh)
+    assert_same_state(other, pipe, exact=True)
+
+
+def test_two_threads_train_one_pipe():
+    pipe, plain = model_pipe("1f1b").eval(), model().eval()  # nothing but .grad changes
+    x, target = torch.randn(10, 6), torch.randn(10, 3)
+    losses = []
+    in_threads(
+        lambda _: losses.extend(pipe.train_batch(x, target, loss_fn=F.mse_loss) for _ in range(25)),
+        *range(2),
+    )
+    for _ in range(50):
+        expected, _ = by_hand(plain, x, target, "1f1b")
+    assert_same(losses, [expected] * 50)
+    assert_same_state(pipe, plain, exact=True)
