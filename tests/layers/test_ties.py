@@ -3,65 +3,60 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.layers.ties import check_memory, find_ties
+from syncpipe.layers.ties import find_ties
 from tests.support.models import assert_same, in_turn, step
 
-TWO = ["cpu:0", "cpu:1"]
+
+def pair(
+    first: nn.Module, second: nn.Module, devices: tuple[str, str] = ("cpu:0", "cpu:1")
+) -> Pipe:
+    return Pipe(nn.Sequential(first, second), [1, 1], devices=devices, chunks=2)
 
 
-def pair(first: nn.Module, second: nn.Module, **options: Any) -> Pipe:
-    """A pipe of two layers on two workers."""
-    return Pipe(nn.Sequential(first, second), [1, 1], devices=TWO, **options)
+def tied(first: nn.Module, second: nn.Module) -> tuple[nn.Module, nn.Module]:
+    second.weight = first.weight
+    return first, second
 
 
 def test_a_tie_knows_its_places_in_order_and_the_first_is_the_owner():
-    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    c.weight = b.weight
-    parts = [nn.Sequential(a), nn.Sequential(b), nn.Sequential(nn.Sequential(c, b))]
+    b, c = tied(nn.Linear(2, 2), nn.Linear(2, 2))
+    parts = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(b), nn.Sequential(nn.Sequential(c, b))]
     weight, bias = find_ties(parts)
     assert weight.tensor is b.weight
     assert weight.owner == 1
     assert weight.stages == (1, 2)
     assert [place.full_name for place in weight.places] == ["0.weight", "0.0.weight", "0.1.weight"]
     assert [place.full_name for place in bias.places] == ["0.bias", "0.1.bias"]
+    assert find_ties([nn.Sequential(b, nn.Sequential(b)), nn.Sequential(nn.ReLU())]) == []
 
 
-def test_what_one_stage_has_twice_is_no_tie():
-    layer = nn.Linear(2, 2)
-    assert find_ties([nn.Sequential(layer, nn.Sequential(layer)), nn.Sequential(nn.ReLU())]) == []
-
-
-# -- buffers
-
-
-class Masked(nn.Module):
-    """Reads a buffer, and counts in it if it is told to."""
+class Writes(nn.Linear):
+    """Reads a buffer and a weight, and writes into one of them if it is told to."""
 
     mask: Tensor
 
-    def __init__(self, *, counts: bool) -> None:
-        super().__init__()
-        self.linear, self.counts = nn.Linear(2, 2), counts
+    def __init__(self, into: str | None) -> None:
+        super().__init__(2, 2)
+        self.into = into
         self.register_buffer("mask", torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.counts:
+        if self.into is not None:
             with torch.no_grad():
-                self.mask += 1
-        return self.linear(x) * self.mask.clone()
+                getattr(self, self.into).mul_(1.5)
+        return super().forward(x) * self.mask.clone()
 
 
 def test_a_buffer_that_is_only_read_may_be_tied():
-    layer = Masked(counts=False)
+    layer = Writes(None)
     plain = nn.Sequential(layer, layer)
-    pipe = pair(*copy.deepcopy(plain), chunks=2)
+    pipe = pair(*copy.deepcopy(plain))
     x = torch.randn(4, 2)
     for _ in range(2):
         assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
@@ -73,23 +68,22 @@ def test_a_buffer_that_is_only_read_may_be_tied():
 
 @pytest.mark.parametrize("kind", ["mask", "weight"])
 def test_what_a_forward_changes_cannot_be_tied(kind):
-    layer = Masked(counts=True) if kind == "mask" else Writes(2, 2)
+    layer = Writes(kind)
     pipe, x = pair(layer, layer), torch.randn(4, 2)
     message = rf"'0\.{kind}' \(stage 0\) and '1\.{kind}' \(stage 1\).*in place.*untie"
-    with pytest.raises(RuntimeError, match=message):
-        pipe(x)
-    with pytest.raises(RuntimeError, match=message):
-        pipe.train_batch(x, loss_fn=torch.mean)
+    for call in (lambda: pipe(x), lambda: pipe.train_batch(x, loss_fn=torch.mean)):
+        with pytest.raises(RuntimeError, match=message):
+            call()
     assert all(p.grad is None for p in pipe.parameters())
-    layer.counts = False
+    layer.into = None
     pipe(x).sum().backward()
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_running_statistics_cannot_be_tied_in_training(deferred):
-    norm = nn.BatchNorm1d(2)
-    pipe = pair(norm, norm, deferred_batch_norm=deferred)
-    x = torch.randn(4, 2)
+    norm, x = nn.BatchNorm1d(2), torch.randn(4, 2)
+    layers = nn.Sequential(norm, norm)
+    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], deferred_batch_norm=deferred)
     with pytest.raises(ValueError, match=r"'0\.running_mean'.*BatchNorm1d.*eval\(\)"):
         pipe(x)
     assert pipe[0].running_mean.tolist() == [0, 0]
@@ -110,31 +104,14 @@ def test_one_worker_keeps_the_plain_models_order_in_pipe_of_x():
         pipe.train_batch(x, loss_fn=torch.mean)
 
 
-# -- refused
-
-
 def test_an_embedding_that_keeps_its_rows_short_cannot_be_tied():
-    embedding, head = nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 5, bias=False)
-    head.weight = embedding.weight
+    layers = tied(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 5, bias=False))
     with pytest.raises(RuntimeError, match=r"stage 0.*max_norm.*untie"):
-        pair(embedding, head)(torch.arange(4))
-
-
-class Writes(nn.Linear):
-    """Writes into its weight, if it is told to."""
-
-    counts = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.counts:
-            with torch.no_grad():
-                self.weight.mul_(1.5)
-        return super().forward(x)
+        pair(*layers)(torch.arange(4))
 
 
 def lazy() -> list[nn.Module]:
-    layer = nn.LazyLinear(2)
-    return [layer, layer]
+    return [nn.LazyLinear(2)] * 2
 
 
 def inside_of_a_pipe() -> list[nn.Module]:
@@ -165,41 +142,27 @@ def test_what_cannot_be_tied_is_refused_when_the_pipe_is_made(make, message):
 def test_different_parameters_in_one_memory_are_refused_on_different_devices():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = nn.Parameter(first.weight.detach()[:1].expand(2, 2))
-    parts = [nn.Sequential(first), nn.Sequential(second)]
-    with pytest.raises(ValueError, match=r"'0\.weight' in stage 0.*'0\.weight' in stage 1.*memory"):
-        check_memory(parts)
-    with pytest.raises(ValueError, match="memory in common"):
-        Pipe(nn.Sequential(first, second), [1, 1], devices=["cpu", "meta"])
+    message = r"'0\.weight' in stage 0.*'1\.weight' in stage 1.*memory in common"
+    with pytest.raises(ValueError, match=message):
+        pair(first, second, devices=("cpu", "meta"))
     assert second.weight.device.type == "cpu"
     pipe, x = pair(first, second), torch.randn(4, 2)
     assert torch.equal(pipe(x), second(first(x)))
 
 
-# -- devices
-
-
 def test_a_tied_weight_is_on_the_device_of_its_owner():
-    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5)
-    head.weight = embedding.weight
-    pipe = Pipe(nn.Sequential(embedding, head), [1, 1], devices=["meta", "cpu"])
+    pipe = pair(*tied(nn.Embedding(5, 3), nn.Linear(3, 5)), devices=("meta", "cpu"))
     assert pipe[0].weight is pipe[1].weight
     assert pipe[0].weight.device.type == "meta"
     assert pipe[1].bias.device.type == "cpu"
-
-
-def test_layers_that_are_placed_may_be_tied():
-    embedding = nn.Embedding(5, 3, device="meta")
-    head = nn.Linear(3, 5)
-    head.weight = embedding.weight
-    pipe = Pipe(nn.Sequential(embedding, nn.Linear(3, 3), head))
+    embedding, head = tied(nn.Embedding(5, 3, device="meta"), nn.Linear(3, 5))
+    pipe = Pipe(nn.Sequential(embedding, nn.Linear(3, 3), head))  # placed already
     assert pipe.balance == [1, 2]
     assert [device.type for device in pipe.devices] == ["meta", "cpu"]
 
 
 def test_what_was_untied_moves_to_its_own_device():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    pipe = Pipe(nn.Sequential(first, second), [1, 1], devices=["meta", "cpu"])
+    pipe = pair(*tied(nn.Linear(2, 2), nn.Linear(2, 2)), devices=("meta", "cpu"))
     own = pipe[1].weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
     with pytest.raises(NotImplementedError, match="meta"):  # there are no data to move
         pipe(torch.randn(1, 2, device="meta"))
