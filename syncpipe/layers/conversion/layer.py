@@ -29,7 +29,7 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 from math import inf
 from textwrap import indent
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -58,6 +58,8 @@ _TAKEN = {*dir(builtins), *keyword.kwlist, *_custom_builtins, "self"}
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 #: A value: its node in training, and that in evaluation; None where it is not there.
 _Value = tuple[fx.Node | None, fx.Node | None]
+#: A function of what a segment takes and pops, and what it uses by a name.
+_Code = tuple[str, dict[str, Any]]
 
 
 @dataclass
@@ -72,19 +74,6 @@ class _Segment:
     gives: list[_Value] | None = field(default_factory=list)
     pops: dict[str, _Value] = field(default_factory=dict)
     stashes: dict[str, _Value] = field(default_factory=dict)
-
-
-class _Code(NamedTuple):
-    """A function of what a segment takes and pops, in one mode; ``known`` it uses by a name."""
-
-    text: str
-    known: dict[str, Any]
-
-    def compiled(self) -> Callable[..., Any]:
-        names = {name: each.obj for name, each in _custom_builtins.items()} | self.known
-        exec(compile(self.text, "<syncpipe.sequential>", "exec"), names)
-        forward: Any = names["forward"]
-        return forward  # type: ignore[no-any-return]
 
 
 def layers_of(
@@ -219,10 +208,10 @@ def _connect(found: list[_Segment], runs: list[_Run], twins: dict[fx.Node, fx.No
 # Writing
 
 
-def _written(segment: _Segment, mode: int, output: Any, keep: Callable[[str, Any], None]) -> _Code:
+def _written(segment: _Segment, mode: int, output: Any, layer: nn.Module) -> _Code:
     """The code of a segment in one mode (0: training). Names are dropped after their last use.
 
-    ``keep`` is told what the code uses as attributes of the layer that the model does not have.
+    What it uses as attributes of the layer that the model does not have is put there.
     """
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     device: list[fx.Node] = []
@@ -242,7 +231,11 @@ def _written(segment: _Segment, mode: int, output: Any, keep: Callable[[str, Any
             if leaf not in known:  # a parameter, a buffer or a constant
                 known[leaf] = graph.get_attr(str(leaf.target))
                 if leaf.meta["key"][0] == "object":
-                    keep(str(leaf.target), leaf.meta["value"])
+                    name, value = str(leaf.target), leaf.meta["value"]
+                    if isinstance(value, Tensor):
+                        layer.register_buffer(name, value, persistent=False)
+                    else:
+                        layer.__dict__[name] = value
             return known[leaf]
         if leaf is DEVICE:
             given = next((n for n in known if isinstance(n.meta["value"], Tensor)), None)
@@ -273,7 +266,14 @@ def _written(segment: _Segment, mode: int, output: Any, keep: Callable[[str, Any
         graph.output(tuple(values))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
-    return _Code(code.src.strip() + "\n", names)
+    return code.src.strip() + "\n", names
+
+
+def _compiled(code: _Code) -> Callable[..., Any]:
+    names = {name: each.obj for name, each in _custom_builtins.items()} | code[1]
+    exec(compile(code[0], "<syncpipe.sequential>", "exec"), names)
+    forward: Any = names["forward"]
+    return forward  # type: ignore[no-any-return]
 
 
 # Layers
@@ -304,20 +304,14 @@ class ConvertedLayer(Holder):
         self._gives = None if segment.gives is None else len(segment.gives)
         self._syncpipe_skips = Declaration(tuple(segment.stashes), tuple(segment.pops))
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
-        self._codes = [_written(segment, m, outputs[m], self._keep) for m in (0, 1)]
-        self._functions = [code.compiled() for code in self._codes]
+        self._codes = [_written(segment, m, outputs[m], self) for m in (0, 1)]
+        self._functions = list(map(_compiled, self._codes))
         self._retyped = False
         self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
         self._ranks: dict[str, float] = {}  # the names in the model, in order
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _named_as_in_the_model
         )
-
-    def _keep(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.register_buffer(name, value, persistent=False)
-        else:
-            self.__dict__[name] = value
 
     @property
     def _device(self) -> torch.device:
@@ -396,7 +390,7 @@ class ConvertedLayer(Holder):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Only a dtype that no parameter has can have been that of the parameters.
         gone = self._dtypes.isdisjoint(t.dtype for t in (*self.parameters(), *self.buffers()))
-        named = any(kind in code.text for kind in _FLOATS for code in self._codes)
+        named = any(kind in text for kind in _FLOATS for text, _ in self._codes)
         self._retyped = named and gone and bool(self._dtypes)
         return self
 
@@ -407,7 +401,7 @@ class ConvertedLayer(Holder):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __repr__(self) -> str:
-        texts = list(dict.fromkeys(code.text.rstrip() for code in self._codes))
+        texts = list(dict.fromkeys(text.rstrip() for text, _ in self._codes))
         if len(texts) > 1:
             texts = ["# in training", texts[0], "# in evaluation", texts[1]]
         code, indexed = "", "\n".join(texts)
@@ -420,7 +414,7 @@ class ConvertedLayer(Holder):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._functions = [code.compiled() for code in self._codes]
+        self._functions = list(map(_compiled, self._codes))
 
 
 def _named_as_in_the_model(layer: nn.Module, _: Any) -> None:
