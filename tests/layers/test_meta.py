@@ -70,8 +70,13 @@ class Recurrent(nn.Module):
 
 
 def layers() -> list[nn.Module]:
-    transformer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-    return [Outer(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), transformer, Recurrent()]
+    return [
+        Outer(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+        Recurrent(),
+    ]
 
 
 def meta(make: Callable[[], Any] = lambda: nn.Sequential(*layers())) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from syncpipe.layers.ties import find_ties
 from tests.support.models import assert_same, in_turn, step
 
 
-def pair(
-    first: nn.Module, second: nn.Module, devices: tuple[str, str] = ("cpu:0", "cpu:1")
-) -> Pipe:
-    return Pipe(nn.Sequential(first, second), [1, 1], devices=devices, chunks=2)
+def pair(first: nn.Module, second: nn.Module, **options: Any) -> Pipe:
+    return Pipe(nn.Sequential(first, second), [1, 1], **{"devices": ["cpu:0", "cpu:1"], **options})
 
 
 def tied(first: nn.Module, second: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -56,7 +55,7 @@ class Writes(nn.Linear):
 def test_a_buffer_that_is_only_read_may_be_tied():
     layer = Writes(None)
     plain = nn.Sequential(layer, layer)
-    pipe = pair(*copy.deepcopy(plain))
+    pipe = pair(*copy.deepcopy(plain), chunks=2)
     x = torch.randn(4, 2)
     for _ in range(2):
         assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
@@ -82,8 +81,7 @@ def test_what_a_forward_changes_cannot_be_tied(kind):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_running_statistics_cannot_be_tied_in_training(deferred):
     norm, x = nn.BatchNorm1d(2), torch.randn(4, 2)
-    layers = nn.Sequential(norm, norm)
-    pipe = Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], deferred_batch_norm=deferred)
+    pipe = pair(norm, norm, deferred_batch_norm=deferred)
     with pytest.raises(ValueError, match=r"'0\.running_mean'.*BatchNorm1d.*eval\(\)"):
         pipe(x)
     assert pipe[0].running_mean.tolist() == [0, 0]
@@ -144,14 +142,14 @@ def test_different_parameters_in_one_memory_are_refused_on_different_devices():
     second.weight = nn.Parameter(first.weight.detach()[:1].expand(2, 2))
     message = r"'0\.weight' in stage 0.*'1\.weight' in stage 1.*memory in common"
     with pytest.raises(ValueError, match=message):
-        pair(first, second, devices=("cpu", "meta"))
+        pair(first, second, devices=["cpu", "meta"])
     assert second.weight.device.type == "cpu"
     pipe, x = pair(first, second), torch.randn(4, 2)
     assert torch.equal(pipe(x), second(first(x)))
 
 
 def test_a_tied_weight_is_on_the_device_of_its_owner():
-    pipe = pair(*tied(nn.Embedding(5, 3), nn.Linear(3, 5)), devices=("meta", "cpu"))
+    pipe = pair(*tied(nn.Embedding(5, 3), nn.Linear(3, 5)), devices=["meta", "cpu"])
     assert pipe[0].weight is pipe[1].weight
     assert pipe[0].weight.device.type == "meta"
     assert pipe[1].bias.device.type == "cpu"
@@ -162,7 +160,7 @@ def test_a_tied_weight_is_on_the_device_of_its_owner():
 
 
 def test_what_was_untied_moves_to_its_own_device():
-    pipe = pair(*tied(nn.Linear(2, 2), nn.Linear(2, 2)), devices=("meta", "cpu"))
+    pipe = pair(*tied(nn.Linear(2, 2), nn.Linear(2, 2)), devices=["meta", "cpu"])
     own = pipe[1].weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
     with pytest.raises(NotImplementedError, match="meta"):  # there are no data to move
         pipe(torch.randn(1, 2, device="meta"))
