@@ -1,19 +1,12 @@
 """Batch normalisation whose running statistics see whole mini-batches.
 
 In a pipe every micro-batch is normalised with its own statistics; nothing else is possible without
-making the micro-batches wait for each other. The *running* statistics, which evaluation uses, would
-be moved once per micro-batch, by small and noisy samples. Here they move once per mini-batch, by
-the mean and variance of all its samples (GPipe, https://arxiv.org/abs/1811.06965, section 3)::
-
-    micro-batch 0 --> DeferredBatchNorm --> ...      normalised with its own mean and variance
-    micro-batch 1 --> DeferredBatchNorm --> ...
-                              |  add
-                              v
-                     MiniBatchStatistics  -- commit --> running_mean, running_var (once)
-
-The accumulators belong to the mini-batch, never to the module, so that mini-batches may overlap and
-an abandoned one leaves no trace. Layers become deferred ones where they are: only their class
-changes, to a subclass that differs within a `collect` alone.
+making the micro-batches wait for each other. The *running* statistics, which evaluation uses, move
+once per mini-batch, by the mean and variance of all its samples (GPipe,
+https://arxiv.org/abs/1811.06965, section 3). The accumulators belong to the mini-batch, never to
+the module, so that mini-batches may overlap and an abandoned one leaves no trace. Layers become
+deferred ones where they are: only their class changes, to a subclass that differs within a
+`collect` alone.
 """
 
 from __future__ import annotations
@@ -52,9 +45,7 @@ _commit_lock = forkable()
 class MiniBatchStatistics:
     """The accumulators of one mini-batch, one for each `DeferredBatchNorm` that it passes.
 
-    Micro-batches of one mini-batch may add from several threads. A module that runs several times
-    per micro-batch pools all its inputs, and still counts one mini-batch.
-
+    Several threads may add. A module that runs several times per micro-batch pools all its inputs.
     On an accelerator, all is done on one stream, that of the stage; where it has replicas, each
     adds on its own, and the caller commits when he has waited for all of them.
     """
