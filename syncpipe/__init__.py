@@ -1,11 +1,6 @@
-"""Synchronous pipeline parallelism on one machine: ``Pipe`` runs an ``nn.Sequential`` over devices.
+"""Synchronous pipeline parallelism on one machine: ``Pipe`` runs a model over several devices::
 
-Example::
-
-    from syncpipe import Pipe
-
-    model = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
-    model(input).sum().backward()
+model = syncpipe.Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
 """
 
 from importlib import import_module

@@ -9,71 +9,42 @@ from __future__ import annotations
 
 import array
 import copy
+import copyreg
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-
-__all__ = [
-    "NoChunk",
-    "Structure",
-    "attributes_of",
-    "clones",
-    "compact",
-    "could_be_cut",
-    "described",
-    "distinct",
-    "extent",
-    "flatten",
-    "gather",
-    "hidden_tensor",
-    "leaf_names",
-    "map_tensors",
-    "objects_in",
-    "overlap",
-    "place_of",
-    "scatter",
-    "scatter_pair",
-    "storage_of",
-    "tensors_in",
-    "unflatten",
-    "unwrapped",
-]
-
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 # --- trees ---------------------------------------------------------------------------------------
 
 
-class Structure(NamedTuple):
-    """A tree without its leaves; equal for trees of the same types and keys.
-
-    Attributes:
-        spec: pytree's.
-        inner: for each leaf of that what is in it; nothing where all are leaves indeed.
-    """
-
-    spec: pytree.TreeSpec
-    inner: tuple[_Container | None, ...]
-
-
 @dataclass(frozen=True)
-class _Container:
-    """A container that pytree takes for a leaf."""
+class Structure:
+    """A container without its leaves; equal for containers of the same types and keys."""
 
-    like: Any = field(compare=False)
     kind: type
-    keys: list[Any]
-    values: Structure | None
+    keys: Any  #: of its entries, or what pytree remembers of it
+    children: tuple[Structure | None, ...]  #: None for a leaf
+    node: pytree.NodeDef | None = field(compare=False)  #: None where pytree takes it for a leaf
+    like: Any = field(compare=False)  #: the container itself, then
 
-    def filled(self, values: list[Any]) -> Any:
-        """One of the same type with other values."""
+    def __str__(self) -> str:
+        inner = ", ".join("*" if child is None else str(child) for child in self.children)
+        return f"{self.kind.__name__}({inner}; {self.keys})" if self.keys else f"({inner})"
+
+    def filled(self, leaves: Iterator[Any]) -> Any:
+        """One of the same type with the leaves that come next."""
+        values = [next(leaves) if s is None else s.filled(leaves) for s in self.children]
+        if self.node is not None:
+            return self.node.unflatten_fn(values, self.keys)
         try:
             if issubclass(self.kind, tuple):
                 return self.kind(values)
@@ -92,60 +63,50 @@ class _Container:
         return made
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_LEAVES = (type(None), bool, int, float, str, Tensor, bytearray, array.array)
 
 
-def _opened(leaf: Any) -> tuple[list[Any], list[Any]] | None:
-    """Keys and values of a container that pytree takes for a leaf; None for a leaf indeed."""
-    kind = type(leaf)
-    if kind in _PLAIN or isinstance(leaf, Tensor | bytearray | array.array):
+def _opened(tree: Any) -> tuple[pytree.NodeDef | None, list[Any], Any] | None:
+    """Of a container how pytree makes one, what is in it, and its keys; None for a leaf."""
+    if isinstance(tree, _LEAVES):
         return None
+    kind = type(tree)
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(tree))
+    if node is not None:
+        values, context = node.flatten_fn(tree)
+        return node, list(values), context
     if issubclass(kind, MutableMapping):
-        keys = list(leaf.keys())
-        return keys, [leaf[key] for key in keys]
+        keys = list(tree.keys())
+        return None, [tree[key] for key in keys], keys
     if dataclasses.is_dataclass(kind):
-        keys = [f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)]
-        return keys, [getattr(leaf, name) for name in keys]
+        keys = [f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
+        return None, [getattr(tree, name) for name in keys], keys
     if issubclass(kind, tuple | MutableSequence):
-        return list(range(len(leaf))), list(leaf)
+        return None, list(tree), list(range(len(tree)))
     return None
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
-    """Returns the leaves of a tree and its structure (None for a lone tensor)."""
-    if isinstance(tree, Tensor):
-        return [tree], None
-    found, spec = pytree.tree_flatten(tree)
-    contents = [_opened(leaf) for leaf in found]
-    if not any(contents):
-        return found, Structure(spec, ())
+    """Returns the leaves of a tree and its structure (None for a lone leaf)."""
     leaves: list[Any] = []
-    inner: list[_Container | None] = []
-    for leaf, content in zip(found, contents, strict=True):
-        if content is None:
-            leaves.append(leaf)
-            inner.append(None)
-        else:
-            keys, values = content
-            below, structure = flatten(values)
-            leaves += below
-            inner.append(_Container(leaf, type(leaf), keys, structure))
-    return leaves, Structure(spec, tuple(inner))
+    return leaves, _structure(tree, leaves)
+
+
+def _structure(tree: Any, leaves: list[Any]) -> Structure | None:
+    """The structure of a tree, whose leaves are appended."""
+    opened = _opened(tree)
+    if opened is None:
+        leaves.append(tree)
+        return None
+    node, values, keys = opened
+    children = tuple([_structure(value, leaves) for value in values])
+    return Structure(type(tree), keys, children, node, None if node else tree)
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure | None) -> Any:
     """The inverse of :func:`flatten`."""
     rest = iter(leaves)
-    if structure is None:
-        return next(rest)
-    if not structure.inner:
-        found = list(islice(rest, structure.spec.num_leaves))
-    else:
-        found = [
-            next(rest) if part is None else part.filled(unflatten(rest, part.values))
-            for part in structure.inner
-        ]
-    return pytree.tree_unflatten(found, structure.spec)
+    return next(rest) if structure is None else structure.filled(rest)
 
 
 _NO_SKIPS = ()  # most stages get and give one tensor, and these
@@ -205,20 +166,19 @@ def _replaced(tree: Any, tensors: Iterator[Tensor]) -> Any:
 
 def leaf_names(root: str, tree: Any) -> list[str]:
     """The way to each leaf, as one would write it in Python: ``input['x'][0]``."""
-    try:
-        found = pytree.tree_flatten_with_path(tree)[0]
-    except ValueError:  # a node type that was registered without names
-        return [f"leaf {k} of {root}" for k in range(len(flatten(tree)[0]))]
-    names: list[str] = []
-    for path, leaf in found:
-        name, content = root + pytree.keystr(path), _opened(leaf)
-        if content is None:
-            names.append(name)
-            continue
-        dots = dataclasses.is_dataclass(leaf) and not isinstance(leaf, MutableMapping)
-        for key, value in zip(*content, strict=True):
-            names += leaf_names(f"{name}.{key}" if dots else f"{name}[{key!r}]", value)
-    return names
+    opened = _opened(tree)
+    if opened is None:
+        return [root]
+    node, values, keys = opened
+    if node is None:
+        dots = dataclasses.is_dataclass(tree) and not isinstance(tree, MutableMapping)
+        steps = [f".{key}" if dots else f"[{key!r}]" for key in keys]
+    elif node.flatten_with_keys_fn is not None:
+        steps = [str(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+    else:  # registered without names
+        steps = [f"<entry {k}>" for k in range(len(values))]
+    found = zip(steps, values, strict=True)
+    return [name for step, value in found for name in leaf_names(root + step, value)]
 
 
 def described(tensor: Tensor) -> str:
@@ -228,68 +188,46 @@ def described(tensor: Tensor) -> str:
 
 # --- objects that are no trees -------------------------------------------------------------------
 
+#: What does something rather than being data.
+_APPARATUS: Any = (Callable, Iterator, ModuleType, Dataset, DataLoader, Sampler, Optimizer)
+
 
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, also where it has no dictionary; no code of its class runs."""
-    found = {}
-    for cls in type(thing).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            if hasattr(thing, name):
-                found[name] = getattr(thing, name)
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        own = None
-    return {**found, **own} if isinstance(own, dict) else found
-
-
-def could_be_cut(tensor: Tensor) -> bool:
-    """Whether a tensor may have one entry a sample; a parameter has not."""
-    return tensor.dim() > 0 and not isinstance(tensor, nn.Parameter)
+    """The attributes of an object, also where it has no dictionary."""
+    slots: list[str] = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
+    found = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+    return {**found, **getattr(thing, "__dict__", {})}
 
 
 def hidden_tensor(
-    thing: Any, is_meant: Callable[[Tensor], bool] = could_be_cut, depth: int = 3
+    thing: Any, is_meant: Callable[[Tensor], bool] | None = None, depth: int = 3
 ) -> str | None:
-    """Which attribute of an object holds a tensor that counts; None where none does.
-
-    What does something rather than being data (models, functions, iterators, datasets, optimizers)
-    is not looked into.
+    """The way to a tensor that counts in the attributes of an object, in Python; None without one.
 
     Args:
         thing: a leaf, or a container, whose entries are no attributes.
-        is_meant: which tensors count.
+        is_meant: which tensors count; by default those that may have one entry a sample.
         depth: how many objects in objects are looked into.
-
-    Returns:
-        How one gets from the object to the tensor, in Python.
     """
     if not depth or not gc.is_tracked(thing) or isinstance(thing, _APPARATUS):
         return None  # a number, a string: nearly always it is so
-    for base in type(thing).__mro__:
-        if base.__module__.startswith(("torch.utils.data", "torch.optim")):
-            return None
-    _, entries = _opened(thing) or ((), ())
-    known = {id(leaf) for entry in entries for leaf in flatten(entry)[0]}
+    entries = set(map(id, flatten(thing)[0]))
     for name, value in attributes_of(thing).items():
-        if not gc.is_tracked(value):
-            continue
-        leaves, _ = flatten(value)
-        for k, leaf in enumerate(leaves):
-            if id(leaf) in known:
+        for k, leaf in enumerate(flatten(value)[0]):
+            if id(leaf) in entries:
                 continue
             found: str | None = ""
             if not isinstance(leaf, Tensor):
                 found = hidden_tensor(leaf, is_meant, depth - 1)
-            elif not is_meant(leaf):
+            elif not (is_meant or _may_be_cut)(leaf):
                 continue
             if found is not None:
                 return leaf_names(f".{name}", value)[k] + found
     return None
 
 
-_APPARATUS: Any = (Callable, Iterator, ModuleType)
+def _may_be_cut(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and not isinstance(tensor, nn.Parameter)
 
 
 # --- micro-batches -------------------------------------------------------------------------------
@@ -303,12 +241,6 @@ class NoChunk:
         pipe({"tokens": tokens, "mask": NoChunk(mask)})   # mask: [length, length]
 
     The layers receive the bare tensor.
-
-    Args:
-        tensor: a tensor of any shape, also without dimensions.
-
-    Raises:
-        TypeError: ``tensor`` is not a tensor (other values are never cut, so they need no mark).
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -325,60 +257,28 @@ class NoChunk:
 
 
 def scatter(input: Any, chunks: int) -> list[Any]:
-    """Cuts a mini-batch into at most ``chunks`` micro-batches.
+    """Cuts a mini-batch into at most ``chunks`` micro-batches of its structure.
 
     Every tensor is cut along dimension 0 as by ``torch.chunk``; other values, and tensors in
-    :class:`NoChunk`, go whole to every micro-batch.
-
-    Args:
-        input: a tensor, or any pytree of tensors and other values.
-        chunks: how many micro-batches to make, at most.
-
-    Returns:
-        The micro-batches, each of the structure of ``input``.
-
-    Raises:
-        TypeError: ``chunks`` is not 1, and there is nothing to cut; or an object holds tensors that
-            are not found.
-        ValueError: a tensor has no dimension to cut, or the tensors give different numbers of
-            pieces.
+    :class:`NoChunk`, go whole to every micro-batch. Refuses what cannot be cut.
     """
-    if isinstance(input, Tensor) and input.dim() > 0:
-        cut = input.chunk(chunks)
-        return list(cut) if len(cut) > 1 else [input]
     return _scattered(input, chunks, {"input": input})
 
 
 def scatter_pair(input: Any, target: Any, chunks: int) -> tuple[list[Any], list[Any], list[int]]:
-    """Cuts a mini-batch and its targets into as many micro-batches.
+    """Inputs and targets of as many micro-batches, and the number of samples in each.
 
-    Args:
-        input: as for :func:`scatter`.
-        target: the same; one without any tensor to cut goes whole to every micro-batch.
-        chunks: how many micro-batches to make, at most.
-
-    Returns:
-        The inputs and the targets of the micro-batches, and the number of samples in each.
-
-    Raises:
-        ValueError: as :func:`scatter`, or a micro-batch would get another part of one tensor than
-            of another one.
+    A target without any tensor to cut goes whole to every micro-batch. Refuses what cannot be cut,
+    also because a micro-batch would get another part of one tensor than of another one.
     """
     named = {"input": input, "target": target}
-    if isinstance(input, Tensor) and isinstance(target, Tensor) and input.dim() and target.dim():
-        inputs, targets = list(input.chunk(chunks)), list(target.chunk(chunks))  # mostly it is so
-        cut = [input, target]
-    else:
-        pairs = _scattered((input, target), chunks, named)
-        inputs, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        cut = tensors_in((input, target))
-    if not cut:
-        return inputs, targets, [1]
-    rows = [[len(piece) for piece in leaf.chunk(chunks)] for leaf in cut]
+    inputs, targets = zip(*_scattered((input, target), chunks, named), strict=True)
+    cut = tensors_in((input, target))
+    rows = [[len(piece) for piece in leaf.chunk(chunks)] for leaf in cut] or [[1]]
     for other in rows[1:]:
-        if [size * len(cut[0]) for size in other] != [size * sum(other) for size in rows[0]]:
+        if [size * sum(rows[0]) for size in other] != [size * sum(other) for size in rows[0]]:
             raise ValueError(_cannot_scatter(named, chunks))
-    return inputs, targets, rows[0]
+    return list(inputs), list(targets), rows[0]
 
 
 def unwrapped(micro_batch: Any) -> tuple[Any, int]:
@@ -396,48 +296,33 @@ def _scattered(tree: Any, chunks: int, named: dict[str, Any]) -> list[Any]:
     leaves, structure = flatten(tree)
     if chunks > 1:
         _refuse_uncut(named, chunks)
-    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    if any(leaf.dim() == 0 for leaf in tensors.values()):
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    counts = {len(leaf.chunk(chunks)) if leaf.dim() else 0 for leaf in tensors} or {1}
+    if len(counts) > 1 or 0 in counts:
         raise ValueError(_cannot_scatter(named, chunks))
-    pieces = {k: leaf.chunk(chunks) for k, leaf in tensors.items()}
-    counts = {len(cut) for cut in pieces.values()}
-    if len(counts) > 1:
-        raise ValueError(_cannot_scatter(named, chunks))
-    m = counts.pop() if counts else 1
+    (m,) = counts
     if m == 1:
         return [unflatten(map(_bare, leaves), structure)]
-    return [
-        unflatten(
-            [pieces[k][i] if k in pieces else _bare(leaf) for k, leaf in enumerate(leaves)],
-            structure,
-        )
-        for i in range(m)
-    ]
+    columns = [t.chunk(chunks) if isinstance(t, Tensor) else (_bare(t),) * m for t in leaves]
+    return [unflatten(row, structure) for row in zip(*columns, strict=True)]
 
 
 def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
-    """Refuses what would go whole to every micro-batch though it should not.
-
-    Raises:
-        TypeError: an object holds tensors where they are not found; or there is no tensor to cut.
-    """
+    """Refuses what would go whole to every micro-batch though it should not."""
     for name, tree in named.items():
         leaves, structure = flatten(tree)
-        things = [
-            (leaf_name, leaf)
-            for leaf_name, leaf in zip(leaf_names(name, tree), leaves, strict=True)
-            if not isinstance(leaf, (Tensor, NoChunk))
-        ]
-        for where, thing in [*things, *((name, container) for container in _opaque(structure))]:
-            at = hidden_tensor(thing)
-            if at is not None:
-                raise TypeError(
-                    f"{where} (or what is in it), of type {type(thing).__name__}, holds a tensor "
-                    f"at {at} that is no entry of a tuple, dict or dataclass and would go whole to "
-                    f"each of the micro-batches (chunks={chunks}): pass the tensors in one of "
-                    "these, in syncpipe.NoChunk those that every micro-batch needs whole; or "
-                    "register the class by torch.utils._pytree.register_pytree_node"
-                )
+        things = [*zip(leaf_names(name, tree), leaves, strict=True)]
+        things += [(name, container) for container in _shallow_copied(structure)]
+        for where, thing in things:
+            if isinstance(thing, Tensor | NoChunk) or (at := hidden_tensor(thing)) is None:
+                continue
+            raise TypeError(
+                f"{where} (or what is in it), of type {type(thing).__name__}, holds a tensor "
+                f"at {at} that is no entry of a tuple, dict or dataclass and would go whole to "
+                f"each of the micro-batches (chunks={chunks}): pass the tensors in one of "
+                "these, in syncpipe.NoChunk those that every micro-batch needs whole; or "
+                "register the class by torch.utils._pytree.register_pytree_node"
+            )
     given = named["input"]
     if not tensors_in(given):
         shown = f"{given!r}" if isinstance(given, NoChunk | None) else type(given).__name__
@@ -449,10 +334,13 @@ def _refuse_uncut(named: dict[str, Any], chunks: int) -> None:
         )
 
 
-def _opaque(structure: Structure | None) -> list[Any]:
-    """The containers in a tree that pytree takes for leaves."""
-    parts = [part for part in (structure.inner if structure else ()) if part is not None]
-    return [found for part in parts for found in (part.like, *_opaque(part.values))]
+def _shallow_copied(structure: Structure | None) -> Iterator[Any]:
+    """The containers in a tree that have attributes beside their entries."""
+    if structure is not None:
+        if structure.node is None:
+            yield structure.like
+        for child in structure.children:
+            yield from _shallow_copied(child)
 
 
 def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
@@ -461,93 +349,69 @@ def _cannot_scatter(named: dict[str, Any], chunks: int) -> str:
         for where, leaf in zip(leaf_names(root, tree), flatten(tree)[0], strict=True):
             if not isinstance(leaf, Tensor):
                 continue
-            name = f"  {where}: {described(leaf)}"
-            if leaf.dim() == 0:
-                lines.append(f"{name} has no dimension to cut")
-                continue
-            sizes = [len(piece) for piece in leaf.chunk(chunks)]
-            few = ", ".join(map(str, sizes[:4]))
-            few = few if len(sizes) <= 5 else f"{few}, ..., {sizes[-1]}"
-            lines.append(f"{name} gives {len(sizes)} micro-batches of {few}")
+            found = "has no dimension to cut"
+            if leaf.dim():
+                sizes = [str(len(piece)) for piece in leaf.chunk(chunks)]
+                few = sizes if len(sizes) <= 5 else [*sizes[:4], "...", sizes[-1]]
+                found = f"gives {len(sizes)} micro-batches of {', '.join(few)}"
+            lines.append(f"  {where}: {described(leaf)} {found}\n")
     return (
-        f"the {' and the '.join(named)} cannot be cut into micro-batches along "
-        f"dimension 0 (chunks={chunks}):\n"
-        + "\n".join(lines)
-        + "\nGive all tensors the same batch size, and wrap those that every micro-batch needs "
-        "whole in syncpipe.NoChunk(tensor)."
+        f"the {' and the '.join(named)} cannot be cut into micro-batches along dimension 0 "
+        f"(chunks={chunks}):\n{''.join(lines)}Give all tensors the same batch size, and wrap "
+        "those that every micro-batch needs whole in syncpipe.NoChunk(tensor)."
     )
 
 
 def gather(outputs: list[Any]) -> Any:
     """Puts the outputs of the micro-batches together: the inverse of :func:`scatter`.
 
-    Args:
-        outputs: one output a micro-batch, all of one structure.
-
-    Returns:
-        One output of the same structure. Tensors are concatenated along dimension 0; other values
-        must be equal in every micro-batch. The output of a single micro-batch is returned as is.
-
-    Raises:
-        ValueError: the outputs differ in structure, in a value that is not a tensor, or hold
-            tensors that cannot be concatenated.
+    Tensors are concatenated along dimension 0; other values must be equal in every micro-batch. The
+    output of a single micro-batch is returned as it is.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if all(isinstance(output, Tensor) for output in outputs):
-        return _concatenated(outputs, first, 0)
     columns, structures = zip(*map(flatten, outputs), strict=True)
     for i, structure in enumerate(structures):
-        if structure is None or structure != structures[0]:
+        if structure != structures[0]:
             raise ValueError(
                 "the outputs of the micro-batches differ in structure: micro-batch 0 gave "
-                f"{_shown(structures[0])}, micro-batch {i} gave {_shown(structure)}. Let the last "
-                "layer return the same structure for every micro-batch."
+                f"{structures[0] or 'a tensor'}, micro-batch {i} gave {structure or 'a tensor'}. "
+                "Let the last layer return the same structure for every micro-batch."
             )
-    gathered = [
-        _concatenated(list(row), first, k)
-        if any(isinstance(value, Tensor) for value in row)
-        else _common(list(row), first, k)
-        for k, row in enumerate(zip(*columns, strict=True))
-    ]
-    return unflatten(gathered, structures[0])
+    rows = zip(*columns, strict=True)
+    return unflatten([_gathered(row, first, k) for k, row in enumerate(rows)], structures[0])
 
 
-def _shown(structure: Structure | None) -> str:
-    if structure is None:
-        return "a tensor"
-    inner = [part.kind.__name__ for part in structure.inner if part is not None]
-    return f"{structure.spec}" + (f" with {', '.join(inner)}" if inner else "")
-
-
-def _concatenated(row: list[Any], output: Any, k: int) -> Tensor:
+def _gathered(row: Sequence[Any], output: Any, k: int) -> Any:
+    """What the micro-batches gave at the ``k``-th leaf of the output, as one value."""
+    if not any(isinstance(value, Tensor) for value in row):
+        return _common(row, output, k)
     strangers = [type(value).__name__ for value in row if not isinstance(value, Tensor)]
     if strangers:
-        raise ValueError(
-            f"{leaf_names('output', output)[k]} is a tensor in some micro-batches and "
-            f"{strangers[0]} in others: let the last layer return the same kind of value for every "
-            "micro-batch"
+        wrong = (
+            f"is a tensor in some micro-batches and {strangers[0]} in others: let the last layer "
+            "return the same kind of value for every micro-batch"
         )
-    if any(tensor.dim() == 0 for tensor in row):
-        raise ValueError(
-            f"{leaf_names('output', output)[k]} is a tensor without dimensions in every "
-            f"micro-batch, and {len(row)} of them cannot be concatenated. Return one value a "
-            "sample from the last layer (for a loss: reduction='none'), or compute it from the "
-            "pipe's output, outside of the pipe."
+    elif any(tensor.dim() == 0 for tensor in row):
+        wrong = (
+            f"is a tensor without dimensions in every micro-batch, and {len(row)} of them cannot "
+            "be concatenated. Return one value a sample from the last layer (for a loss: "
+            "reduction='none'), or compute it from the pipe's output, outside of the pipe."
         )
-    try:
-        return torch.cat(row)
-    except (RuntimeError, TypeError) as error:
-        shapes = ", ".join(described(tensor) for tensor in row)
-        raise ValueError(
-            f"{leaf_names('output', output)[k]} cannot be concatenated along dimension 0, the "
-            f"micro-batches gave {shapes}: {error}. Bring the other dimensions to one size (pad "
-            "them) in the last layer."
-        ) from error
+    else:
+        try:
+            return torch.cat(list(row))
+        except (RuntimeError, TypeError) as error:
+            shapes = ", ".join(map(described, row))
+            wrong = (
+                f"cannot be concatenated along dimension 0, the micro-batches gave {shapes}: "
+                f"{error}. Bring the other dimensions to one size (pad them) in the last layer."
+            )
+    raise ValueError(f"{leaf_names('output', output)[k]} {wrong}")
 
 
-def _common(row: list[Any], output: Any, k: int) -> Any:
+def _common(row: Sequence[Any], output: Any, k: int) -> Any:
     first = row[0]
     for i, value in enumerate(row):
         try:
@@ -615,8 +479,6 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
     Kernels go by strides and by the alignment of memory, and the last bit by the kernel. So the
     copies have both from the originals.
     """
-    if len(tensors) == 1:
-        return [_clone(tensors[0])]
     made: dict[Any, Tensor] = {}
     return [
         made[key] if (key := place_of(tensor)) in made else made.setdefault(key, _clone(tensor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -14,31 +13,14 @@ from torch import nn
 
 from syncpipe.balance.balances import balance_named
 from syncpipe.hints import outside
+from syncpipe.layers import placement
 from syncpipe.layers.batchnorm import defer_batch_norm
 from syncpipe.layers.building import Initialization, build_specs, materialize
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.listing import has_specs
-from syncpipe.layers.placement import (
-    check_balance,
-    check_devices,
-    check_module,
-    check_no_hooks,
-    default_devices,
-    missing_balance,
-    move_layers,
-    placed_balance,
-    resolve_workers,
-)
 from syncpipe.layers.ties import check_memory, check_replicas, find_ties
 from syncpipe.layers.unpack import PipeSequential
-from syncpipe.options import (
-    ReplicasLike,
-    StageMode,
-    check_slots,
-    checked_replicas,
-    counts_of,
-    modes_of_stages,
-)
+from syncpipe.options import ReplicasLike, StageMode, check_slots, counts_of, modes_of_stages
 from syncpipe.runtime.random_numbers import let_modules_hold
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
@@ -46,49 +28,39 @@ from syncpipe.schedules.build import ScheduleLike
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.stage import Partition
 
-__all__ = ["Layout", "first_layout"]
-
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The layers of a pipe on their devices.
+    """The layers of a pipe on their devices; for each stage, where nothing else is said."""
 
-    Attributes:
-        layers: by name.
-        balance: for each stage the number of its layers.
-        devices: as they were asked for; None for those that there are.
-        replicas: as they were asked for.
-        checkpoint: as it was asked for.
-        schedule: what the pipe trains by.
-        defers: whether BatchNorm has statistics of the mini-batch.
-        unpack: whether tuples and dicts are spread over the arguments of the next layer.
-        served: for each stage the workers that serve it, first the one that holds its layers.
-        partitions: for each stage its layers.
-        modes: for each stage what ``checkpoint`` means there.
-    """
-
-    layers: dict[str, nn.Module]
+    layers: dict[str, nn.Module]  #: all, by name
     balance: list[int]
-    devices: list[Any] | None
-    replicas: ReplicasLike
-    checkpoint: Any
-    schedule: ScheduleLike
-    defers: bool
-    unpack: bool
-    served: list[tuple[Worker, ...]] = field(default_factory=list)
+    devices: list[Any] | None  #: as they were asked for; None for those that there are
+    replicas: ReplicasLike  #: as they were asked for
+    checkpoint: Any  #: as it was asked for
+    schedule: ScheduleLike  #: what the pipe trains by
+    defers: bool  #: whether BatchNorm has statistics of the mini-batch
+    unpack: bool  #: whether tuples and dicts are spread over the arguments of the next layer
+    served: list[tuple[Worker, ...]] = field(default_factory=list)  #: first the one with the layers
     partitions: list[Partition] = field(default_factory=list)
-    modes: tuple[StageMode, ...] = ()
+    modes: tuple[StageMode, ...] = ()  #: what ``checkpoint`` means there
 
-    def changed(self, *, training: bool, **asked: Any) -> Layout:
+    def changed(
+        self,
+        training: bool,
+        how: Initialization | None = None,
+        sample: Any = None,
+        **asked: Any,
+    ) -> Layout:
         """Another layout, with the layers cut and moved accordingly; or an error, and this one."""
         new = dataclasses.replace(self, **asked)
-        if isinstance(new.balance, str) or "layers" in asked or "balance" in asked:
+        if "layers" in asked:
             layers = new.sequential()
-            check_module(layers)
+            placement.check_module(layers)
             if not has_specs(layers):
                 verify_skippables(layers)
-            new = dataclasses.replace(new, balance=_sizes(new, new.balance, layers))
-        return _laid_out(new, Initialization(), training, self)
+            new = dataclasses.replace(new, balance=_sizes(new, layers, sample))
+        return _laid_out(new, how or Initialization(), training, self)
 
     def with_checkpoint(self, checkpoint: Any) -> Layout:
         """The same but for what is recomputed."""
@@ -102,7 +74,9 @@ class Layout:
 
     def sequential(self) -> nn.Sequential:
         """The layers by themselves."""
-        return (PipeSequential if self.unpack else nn.Sequential)(OrderedDict(self.layers))
+        made = PipeSequential() if self.unpack else nn.Sequential()
+        made._modules.update(self.layers)  # some may have names of attributes
+        return made
 
     @property
     def workers(self) -> list[Worker]:
@@ -112,93 +86,67 @@ class Layout:
 
 def first_layout(
     module: nn.Sequential,
-    balance: Iterable[int] | str | None,
+    balance: Any,
     devices: Iterable[Any] | None,
-    replicas: Any,
-    init_fn: Any,
-    seed: Any,
+    how: Initialization,
     sample: Any,
     **options: Any,
 ) -> Layout:
     """The layout of a new pipe, by the arguments of ``Pipe``."""
-    if not has_specs(module):
-        verify_skippables(module)
-    how = Initialization.checked(module, init_fn, seed)
+    given = None if devices is None else placement.check_devices(devices)
     if balance is None:
-        if replicas != 1:
-            raise ValueError(f"replicas={replicas!r} needs balance=[...] and devices=[...]")
-        balance, devices = _placed(module, devices)
+        if options["replicas"] != 1:
+            raise ValueError(
+                f"replicas={options['replicas']} needs balance=[...] and devices=[...]"
+            )
+        balance, found = placement.placed_balance(module)  # of layers that are on several already
+        if len(module) and (given is not None or len(set(found)) < 2):
+            asked = found if given is None else given
+            raise placement.missing_balance(len(module), max(2, len(asked)))
+        given = list(found) if len(module) else []
     if sample is not None:
         sample = batch_input(module, sample)
         if not isinstance(balance, str):
             raise ValueError("sample= is what balance='time' measures with: leave it out")
-    asked = Layout(
-        layers=cast("dict[str, nn.Module]", dict(module._modules)),
-        balance=[],
-        devices=None if devices is None else check_devices(devices),
-        replicas=checked_replicas(replicas),
-        **options,
-    )
-    asked = dataclasses.replace(asked, balance=_sizes(asked, balance, module, sample))
-    return _laid_out(asked, how, module.training, None)
+    layers = cast("dict[str, nn.Module]", dict(module._modules))
+    empty = Layout(layers={}, balance=[], devices=given, **options)
+    return empty.changed(module.training, how, sample, layers=layers, balance=balance)
 
 
-def _placed(module: nn.Sequential, devices: Iterable[Any] | None) -> tuple[list[int], list[Any]]:
-    """Balance and devices of layers that are on several devices already."""
-    balance, found = placed_balance(module)
-    if not len(module):
-        return [], []
-    if devices is not None or len(set(found)) < 2:
-        asked = found if devices is None else check_devices(devices)
-        raise missing_balance(len(module), max(2, len(asked)))
-    return balance, list(found)
-
-
-def _sizes(
-    asked: Layout, balance: Iterable[int] | str, module: nn.Sequential, sample: Any = None
-) -> list[int]:
+def _sizes(asked: Layout, module: nn.Sequential, sample: Any) -> list[int]:
     """The balance as numbers; by name there is a partition for each device."""
-    if isinstance(balance, str):
-        devices = default_devices(0) if asked.devices is None else asked.devices
-        replicas = asked.replicas
-        if not devices and not isinstance(replicas, int):
-            devices = default_devices(sum(replicas))
-        if not devices:
-            balance_named(balance, module, 1)  # whether it is a name at all
-            raise ValueError(
-                f"balance={balance!r} makes a partition for each device, and there is no "
-                "accelerator to count: name CPU workers, devices=['cpu:0', 'cpu:1'], or give the "
-                "number of layers of each partition, for which there are CPU workers by default"
-            )
-        if asked.devices is None and len(devices) == 1:
-            warnings.warn(
-                f"balance={balance!r} makes a partition for each device, and there is one, "
-                f"{devices[0]}: all layers are on it, without a pipeline; name devices=, or give "
-                "the number of layers of each partition",
-                stacklevel=outside(),
-            )
-        first = resolve_workers(devices, 1)[0].device
-        partitions = min(_stages_of(replicas, balance, len(devices)), max(1, len(module)))
-        balance = balance_named(balance, module, partitions, sample=sample, device=first)
-    return check_balance(balance, len(module))
-
-
-def _stages_of(replicas: ReplicasLike, balance: str, devices: int) -> int:
-    """How many stages a balance by name makes for so many devices."""
-    if isinstance(replicas, int):
-        if devices % replicas:
-            raise ValueError(
-                f"replicas={replicas}: {devices} devices cannot be divided by {replicas}: give as "
-                f"many as there are stages times {replicas}"
-            )
-        return devices // replicas
-    if len(set(replicas)) > 1:
+    balance: Any = asked.balance
+    if not isinstance(balance, str):
+        return placement.check_balance(balance, len(module))
+    replicas, devices = asked.replicas, asked.devices
+    if devices is None:
+        devices = placement.default_devices(sum(replicas) if isinstance(replicas, tuple) else 0)
+    if not devices:
+        balance_named(balance, module, 1)  # whether it is a name at all
+        raise ValueError(
+            f"balance={balance!r} makes a partition for each device, and there is no "
+            "accelerator to count: name CPU workers, devices=['cpu:0', 'cpu:1'], or give the "
+            "number of layers of each partition, for which there are CPU workers by default"
+        )
+    if asked.devices is None and len(devices) == 1:
+        text = f"balance={balance!r} makes a partition for each device, and there is one: name more"
+        warnings.warn(text, stacklevel=outside())
+    if not isinstance(replicas, int) and len(set(replicas)) > 1:
         raise ValueError(
             f"balance={balance!r} makes stages that are alike, but replicas={list(replicas)} are "
             "for stages that are not: give numbers of layers, such as those of "
             "syncpipe.planner.plan(..., replicas=True)"
         )
-    return len(replicas)
+    stages = len(devices) // replicas if isinstance(replicas, int) else len(replicas)
+    if isinstance(replicas, int) and len(devices) % replicas:
+        raise ValueError(
+            f"replicas={replicas}: {len(devices)} devices cannot be divided by {replicas}: give as "
+            f"many as there are stages times {replicas}"
+        )
+    stages = min(stages, max(1, len(module)))
+    first = placement.resolve_workers(devices, 1)[0].device
+    found = balance_named(balance, module, stages, sample=sample, device=first)
+    return placement.check_balance(found, len(module))
 
 
 def _served(asked: Layout) -> list[tuple[Worker, ...]]:
@@ -206,13 +154,13 @@ def _served(asked: Layout) -> list[tuple[Worker, ...]]:
     counts = counts_of(asked.replicas, len(asked.balance))
     total, devices = sum(counts), asked.devices
     if devices is None:
-        devices = default_devices(total)
+        devices = placement.default_devices(total)
     elif total > len(counts) and len(devices) != total:
         raise ValueError(
             f"replicas={counts} need {total} devices, those of the first stage first, but "
             f"{len(devices)} are given: {', '.join(map(str, devices))}"
         )
-    following = iter(resolve_workers(devices, total))
+    following = iter(placement.resolve_workers(devices, total))
     found = [tuple(islice(following, count)) for count in counts]
     for j, those in enumerate(found):
         if len(set(those)) < len(those):
@@ -243,7 +191,7 @@ def _laid_out(asked: Layout, how: Initialization, training: bool, before: Layout
         ties = find_ties(partitions)
     if asked.defers:
         defer_batch_norm(new.sequential())
-    move_layers(partitions, workers, ties)
+    placement.move_layers(partitions, workers, ties)
     for j, partition in enumerate(partitions):
         if workers[j].device.type == "cpu":
             let_modules_hold(partition)
@@ -255,7 +203,7 @@ def _laid_out(asked: Layout, how: Initialization, training: bool, before: Layout
 def _partitions(asked: Layout, training: bool, before: Layout | None) -> list[Partition]:
     same = before is not None and before.balance == asked.balance
     if before is not None and not same:
-        check_no_hooks(before.partitions)
+        placement.check_no_hooks(before.partitions)
     layers = iter(asked.layers.items())
     found = []
     for j, size in enumerate(asked.balance):

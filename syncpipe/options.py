@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import islice
-from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -19,55 +18,40 @@ from syncpipe.schedules.build import ScheduleLike, named, shown
 from syncpipe.schedules.schedule import Devices, Schedule
 from syncpipe.schedules.stream import VERSIONS
 
-__all__ = [
-    "ByLayer",
-    "ReplicasLike",
-    "Selective",
-    "StageMode",
-    "check_slots",
-    "check_stream",
-    "checked_chunks",
-    "checked_modes",
-    "checked_replicas",
-    "checked_schedule",
-    "consecutive",
-    "counts_of",
-    "modes_of_stages",
-]
+
+def _counted(value: Any, given: str, what: str) -> int:
+    """A number of things as an int, at least one."""
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{given}: {what} must be an integer") from error
+    if isinstance(value, bool) or count < 1:
+        raise ValueError(f"{given}: {what} must be at least 1")
+    return count
 
 
 def checked_chunks(chunks: Any) -> int:
-    """The number of micro-batches as an int.
+    """The number of micro-batches as an int."""
+    return _counted(chunks, f"chunks={chunks!r}", "the number of micro-batches")
 
-    Raises:
-        TypeError: not an integer.
-        ValueError: less than one.
-    """
-    try:
-        count = operator.index(chunks)
-    except TypeError as error:
-        raise TypeError(f"chunks must be an integer, not {chunks!r}") from error
-    if isinstance(chunks, bool):
-        raise ValueError(f"chunks={chunks!r}: must be a number, at least 1, not a bool")
-    if count <= 0:
-        raise ValueError(f"chunks={chunks!r}: the number of micro-batches must be at least 1")
-    return count
+
+def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
+    """The number of steps that ``train_stream`` makes, once its arguments are checked."""
+    if not isinstance(data_iter, Iterable) or isinstance(data_iter, Tensor | dict | str):
+        raise TypeError(
+            f"data_iter={type(data_iter).__name__}: it must give mini-batches one after another, "
+            "as a DataLoader, a list of pairs or an iterator does"
+        )
+    if versions not in VERSIONS:
+        raise ValueError(f"versions={versions!r}: must be one of {', '.join(map(repr, VERSIONS))}")
+    return None if steps is None else _counted(steps, f"steps={steps!r}", "mini-batches")
 
 
 # --- schedule ------------------------------------------------------------------------------------
 
 
 def checked_schedule(schedule: Any, slots: Any = None) -> ScheduleLike:
-    """A schedule, as far as it can be checked without a mini-batch.
-
-    Args:
-        schedule: anything that :func:`syncpipe.schedules.build` takes.
-        slots: of 1F1B; short for ``schedule=functools.partial(one_f_one_b, slots=slots)``.
-
-    Raises:
-        TypeError: not a schedule.
-        ValueError: an unknown name, or slots for something else than 1F1B.
-    """
+    """A schedule, as far as it can be checked without a mini-batch; ``slots`` are those of 1F1B."""
     if not isinstance(schedule, str | os.PathLike | Schedule) and not callable(schedule):
         raise TypeError(
             f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
@@ -93,32 +77,9 @@ def _with_slots(slots: Any) -> partial[Schedule]:
 
 
 def check_slots(schedule: ScheduleLike, replicas: Sequence[int]) -> None:
-    """Refuses slots that are wrong for so many replicas of each stage.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Refuses slots that are wrong for so many replicas of each stage."""
     if isinstance(schedule, partial) and schedule.func is one_f_one_b:
         schedule(1, consecutive(replicas))
-
-
-def check_stream(data_iter: Any, steps: Any, versions: Any) -> int | None:
-    """The number of steps that ``train_stream`` makes, once its arguments are checked.
-
-    Raises:
-        TypeError, ValueError: one of them does not fit.
-    """
-    if not isinstance(data_iter, Iterable) or isinstance(data_iter, Tensor | dict | str):
-        raise TypeError(
-            f"data_iter={type(data_iter).__name__}: it must give mini-batches one after another, "
-            "as a DataLoader, a list of pairs or an iterator does"
-        )
-    whole = isinstance(steps, Integral) and not isinstance(steps, bool)
-    if steps is not None and (not whole or steps < 1):
-        raise ValueError(f"steps={steps!r}: a number of mini-batches, at least 1, or None")
-    if versions not in VERSIONS:
-        raise ValueError(f"versions={versions!r}: must be one of {', '.join(map(repr, VERSIONS))}")
-    return None if steps is None else int(steps)
 
 
 # --- replicas ------------------------------------------------------------------------------------
@@ -128,32 +89,15 @@ ReplicasLike = int | tuple[int, ...]
 
 
 def checked_replicas(replicas: Any) -> ReplicasLike:
-    """A number for all stages, or one for each.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: less than one.
-    """
-    single = not isinstance(replicas, Iterable) or isinstance(replicas, str | bytes)
-    given = [replicas] if single else list(replicas)
-    try:
-        counts = [operator.index(count) for count in given]
-    except TypeError as error:
-        raise TypeError(
-            f"replicas={replicas!r}: must be a number of devices for each stage, such as "
-            "[2, 1, 1], or one number for all stages"
-        ) from error
-    if any(isinstance(count, bool) or count < 1 for count in given):
-        raise ValueError(f"replicas={replicas!r}: each stage is served by at least 1 device")
-    return counts[0] if single else tuple(counts)
+    """A number for all stages, or one for each."""
+    given, what = f"replicas={replicas!r}", "the number of devices of a stage, or of each, [2, 1],"
+    if isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes):
+        return tuple(_counted(count, given, what) for count in replicas)
+    return _counted(replicas, given, what)
 
 
 def counts_of(replicas: ReplicasLike, partitions: int) -> list[int]:
-    """For each partition the number of its replicas.
-
-    Raises:
-        ValueError: they are for another number of partitions.
-    """
+    """For each partition the number of its replicas."""
     if isinstance(replicas, int):
         return [replicas] * partitions
     if len(replicas) != partitions:
@@ -191,9 +135,6 @@ class Selective:
         policy: the operations whose results are saved, or a function ``(context, op, *args,
             **kwargs)`` that returns a ``torch.utils.checkpoint.CheckpointPolicy``. It is called
             for each operation, so it has to be quick.
-
-    Raises:
-        TypeError: neither.
     """
 
     def __init__(self, policy: Callable[..., Any] | Sequence[Any]) -> None:
@@ -220,37 +161,13 @@ class Selective:
 
 
 class ByLayer(NamedTuple):
-    """The layers of a stage that are computed again.
+    """The layers of a stage that are computed again, in runs of which only the input is kept."""
 
-    Attributes:
-        spans: the first layer and the one after the last of each run, counted in the stage. What
-            is in one run is computed again together, and only its input is kept.
-    """
-
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  #: first layer and the one after the last, in the stage
 
 
 #: What a stage does.
 StageMode = str | Selective | ByLayer
-
-_WAYS = (
-    f"one of {', '.join(map(repr, _NAMES))}, a function (layer) -> bool, a list of layers, a "
-    "syncpipe.Selective, or one of these for each stage"
-)
-
-
-def checked_modes(checkpoint: Any) -> Any:
-    """What ``checkpoint`` is, in a form that nobody can change.
-
-    Raises:
-        ValueError: none of the possible ways.
-    """
-    if not _by_stage(checkpoint):
-        return _checked_mode(checkpoint, checkpoint)
-    for mode in checkpoint:
-        if _by_stage(mode):
-            raise ValueError(f"checkpoint={checkpoint!r}: {mode!r} is not one mode")
-    return tuple(_checked_mode(mode, checkpoint) for mode in checkpoint)
 
 
 def _by_stage(checkpoint: Any) -> bool:
@@ -260,13 +177,18 @@ def _by_stage(checkpoint: Any) -> bool:
     )
 
 
+def checked_modes(checkpoint: Any) -> Any:
+    """What ``checkpoint`` is, in a form that nobody can change, before there are layers."""
+    if _by_stage(checkpoint):
+        return tuple(_checked_mode(mode, checkpoint) for mode in checkpoint)
+    return _checked_mode(checkpoint, checkpoint)
+
+
 def _checked_mode(mode: Any, checkpoint: Any) -> Any:
-    if isinstance(mode, str) and mode not in _NAMES:
-        raise ValueError(f"checkpoint={checkpoint!r}: {mode!r} is not {_WAYS}")
-    if isinstance(mode, (str, Selective)):
-        return mode
     if isinstance(mode, partial) and mode.func is create_selective_checkpoint_contexts:
         return Selective.of(mode)
+    if isinstance(mode, Selective) or (isinstance(mode, str) and mode in _NAMES):
+        return mode
     if callable(mode) and not isinstance(mode, type):
         return mode
     try:
@@ -274,7 +196,11 @@ def _checked_mode(mode: Any, checkpoint: Any) -> Any:
             raise TypeError
         return tuple(item if isinstance(item, bool) else _indices(item) for item in mode)
     except TypeError:
-        raise ValueError(f"checkpoint={checkpoint!r}: must be {_WAYS}") from None
+        raise ValueError(
+            f"checkpoint={checkpoint!r}: {mode!r} is not one of {', '.join(map(repr, _NAMES))}, a "
+            "function (layer) -> bool, a list of layers, a syncpipe.Selective, or one of these for "
+            "each stage"
+        ) from None
 
 
 def _indices(item: Any) -> int | tuple[int, ...]:
@@ -287,17 +213,7 @@ def _indices(item: Any) -> int | tuple[int, ...]:
 def modes_of_stages(
     checkpoint: Any, layers: Sequence[nn.Module], balance: Sequence[int]
 ) -> tuple[StageMode, ...]:
-    """What each stage does.
-
-    Args:
-        checkpoint: what :func:`checked_modes` returned.
-        layers: all layers.
-        balance: for each stage the number of its layers.
-
-    Raises:
-        ValueError: modes for another number of stages, layers that do not exist, or a predicate
-            that no layer fulfils.
-    """
+    """What each stage does, by what :func:`checked_modes` returned."""
     each = _by_stage(checkpoint)
     if each and len(checkpoint) != len(balance):
         raise ValueError(
@@ -326,29 +242,26 @@ def _runs(
 ) -> list[tuple[int, ...]]:
     """The runs of layers that are computed again, in order."""
     if callable(mode):
-        runs: list[tuple[int, ...]] = [(k,) for k in among if mode(layers[k])]
-        if not runs:
+        picked: list[tuple[int, ...]] = [(k,) for k in among if mode(layers[k])]
+        if not picked:
             raise ValueError(
                 f"checkpoint={mode!r}: no layer of {where} fulfils it; their types are "
                 f"{', '.join(sorted({type(layers[k]).__name__ for k in among}))}. For none at all "
                 "write 'never'"
             )
-        return runs
-    text, n = f"checkpoint={list(mode)}", len(layers)
-    if isinstance(mode[0], bool):
-        if len(mode) != n or not all(isinstance(flag, bool) for flag in mode):
-            raise ValueError(
-                f"{text}: give one bool for each of the {n} layers of the model, or the indices of "
-                "layers"
-            )
+        return picked
+    n, text = len(layers), f"checkpoint={list(mode)}"
+    bools = [isinstance(k, bool) for k in mode]
+    if all(bools) and len(mode) == n:
         return [(k,) for k in among if mode[k]]
+    if any(bools):
+        raise ValueError(f"{text}: give one bool for each of the {n} layers, or indices of layers")
     given = [run if isinstance(run, tuple) else (run,) for run in mode]
     for k in [k for run in given for k in run]:
-        if isinstance(k, bool) or not -n <= k < n:
-            raise ValueError(f"{text}: {k!r} is no layer; there are {n}, from 0")
-    runs = sorted(tuple(int(k) % n for k in run) for run in given)
-    flat = [k for run in runs for k in run]
-    if len(set(flat)) < len(flat):
+        if not -n <= k < n:
+            raise ValueError(f"{text}: {k} is no layer; there are {n}, from 0")
+    runs = sorted(tuple(k % n for k in run) for run in given)
+    if len({k for run in runs for k in run}) < sum(map(len, runs)):
         raise ValueError(f"{text}: a layer is in it twice")
     for run in runs:
         if run != tuple(range(run[0], run[0] + len(run))):

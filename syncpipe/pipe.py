@@ -12,7 +12,6 @@ from itertools import chain, islice
 from textwrap import indent
 from types import MethodType
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,6 +19,8 @@ from torch.optim import Optimizer
 
 from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
+from syncpipe.layers.building import Initialization
+from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.layer import in_order
 from syncpipe.layers.conversion.sequential import batch_input, call_input, model_signature
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
@@ -41,6 +42,7 @@ from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.thread_state import INLINE, driven
 from syncpipe.schedules.build import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
+from syncpipe.skip.skippable import unwrap_keys
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
@@ -52,21 +54,21 @@ from syncpipe.training.train import evaluate, train
 __all__ = ["Pipe"]
 
 #: What a loss function is that returns a loss, perhaps with its weight; and one with metrics.
-_Loss = nn.Module | Callable[..., Tensor | tuple[Tensor, float | Tensor]]
-_LossAndMetrics = Callable[
+_LossFn = nn.Module | Callable[..., Tensor | tuple[Tensor, float | Tensor]]
+_Metric = Callable[
     ..., tuple[Tensor, dict[str, Any]] | tuple[Tensor, float | Tensor, dict[str, Any]]
 ]
-_Metrics = dict[str, Any]
+_Weight = Callable[[Any], Any] | Sequence[Any] | None
 
 
-class _EvalOptions(TypedDict, total=False):
+class _Eval(TypedDict, total=False):
     loss_reduction: str | None
-    weight: Callable[[Any], Any] | Sequence[Any] | None
+    weight: _Weight
     data_iter: Iterable[Any] | None
     global_loss: bool
 
 
-class _TrainOptions(_EvalOptions, total=False):
+class _Train(_Eval, total=False):
     schedule: ScheduleLike | None
     slots: str | Sequence[int] | None
     accumulate: float
@@ -74,15 +76,23 @@ class _TrainOptions(_EvalOptions, total=False):
     verify: bool | None
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+class _Alone(_Train, total=False):
+    return_outputs: Literal[False]
+
+
+class _Both(_Train):
+    return_outputs: Literal[True]
+
+
+class _Maybe(_Train):
+    return_outputs: bool
+
+
 _building = forkable()
 
 
 class _Signed:
-    """A ``forward`` that has the signature of the model where that was converted.
-
-    Trainers look there for the arguments of a model.
-    """
+    """A ``forward`` with the signature of the model where that was converted, for trainers."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -92,8 +102,7 @@ class _Signed:
         if pipe is None:
             return self._function
         bound: Any = MethodType(self._function, pipe)
-        signature = model_signature(pipe)
-        if signature is not None:
+        if (signature := model_signature(pipe)) is not None:
             bound = partial(bound)
             bound.__signature__ = signature
         return bound  # type: ignore[no-any-return]
@@ -116,44 +125,30 @@ class Pipe(nn.Module):
         module: an ``nn.Sequential`` or a list of layers: modules, which are moved to their devices
             in place, callables, :class:`LayerSpec`. What is on ``meta`` is given values there.
         balance: for each partition the number of its layers; or how to find it, one partition for
-            each device: ``"parameters"`` (as many parameters in each as can be), ``"uniform"`` (as
-            many layers), ``"type:regex"`` (as many layers whose class has a name that matches),
-            ``"time"`` (the slowest takes as little time as can be, measured with ``sample``).
-            Without it, the layers must already be on several devices: consecutive ones on one
-            device form a partition.
-        devices: for each partition a device, as ``torch.device`` takes it, an index of an
-            accelerator, or a :class:`Worker`; the same one may be named more than once.
-            ``"cpu:0"``, ``"cpu:1"``, ... are CPU workers of their own. By default all
-            accelerators; where there is none, one CPU worker for each partition.
+            each device: ``"parameters"`` or ``"uniform"`` (as many of them, or layers, in each),
+            ``"type:regex"`` (as many layers whose class has such a name), ``"time"`` (measured with
+            ``sample``). Without it the layers must already be on several devices.
+        devices: for each partition a device (as ``torch.device`` takes it, or an index) or a
+            :class:`Worker`; one may be named more than once. ``"cpu:0"``, ``"cpu:1"``, ... are CPU
+            workers of their own. By default all accelerators, or a CPU worker for each partition.
         replicas: for each partition how many devices serve it, or one number for all. Micro-batches
-            go to them in turn. ``devices`` then has all of them, stage by stage; the first
-            one of a stage holds its layers, and the others copies; see docs/guide.md.
+            go to them in turn. ``devices`` then has all of them, stage by stage.
         chunks: the number of micro-batches, at most (a small mini-batch gives fewer).
-        checkpoint: what stores nothing for backward and is recomputed there: of the
-            micro-batches ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none;
-            the layers that a function picks, or a list; what a :class:`Selective` does not save.
-            ``"offload"`` sends activations to the host instead. Or one of these for each stage;
-            see :attr:`checkpoint`. It makes no difference in ``eval()`` mode and without grad.
+        checkpoint: what is recomputed in backward: of the micro-batches ``"always"`` all,
+            ``"except_last"`` all but the last, ``"never"`` none; the layers that a function
+            ``(layer) -> bool`` picks, or a list of indices in the model (a tuple or range in it is
+            recomputed together) or bools; what a :class:`Selective` does not save. ``"offload"``
+            sends activations to the host instead. Or one of these for each stage.
         schedule: what :meth:`train_batch` uses if it is not told otherwise.
         slots: likewise, short for a schedule with slots.
-        deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch, as if
-            it had gone through whole. These layers get a class of their own that differs from
-            BatchNorm within such a pipe only.
+        deferred_batch_norm: let BatchNorm update its running statistics once a mini-batch.
         init_fn: called with each module, children first, of layers that are built here (specs) or
             given values (``meta``), after their constructor or ``reset_parameters()``.
         seed: the first weights of layer ``l``, if they are made here, depend on ``(seed, l)``
             alone, on devices of one kind; global generators stay as they are.
         unpack: spread tuples over the arguments of the next layer, and dicts over its keyword
             arguments, the input's as well (:class:`PipeSequential` does so without a pipe).
-
         sample: for ``balance="time"``, an input of the size of a micro-batch.
-
-    Raises:
-        TypeError: ``module`` or another argument is of the wrong type, or skips do not fit
-            (``verify_skippables``).
-        ValueError: ``balance`` does not fit the module, ``chunks`` or ``checkpoint`` is not
-            possible, or layers or parameters are shared where they cannot be.
-        IndexError: fewer devices than partitions.
     """
 
     _syncpipe_skips_are_internal = True
@@ -178,10 +173,12 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         self.chunks = chunks
-        modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
+        modes, schedule = (
+            checked_modes(checkpoint),
+            checked_schedule(schedule, slots),
+        )
         layers = as_sequential(module)
-        self._made_of = WeakKeyDictionary({layers: list(layers._modules.items())})
-        self.training, self._unpack = layers.training, unpack or unpacks(layers)
+        self.training = layers.training
         self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
         self._warned = False  # that there are other processes
         self._trace: Trace | None = None
@@ -191,14 +188,13 @@ class Pipe(nn.Module):
                 layers,
                 balance,
                 devices,
-                replicas,
-                init_fn,
-                seed,
+                Initialization.checked(layers, init_fn, seed),
                 sample,
+                replicas=checked_replicas(replicas),
                 checkpoint=modes,
                 schedule=schedule,
                 defers=deferred_batch_norm,
-                unpack=self._unpack,
+                unpack=unpack or unpacks(layers),
             )
         )
 
@@ -224,37 +220,27 @@ class Pipe(nn.Module):
             pipe = Pipe.auto(model, input_ids, attention_mask=mask, batch_size=64)
 
         The model is converted (:func:`syncpipe.sequential`) unless it is an ``nn.Sequential`` with
-        a layer for each device. Its layers are measured, and a plan is made for the devices and
-        what is free there (:func:`syncpipe.plan`): cut, micro-batches, recomputation, offload. One
-        step of a mini-batch is run to see that it fits, and where it does not, plans for less
-        memory are. Parameters, buffers, ``.grad`` and random generators are then as before; the
-        layers are on their devices. Three lines say how much memory is left, how much faster than
-        one device it is, by the plan, and what limits it.
+        a layer for each device. Its layers are measured, a plan is made for what is free on the
+        devices (:func:`syncpipe.plan`), and one step is run to see that it fits; where it does not,
+        plans for less memory are. Nothing is changed by that but the place of the layers.
 
         Args:
             model: any module. On ``meta`` it is filled stage by stage, with ``weights`` say.
-            sample: the arguments of one call, a few samples; they are repeated to get a mini-batch.
+            sample, sample_kwargs: the arguments of one call, a few samples; they are repeated.
             batch_size: samples in a mini-batch.
-            devices: as for ``Pipe``, or how many; those with the most memory come first. By default
-                all accelerators; where there is none, two CPU workers.
+            devices: as for ``Pipe``, or how many; those with the most memory come first.
             memory: bytes that may be used on each (a number, ``"16GB"``, or one for each); by
                 default what is free.
             optimizer: makes an optimizer from a list of parameters; its state needs memory, too.
-            loss_fn: for the step, as for :meth:`train_batch`: losses over many classes take memory.
-                By default the mean of what the model gives.
-            target: a target for ``loss_fn``, for the samples of ``sample``.
+            loss_fn, target: as for :meth:`train_batch`; by default the mean of the outputs.
             weights: a folder or a file of safetensors, see :func:`syncpipe.checkpoints.reader`.
             init_fn: as for ``Pipe``.
             timeout: seconds to measure for.
-            verbose: print the three lines.
-            sample_kwargs: keyword arguments of the call. (One that is called like an argument above
-                is given by its position.)
+            verbose: print three lines: memory that is left, the planned speed, what limits it.
 
         Raises:
-            TypeError: there is no sample, or it does not fit the model.
             ValueError: the sample has no batch in dimension 0, the model cannot be cut, or nothing
-                fits (``NoPlan``): the message says what is missing, and how much. The layers are
-                then where they were.
+                fits (``NoPlan``). The layers are then where they were.
         """
         made: Self = auto(
             cls, model, sample, sample_kwargs, batch_size=batch_size, devices=devices,
@@ -273,21 +259,12 @@ class Pipe(nn.Module):
         self._watched = False
 
     def _change(self, **asked: Any) -> None:
-        self._take(self._layout.changed(training=self.training, **asked))
+        self._take(self._layout.changed(self.training, **asked))
 
     def _followed(self) -> Layout:
         """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
-        for source, layers in self._made_of.items():
-            if list(source._modules.items()) != layers:
-                self._made_of = WeakKeyDictionary()  # once
-                warnings.warn(
-                    "the nn.Sequential that this pipe was made of has other layers now "
-                    f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
-                    "given: make another Pipe, or change pipe[k]",
-                    stacklevel=outside(),
-                )
-        if list(self._layers.items()) != list(self._layout.layers.items()):
-            self._change(layers=self._layers)
+        if list(self._modules.items()) != list(self._layout.layers.items()):
+            self._change(layers=dict(self._modules))
         return self._layout
 
     @property
@@ -297,7 +274,7 @@ class Pipe(nn.Module):
 
     @balance.setter
     def balance(self, balance: Iterable[int] | str) -> None:
-        self._change(layers=self._layers, balance=balance)
+        self._change(layers=dict(self._modules), balance=balance)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -328,11 +305,7 @@ class Pipe(nn.Module):
 
     @property
     def checkpoint(self) -> Any:
-        """What is recomputed in backward, or sent to the host: for all stages, or for each.
-
-        By name; by layer, a function ``(layer) -> bool`` or a list of indices in the model (a
-        tuple or range in it is recomputed together) or bools; or a :class:`Selective`.
-        """
+        """What is recomputed in backward, or sent to the host: for all stages, or for each."""
         return self._layout.checkpoint
 
     @checkpoint.setter
@@ -355,15 +328,11 @@ class Pipe(nn.Module):
 
     # --- a list of layers ------------------------------------------------------------------------
 
-    @property
-    def _layers(self) -> dict[str, nn.Module]:
-        return dict[str, Any](self._modules)
-
     def __len__(self) -> int:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self._layers.values()))
+        return iter(list[Any](self._modules.values()))
 
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
@@ -379,19 +348,17 @@ class Pipe(nn.Module):
     def __setitem__(self, index: int, layer: Layer) -> None:
         """Puts another layer in the place of one, in its stage and under its name.
 
-        A module goes to the device of its stage, a spec is built there. The other layers keep
-        their parameters, and the optimizer its state: tell it of the new ones by
-        ``optimizer.add_param_group``. What is refused changes nothing.
+        It goes to, or is built on, the device of its stage. Parameters of the others stay: tell
+        the optimizer of new ones by ``add_param_group``. What is refused changes nothing.
         """
         index = self._index(index)
         name = list(self._modules)[index]
-        self._change(layers={**self._layers, name: as_layer(layer, f"the new layer {index}")})
+        self._change(layers={**self._modules, name: as_layer(layer, f"the new layer {index}")})
 
     def _index(self, index: Any) -> int:
-        try:
-            return range(len(self))[operator.index(index)]
-        except IndexError:
-            raise IndexError(f"layer {index} does not exist: the pipe has {len(self)}") from None
+        if not -len(self) <= operator.index(index) < len(self):
+            raise IndexError(f"layer {index} does not exist: the pipe has {len(self)}")
+        return int(index) % len(self)
 
     # --- a mini-batch ----------------------------------------------------------------------------
 
@@ -406,76 +373,42 @@ class Pipe(nn.Module):
 
         Returns:
             What the plain module returns, on the last device, concatenated along dimension 0.
-
-        Raises:
-            ValueError: the input does not fit, or the outputs cannot be concatenated.
         """
         input = call_input(self, args, kwargs)
         if not self._modules:
             return input
-        pipeline = self._ready()
-        check_input(input, pipeline.workers[0].device)
+        check_input(input, self._layout.workers[0].device)
         if not self._watched:
-            cut = [tensor for tensor in tensors_in(input) if tensor.dim()]
-            self._watch([len(piece) for tensor in cut for piece in tensor.chunk(self._chunks)])
-        output = driven(forward, pipeline, input, chunks=self._chunks, **self._running())
+            cut = [tensor.chunk(self._chunks) for tensor in tensors_in(input) if tensor.dim()]
+            self._watch([len(piece) for piece in chain(*cut)])
+        output = self._drive(forward, input, chunks=self._chunks)
         if self._averaging is not None:
             self._averaging.forward(output)
         return output
 
     @overload
     def train_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _Loss,
-        return_outputs: Literal[False] = False,
-        **options: Unpack[_TrainOptions],
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Alone]
     ) -> Tensor: ...
 
     @overload
     def train_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _Loss,
-        return_outputs: Literal[True],
-        **options: Unpack[_TrainOptions],
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Both]
     ) -> tuple[Tensor, Any]: ...
 
     @overload
     def train_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _LossAndMetrics,
-        return_outputs: Literal[False] = False,
-        **options: Unpack[_TrainOptions],
-    ) -> tuple[Tensor, _Metrics]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Alone]
+    ) -> tuple[Tensor, dict[str, Any]]: ...
 
     @overload
     def train_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _LossAndMetrics,
-        return_outputs: Literal[True],
-        **options: Unpack[_TrainOptions],
-    ) -> tuple[Tensor, Any, _Metrics]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Both]
+    ) -> tuple[Tensor, Any, dict[str, Any]]: ...
 
     @overload
     def train_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: Callable[..., Any],
-        return_outputs: bool,
-        **options: Unpack[_TrainOptions],
+        self, input: Any = None, target: Any = None, *, loss_fn: Any, **more: Unpack[_Maybe]
     ) -> Any: ...
 
     @explained
@@ -488,7 +421,7 @@ class Pipe(nn.Module):
         schedule: ScheduleLike | None = None,
         slots: str | Sequence[int] | None = None,
         loss_reduction: str | None = None,
-        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        weight: _Weight = None,
         data_iter: Iterable[Any] | None = None,
         accumulate: float = 1,
         grad_scaler: Any = None,
@@ -498,88 +431,51 @@ class Pipe(nn.Module):
     ) -> Any:
         """Run forward and backward of one mini-batch, with the loss inside of the pipeline.
 
-        A micro-batch can run backward as soon as its forward is done, so other schedules than
-        fill-drain are possible. Gradients add up in ``.grad`` as after ``loss.backward()``; the
-        optimizer is the caller's::
+        Gradients add up in ``.grad`` as after ``loss.backward()``; the optimizer is the caller's::
 
             optimizer.zero_grad()
             loss = pipe.train_batch(input, target, loss_fn=F.cross_entropy)
             optimizer.step()
 
-        With 1F1B few micro-batches are in flight at a time, so ``checkpoint="never"`` often costs
-        no memory that matters; see docs/guide.md.
-
         Args:
-            input: as for ``pipe(input)``: a tensor of shape ``[batch, ...]`` or a tree, on the
-                first device.
-            target: the same, on any device; it goes to the last one micro-batch by micro-batch.
-                None: the loss function takes the output alone. The key of a dict, or a function
-                of the input, takes it from there.
-            loss_fn: ``loss_fn(output, target)`` (or ``loss_fn(output)``), called once for each
-                micro-batch, on the last device. It returns the loss, one number, or
-                ``(loss, weight)``; metrics may follow in a dict. PyTorch's cross entropy counts
-                by the targets that are not ignored, any other mean by samples, so that the
-                result is the mini-batch's. With weights it is ``sum(loss * weight) /
-                sum(weight)``.
-            schedule: ``"naive"``, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zb_h2"``; with several
-                stages on each device, ``devices=[0, 1, 0, 1]``, ``"looped_bfs"``,
-                ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with two on each in a V,
-                ``devices=[0, 1, 1, 0]``, ``"zbv"``, ``"v_half"``, ``"v_min"``, ``"dualpipev"``; a
-                :class:`syncpipe.schedules.Schedule`, the path of a CSV file
-                (``syncpipe.schedules.to_csv``), or a function ``(m, device_of)`` that returns a
-                ``Schedule``. None: that of the pipe, ``"1f1b"`` if it was given none.
+            input: as for ``pipe(input)``.
+            target: the same, on any device. None: the loss function takes the output alone. The key
+                of a dict, or a function of the input, takes it from there.
+            loss_fn: ``loss_fn(output, target)``, called once for each micro-batch, on the last
+                device. It returns the loss, one number, or ``(loss, weight)``; metrics may follow
+                in a dict. PyTorch's cross entropy counts by the targets that are not ignored, any
+                other mean by samples; with weights it is ``sum(loss * weight) / sum(weight)``.
+            schedule: a name (docs/schedules.md), a :class:`syncpipe.schedules.Schedule`, the path
+                of a CSV file, or a function ``(m, device_of)`` that returns a ``Schedule``. None:
+                that of the pipe.
             slots: the most micro-batches in flight on each stage under 1F1B: ``"textbook"``,
-                ``"overlap"``, or a list with a number for each stage. It is short for
-                ``schedule=functools.partial(syncpipe.schedules.one_f_one_b, slots=slots)``.
+                ``"overlap"``, or a number for each (:func:`syncpipe.schedules.one_f_one_b`).
             loss_reduction: what ``loss_fn`` does over the samples of a micro-batch, ``"mean"`` or
                 ``"sum"``. None: what its ``reduction`` says, ``"mean"`` if it has none.
             weight: how much a micro-batch counts, where that is not by its samples: a function of
                 its target, or a number for each.
-            data_iter: instead of ``input`` an iterator that yields pairs with the target, longer
-                tuples that end in it, or dicts in which ``target`` is its key: micro-batches, on
-                any device. Exactly ``chunks`` of them are taken, each when the first stage is
-                ready for it, on the thread of that stage. A ``DataLoader`` is asked for one
-                mini-batch in each call, epoch after epoch.
+            data_iter: instead of ``input`` an iterator of micro-batches on any device: pairs with
+                the target, longer tuples that end in it, or dicts in which ``target`` is its key.
+                Exactly ``chunks`` are taken, each when the first stage is ready for it, on its
+                thread. A ``DataLoader`` gives one mini-batch in each call, epoch after epoch.
             accumulate: how many mini-batches make one optimizer step: gradients are divided by it.
-            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss for backward (the
-                loss that is returned is not scaled).
+            grad_scaler: a ``torch.amp.GradScaler``, which scales the loss for backward alone.
             return_outputs: return the outputs as well.
-            verify: compare the loss with that of several micro-batches at once, and warn if it is
-                another one. None: in calls 1, 2, 4, 8, ... with a loss function that is not
-                PyTorch's, until there was a warning.
-            global_loss: return the loss, and metrics that are numbers, of the mini-batches of all
-                processes (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
+            verify: warn if the loss is not that of several micro-batches at once. None: look in
+                calls 1, 2, 4, 8, ... with a loss function that is not PyTorch's.
+            global_loss: return loss and metrics of the mini-batches of all processes
+                (:func:`syncpipe.distributed.data_parallel`), not of this one alone.
 
         Returns:
-            The loss of the mini-batch, detached, without dimensions, on the last device. With
-            ``return_outputs`` a tuple: the loss, and the outputs gathered as by ``pipe(input)``,
-            detached. Metrics come last, as a dict: numbers combined as the losses are, anything
-            else as a list with a value for each micro-batch.
+            The loss of the mini-batch, detached, without dimensions, on the last device; or a tuple
+            of it, the outputs if they were asked for, and a dict of metrics if there are any:
+            numbers combined as the losses are, anything else as a list.
 
-        Raises:
-            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
-                function gave; the message says which.
-            RuntimeError: gradients are switched off, or the loss needs none.
-
-        Whatever the call raises, ``.grad`` of all leaves is then what it was before the call,
-        and the pipe goes on working. That takes a copy of gradients that are there already when
-        the call begins (none after ``zero_grad()``). Buffers such as BatchNorm's statistics, and
-        random generators, stay as the failed call left them.
-
-        While the total weight is not known, micro-batches run backward with an estimate of it, and
-        gradients are multiplied by the ratio at the end of the call, to rounding: with
-        ``(loss, weight)``, and with ``data_iter`` if its micro-batches differ in size. Hooks on
-        parameters see gradients of micro-batches, before that.
+        Whatever the call raises, ``.grad`` of all leaves is then what it was before it, and the
+        pipe goes on working. While the total weight is not known (``(loss, weight)``, micro-batches
+        of ``data_iter`` of different sizes), backward uses an estimate of it, and gradients are
+        multiplied by the ratio at the end, to rounding; hooks on parameters see them before that.
         """
-        options = {
-            "loss_reduction": loss_reduction,
-            "weight": weight,
-            "verify": verify,
-            "accumulate": accumulate,
-            "grad_scaler": grad_scaler,
-            "return_outputs": return_outputs,
-            "counts": self._loss_counts,
-        }
 
         def step(averaging: Any = None) -> Any:
             source = self._source(input, target, data_iter)
@@ -587,9 +483,13 @@ class Pipe(nn.Module):
             if schedule is not None or slots is not None:
                 chosen = checked_schedule("1f1b" if schedule is None else schedule, slots)
             check_slots(chosen, self.replicas)
-            how = {"schedule": chosen, "averaging": averaging, **options, **self._running()}
             with target_hint(input, target):
-                return driven(train, self._ready(), source, loss_fn=loss_fn, **how)
+                return self._drive(
+                    train, source, loss_fn=loss_fn, schedule=chosen, averaging=averaging,
+                    loss_reduction=loss_reduction, weight=weight, verify=verify,
+                    accumulate=accumulate, grad_scaler=grad_scaler, return_outputs=return_outputs,
+                    counts=self._loss_counts,
+                )  # fmt: skip
 
         if self._alone(global_loss):
             self._warn_of_other_processes()
@@ -600,23 +500,13 @@ class Pipe(nn.Module):
 
     @overload
     def eval_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _Loss,
-        **options: Unpack[_EvalOptions],
+        self, input: Any = None, target: Any = None, *, loss_fn: _LossFn, **more: Unpack[_Eval]
     ) -> Tensor: ...
 
     @overload
     def eval_batch(
-        self,
-        input: Any = None,
-        target: Any = None,
-        *,
-        loss_fn: _LossAndMetrics,
-        **options: Unpack[_EvalOptions],
-    ) -> tuple[Tensor, _Metrics]: ...
+        self, input: Any = None, target: Any = None, *, loss_fn: _Metric, **more: Unpack[_Eval]
+    ) -> tuple[Tensor, dict[str, Any]]: ...
 
     @overload
     def eval_batch(
@@ -631,30 +521,22 @@ class Pipe(nn.Module):
         *,
         loss_fn: Callable[..., Any] | None = None,
         loss_reduction: str | None = None,
-        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        weight: _Weight = None,
         data_iter: Iterable[Any] | None = None,
         global_loss: bool = False,
     ) -> Any:
         """Run one mini-batch forward, without gradients and in ``eval()`` mode.
 
-        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was, by
-        its own ``train()``.
+        By ``eval()`` of the pipe; when it returns every module is in the mode in which it was.
 
         Args:
-            input: as for :meth:`train_batch`.
-            target: as for :meth:`train_batch`.
+            input, target, loss_reduction, weight, data_iter: as for :meth:`train_batch`.
             loss_fn: as for :meth:`train_batch`; None to get the outputs.
-            loss_reduction: as for :meth:`train_batch`.
-            weight: as for :meth:`train_batch`.
-            data_iter: as for :meth:`train_batch`.
             global_loss: as for :meth:`train_batch`; then all processes have to call it.
 
         Returns:
             The loss of the mini-batch, without dimensions, and metrics if there are any; or
             without ``loss_fn`` the outputs, gathered as by ``pipe(input)``. On the last device.
-
-        Raises:
-            TypeError, ValueError: as :meth:`train_batch`.
         """
 
         def step(weighed: Callable[[Objective], None] | None = None) -> Any:
@@ -665,18 +547,11 @@ class Pipe(nn.Module):
                     f"eval_batch has {what}, but no loss_fn that could use it: give both"
                 )
             with target_hint(input, target):
-                return driven(
-                    evaluate,
-                    self._ready(),
-                    source,
-                    module=self,
+                return self._drive(
+                    evaluate, source, module=self, loss_fn=loss_fn, loss_reduction=loss_reduction,
+                    weight=weight, weighed=weighed,
                     modules=[*self.modules(), *self._layout.partitions],
-                    loss_fn=loss_fn,
-                    loss_reduction=loss_reduction,
-                    weight=weight,
-                    weighed=weighed,
-                    **self._running(),
-                )
+                )  # fmt: skip
 
         alone = self._alone(global_loss) or not global_loss
         return step() if alone else self._averaging.eval_batch(step)
@@ -692,68 +567,45 @@ class Pipe(nn.Module):
         target: Any = None,
         versions: Versions = "stashing",
         loss_reduction: str | None = None,
-        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        weight: _Weight = None,
     ) -> Streamed:
         """Train on one mini-batch after another without ever draining the pipeline (PipeDream).
 
         This is **not** ``train_batch`` in a loop: gradients are those of weights that are up to
-        ``n - 1`` updates old, ``n`` the number of stages, so another model comes out. On a single
-        stage it is the plain loop, bit for bit where nothing draws random numbers (but for
-        ``"2bw"``)::
-
-            for input, target in data_iter:
-                optimizer.zero_grad()
-                loss_fn(model(input), target).backward()
-                optimizer.step()
-
-        With more stages each of them updates its own weights as soon as a mini-batch has run
-        backward on it, while others are under way. Forward and backward of a mini-batch use one
-        version of the weights on each stage, which ``versions`` says. There is no bubble but at
-        the start and the end of the call. It costs memory for versions, and staleness. See
-        docs/pipedream.md for when that is worth it.
+        ``n - 1`` updates old, ``n`` the number of stages, so another model comes out. Each stage
+        updates its own weights as soon as a mini-batch has run backward on it, while others are
+        under way: no bubble, but memory for versions, and staleness; see docs/pipedream.md. On a
+        single stage it is the plain loop, bit for bit where nothing draws random numbers.
 
         Sources: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN
         Training; Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (2BW).
 
         Args:
-            data_iter: gives mini-batches as ``train_batch(data_iter=)`` does micro-batches: pairs
-                (input, target), longer tuples, or dicts. A ``DataLoader`` is one epoch; of an
-                iterator as many are taken as there are, or ``steps`` of them.
+            data_iter: gives mini-batches as ``train_batch(data_iter=)`` does micro-batches. A
+                ``DataLoader`` is one epoch; of an iterator all are taken, or ``steps`` of them.
             optimizer: makes the optimizer of a stage from the list of its parameters:
                 ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. Or one optimizer for
                 each stage (None where nothing is trained), to go on with those of an earlier call.
             loss_fn: as for ``train_batch``.
             steps: at most so many mini-batches; None: until ``data_iter`` ends.
-            target: where the target is, as for ``train_batch(data_iter=)``.
-            versions: which weights mini-batch ``i`` meets on stage ``j``, as the number of updates
-                that they have had. A mini-batch is then one piece, whatever ``chunks`` is.
-
-                - ``"stashing"``: ``max(0, i - (n-j) + 1)``, the newest at its forward. Stage ``j``
-                  holds ``n - j`` versions. Stages may have replicas, to which mini-batches are
-                  dealt in turn; a stage with ``r`` updates once for every ``r`` of them, with the
-                  mean of their gradients.
-                - ``"vertical_sync"``: ``max(0, i - n + 1)`` on all stages, so that it meets one
-                  model. Every stage holds ``n`` versions.
-                - ``"2bw"``: PipeDream-2BW. Mini-batches are cut into ``chunks`` micro-batches, at
-                  least as many as there are stages, whose gradients are added up; ``max(0, i-1)``
-                  on all stages, one too. Every stage holds two versions.
-            loss_reduction: as for ``train_batch``; of use for ``"2bw"``.
-            weight: as for ``train_batch``; of use for ``"2bw"``.
+            target: where the target is, as for ``train_batch``.
+            versions: which weights mini-batch ``i`` meets on stage ``j``, by the number of their
+                updates: ``"stashing"``, ``max(0, i - (n-j) + 1)``, the newest at its forward;
+                ``"vertical_sync"``, ``max(0, i - n + 1)`` on all stages, so that it meets one
+                model; ``"2bw"``, ``max(0, i - 1)`` on all, each mini-batch cut into at least ``n``
+                micro-batches (``chunks``). Stages hold ``n - j``, ``n`` and 2 versions. With
+                ``"stashing"`` stages may have replicas; one with ``r`` updates once for every
+                ``r`` mini-batches, with the mean of their gradients.
+            loss_reduction, weight: as for ``train_batch``; of use for ``"2bw"``.
 
         Returns:
             A ``Streamed``: losses ``[steps]``, metrics, the optimizers, and for each micro-batch
             and stage the version of the weights that was used.
 
-        Raises:
-            TypeError, ValueError: an argument does not fit, or what the iterator or the loss
-                function gave; the message says which. The pipe cannot have tied weights across
-                stages or ``deferred_batch_norm``.
-            RuntimeError: gradients are switched off; a loss needs none, or depends on what no stage
-                updates; or the pipe is called once more while it runs.
-
+        The pipe cannot have ties across stages or ``deferred_batch_norm``, nor be called by anyone
+        else meanwhile.
         ``.grad`` of all parameters that are trained is None when it begins and ends. An exception
-        leaves each stage with the updates that it had made by then, which its note tells, and which
-        may be more on one stage than on another; the pipe goes on working.
+        leaves each stage with the updates that it had made by then, which its note tells.
         """
         steps = check_stream(data_iter, steps, versions)
         if self._averaging is not None:
@@ -762,36 +614,21 @@ class Pipe(nn.Module):
                 "averaged in each step, and train_stream has none: use train_batch"
             )
         self._check_own_calls("train_stream")
-        done: Streamed = driven(
-            stream,
-            self._ready(),
-            iter(data_iter),
-            pack=partial(batch_input, self),
-            chunks=self._chunks,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            steps=steps,
-            target=target,
-            versions=versions,
-            loss_reduction=loss_reduction,
-            weight=weight,
-            **self._running(),
-        )
+        done: Streamed = self._drive(
+            stream, iter(data_iter), pack=partial(batch_input, self), chunks=self._chunks,
+            optimizer=optimizer, loss_fn=loss_fn, steps=steps, target=target, versions=versions,
+            loss_reduction=loss_reduction, weight=weight,
+        )  # fmt: skip
         return done
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each layer in place, as ``nn.Module.compile`` does a module.
 
-        One graph serves forward and recomputation; what is between layers is not compiled. Layers
-        that come later, ``pipe[k] = layer``, are not, either. A stage with replicas then refuses
-        to run: its layers run as shallow copies, which a compiled one does not know.
-
-        Args:
-            args: as for ``torch.compile``.
-            kwargs: likewise; ``dynamic=True``, say, for batches of different sizes.
+        Layers that come later, ``pipe[k] = layer``, are not. A stage with replicas then refuses to
+        run: its layers run as shallow copies, which a compiled one does not know.
         """
         for layer in self:
-            layer._compiled_call_impl = torch.compile(_called(layer), *args, **kwargs)
+            layer._compiled_call_impl = torch.compile(_called(layer._call_impl), *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let the first call after this block average gradients over processes, for all in it::
@@ -802,9 +639,6 @@ class Pipe(nn.Module):
             optimizer.step()
 
         For ``train_batch``, and for ``pipe(x)`` inside of it, wherever its ``backward()`` is.
-
-        Raises:
-            RuntimeError: there are no other processes.
         """
         if self._alone():
             raise RuntimeError(
@@ -821,19 +655,9 @@ class Pipe(nn.Module):
             print(trace.table(), trace.bubble, trace.busy)
             trace.save("step.svg")    # or .png; or .json for https://ui.perfetto.dev
 
-        Every action (forward, backward, its halves, recomputation) and every transfer of
-        ``pipe(x)``, of the backward that follows, of ``train_batch`` and ``eval_batch`` is there,
-        if it happens before the block ends. A pipe that is not traced does no more than look
-        whether it is.
-
-        Args:
-            title: stands above pictures.
-
-        Raises:
-            RuntimeError: on entering, if the pipe is being traced already.
+        ``title`` stands above pictures. A pipe has one trace at a time.
         """
-        workers = dict.fromkeys(chain.from_iterable(self._layout.served))
-        names = [str(worker.device) for worker in workers]
+        names = [str(worker.device) for worker in dict.fromkeys(chain(*self._layout.served))]
         rows = [f"{name} ({w})" if names.count(name) > 1 else name for w, name in enumerate(names)]
         return Trace(rows, self._attach_trace, title)
 
@@ -842,14 +666,12 @@ class Pipe(nn.Module):
             raise RuntimeError("this pipe is being traced already: end that trace first")
         self._trace = trace
 
-    def _running(self) -> dict[str, Any]:
-        """How to run a mini-batch."""
-        modes = self._layout.modes
-        return {
-            "checkpoint": modes if self.training else ("never",) * len(modes),
-            "inline": INLINE.get(),
-            "recorder": None if self._trace is None else self._trace.recorder(),
-        }
+    def _drive(self, function: Callable[..., Any], given: Any, **how: Any) -> Any:
+        """Runs a mini-batch over the layers as they are now."""
+        pipeline, modes = self._ready(), self._layout.modes
+        how["checkpoint"] = modes if self.training else ("never",) * len(modes)
+        how["recorder"] = None if self._trace is None else self._trace.recorder()
+        return driven(function, pipeline, given, inline=INLINE.get(), **how)
 
     def _ready(self) -> Pipeline:
         """The pipeline over the layers as they are now."""
@@ -877,7 +699,7 @@ class Pipe(nn.Module):
         """Refuses a pipe without layers, and one whose own hooks or forward would not run."""
         if not self._modules:
             raise ValueError("the pipe has no layers: there is nothing to train or to evaluate")
-        own = [kind for kind in _HOOKS if getattr(self, kind)]
+        own = [kind for kind in HOOKS[:4] if getattr(self, kind)]
         if own:
             raise RuntimeError(
                 f"hooks of the pipe itself ({', '.join(own)}) run in pipe(x), not in "
@@ -905,10 +727,9 @@ class Pipe(nn.Module):
         if (size := distributed.get_world_size()) > 1:
             self._warned = True
             warnings.warn(
-                f"this is one of {size} processes, and train_batch of this pipe averages its "
-                "gradients with none of them, also inside of DistributedDataParallel: call "
-                "syncpipe.distributed.data_parallel(pipe) instead. If it is to train alone, ignore "
-                "this warning",
+                f"this is one of {size} processes, and train_batch averages its gradients with "
+                "none of them, also in DistributedDataParallel, unless you call "
+                "syncpipe.distributed.data_parallel(pipe). Ignore this if it is to train alone",
                 stacklevel=outside(),
             )
 
@@ -936,6 +757,7 @@ class Pipe(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         translate_keys(state_dict, prefix, self)
+        unwrap_keys(state_dict, prefix, self)
         if local_metadata.get("assign_to_params_buffers", False):
             for partition, worker in zip(self.partitions, self._layout.workers, strict=True):
                 own = tuple(f"{prefix}{name}." for name in partition._modules)
@@ -950,13 +772,7 @@ class Pipe(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
         gone = {"_pipeline": None, "_trace": None, "_averaging": None}
-        return {**self.__dict__, **gone, "_loss_counts": LossCounts(), "_made_of": {}}
-
-    def __prepare_scriptable__(self) -> Any:
-        raise TypeError(
-            "torch.jit.script cannot compile a Pipe, which runs threads and streams: script its "
-            "layers, or nn.Sequential(*pipe)"
-        )
+        return {**self.__dict__, **gone, "_loss_counts": LossCounts()}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -965,25 +781,20 @@ class Pipe(nn.Module):
             raise unknown_attribute(name, dir(type(self)), error) from None
 
     def __repr__(self) -> str:
-        layout, lines = self._layout, []
         replicas = f"replicas={self.replicas}, " if max(self.replicas, default=1) > 1 else ""
         schedule = "" if self.schedule == "1f1b" else f", schedule={shown(self.schedule)}"
-        lines.append(
+        lines = [
             f"{type(self).__name__}(balance={self.balance}, {replicas}chunks={self.chunks}, "
             f"checkpoint={self.checkpoint!r}{schedule}"
-        )
+        ]
         layers = iter(self._modules.items())
-        for j, (size, those) in enumerate(zip(layout.balance, layout.served, strict=True)):
+        for j, those in enumerate(self._layout.served):
             lines.append(f"  stage {j} on {', '.join(str(worker.device) for worker in those)}:")
-            lines += [indent(f"({n}): {layer!r}", "    ") for n, layer in islice(layers, size)]
+            for name, layer in islice(layers, self._layout.balance[j]):
+                lines.append(indent(f"({name}): {layer!r}", "    "))
         return "\n".join([*lines, ")"])
 
 
-def _called(layer: nn.Module) -> Callable[..., Any]:
-    """Calls a layer. PyTorch before 2.15 compiles its own layers inside of a function only."""
-    call: Callable[..., Any] = layer._call_impl
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return called
+def _called(call: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch before 2.15 compiles its own layers inside of a function only."""
+    return lambda *args, **kwargs: call(*args, **kwargs)

@@ -45,8 +45,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.thread_state import settled
 from syncpipe.skip.layout import layer_skips
-from syncpipe.skip.namespace import SkipKey
-from syncpipe.skip.store import use_store
+from syncpipe.skip.store import SkipKey, use_store
 
 __all__ = ["Lane", "Profiler", "Timing", "Watch"]
 

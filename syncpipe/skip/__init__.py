@@ -22,7 +22,7 @@ model, give each pair a :class:`Namespace`: ``Remember().isolate(ns)``, ``Add().
 """
 
 from .layout import verify_skippables
-from .namespace import Namespace
 from .skippable import pop, skippable, stash
+from .store import Namespace
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

@@ -10,22 +10,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .namespace import SkipKey, describe
 from .skippable import is_skippable, overrides_undeclared, pops, stashes
+from .store import SkipKey, describe
 
 
 class LayerSkips(NamedTuple):
-    """The skips of a top-level layer, those of its submodules included.
+    """The skips of a top-level layer, those of its submodules included."""
 
-    Attributes:
-        stashed: skips that it sends to later layers.
-        popped: skips that it receives from earlier layers.
-        internal: skips that one of its submodules sends to another.
-    """
-
-    stashed: tuple[SkipKey, ...]
-    popped: tuple[SkipKey, ...]
-    internal: tuple[SkipKey, ...]
+    stashed: tuple[SkipKey, ...]  #: that it sends to later layers
+    popped: tuple[SkipKey, ...]  #: that it receives from earlier layers
+    internal: tuple[SkipKey, ...]  #: that one of its submodules sends to another
 
 
 def layer_skips(layer: nn.Module) -> LayerSkips:
@@ -36,7 +30,7 @@ def layer_skips(layer: nn.Module) -> LayerSkips:
     stashed: Counter[SkipKey] = Counter()
     popped: Counter[SkipKey] = Counter()
     for _, module in _own_modules(layer):
-        both = _declared_both_ways(module)
+        both = {*stashes(module)} & {*pops(module)}
         stashed.update(key for key in stashes(module) if key not in both)
         popped.update(key for key in pops(module) if key not in both)
     internal = stashed & popped
@@ -61,29 +55,17 @@ def _own_modules(
             yield from _own_modules(child, f"{path}.{name}" if path else name, seen)
 
 
-def _declared_both_ways(module: nn.Module) -> list[SkipKey]:
-    popped = pops(module)
-    return [key for key in stashes(module) if key in popped]
-
-
 class SkipLayout(NamedTuple):
-    """The skips that cross from one partition to another; all others stay inside one.
+    """The skips that cross from one partition to another; all others stay inside one."""
 
-    Attributes:
-        incoming: for each stage, the skips that it pops, with the stage that stashes them.
-        outgoing: for each stage, the skips that it stashes, with the stage that pops them.
-    """
-
-    incoming: tuple[dict[SkipKey, int], ...]
-    outgoing: tuple[dict[SkipKey, int], ...]
+    incoming: tuple[dict[SkipKey, int], ...]  #: what each stage pops, and which stage stashes that
+    outgoing: tuple[dict[SkipKey, int], ...]  #: what each stage stashes, and which stage pops that
 
 
 def inspect_layout(partitions: Sequence[nn.Sequential | Sequence[nn.Module]]) -> SkipLayout:
-    """Works out which skips travel between which partitions.
+    """Works out which skips travel between which partitions, the layers of each stage.
 
-    Args:
-        partitions: runs of layers, in the order of the stages. Together they have to be free of
-            the faults that :func:`verify_skippables` reports.
+    Together they have to be free of the faults that :func:`verify_skippables` reports.
     """
     layout = SkipLayout(tuple({} for _ in partitions), tuple({} for _ in partitions))
     source: dict[SkipKey, int] = {}
@@ -105,14 +87,10 @@ def verify_skippables(module: nn.Sequential) -> None:
     nested pipe. A skip that one submodule stashes and another one of the same layer pops is that
     layer's own affair.
 
-    Args:
-        module: the model.
-
     Raises:
-        TypeError: not an ``nn.Sequential``; or skips are declared wrongly: stashed again by a
-            later layer, popped again, both stashed and popped by the same layer, stashed and
-            never popped by a later layer, popped and never stashed by an earlier one. The
-            message lists all faults, one per line, in the order of the layers.
+        TypeError: not an ``nn.Sequential``; or a skip is stashed or popped twice, both by the same
+            layer, never popped by a later layer, or never stashed by an earlier one. The message
+            lists all faults, one per line, in the order of the layers.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -120,23 +98,34 @@ def verify_skippables(module: nn.Sequential) -> None:
             f"{type(module).__name__}"
         )
     labels: list[str] = []
-    faults: list[tuple[int, str]] = []
+    faults: list[tuple[int, str]] = []  # with the index of the layer, or of the second one
     # For each skip the layers that stash it, that pop it, and that do both inside themselves.
     uses: dict[SkipKey, tuple[list[int], ...]] = defaultdict(lambda: ([], [], []))
     # Not named_children(): it leaves out the second use of a layer that is used twice.
-    for index, (name, layer) in enumerate(module._modules.items()):
-        called = "" if name == str(index) else f" {name!r}"
-        labels.append(f"layer {index}{called} ({type(layer).__name__})")
+    for k, (name, layer) in enumerate(module._modules.items()):
+        called = "" if name == str(k) else f" {name!r}"
+        labels.append(f"layer {k}{called} ({type(layer).__name__})")
         if layer is not None:
-            faults += [(index, labels[index] + text) for text in _faults_inside(layer)]
+            faults += [(k, text) for text in _faults_inside(layer)]
             for kind, keys in enumerate(layer_skips(layer)):
                 for key in keys:
-                    uses[key][kind].append(index)
+                    uses[key][kind].append(k)
     for key, (stashed, popped, internal) in uses.items():
-        faults += _faults_between(describe(key), stashed, popped, internal, labels)
+        skip = describe(key)
+        for verb, users in (("stashes", stashed), ("pops", popped)):
+            faults += [(k, f" {verb} {skip} again, after {labels[users[0]]}") for k in users[1:]]
+        if stashed and max(popped, default=-1) <= stashed[0]:
+            faults.append((stashed[0], f" stashes {skip}, but no later layer pops it"))
+        if popped and min(stashed, default=len(labels)) >= popped[0]:
+            faults.append((popped[0], f" pops {skip}, but no earlier layer stashes it"))
+        for k in internal:
+            if stashed and popped and stashed[0] <= k <= popped[-1]:
+                way = f"from {labels[stashed[0]]} to {labels[popped[-1]]}"
+                text = f" stashes and pops {skip} inside itself while another {skip} is on its way "
+                faults.append((k, text + way))
     if faults:
         faults.sort(key=lambda fault: fault[0])
-        lines = "".join(f"\n  {text}" for _, text in faults)
+        lines = "".join(f"\n  {labels[k]}{text}" for k, text in faults)
         raise TypeError(f"the skips of this model do not match:{lines}")
 
 
@@ -144,34 +133,13 @@ def _faults_inside(layer: nn.Module) -> Iterator[str]:
     """What is wrong with a layer whatever the others do."""
     for path, module in _own_modules(layer):
         where = f", in its submodule {path!r} ({type(module).__name__})," if path else ""
-        for key in _declared_both_ways(module):
-            yield f"{where} declares {describe(key)} both as stash and as pop"
+        for key in stashes(module):
+            if key in pops(module):
+                yield f"{where} declares {describe(key)} both as stash and as pop"
         if (not path or is_skippable(module)) and inspect.isgeneratorfunction(module.forward):
             yield f"{where} has a generator as forward, but no @skippable of its own"
         elif overrides_undeclared(module):
             yield (
                 f"{where} overrides a forward with skips: decorate {type(module).__name__} with "
                 "@skippable, naming all skips that then happen (none: @skippable())"
-            )
-
-
-def _faults_between(
-    skip: str, stashed: list[int], popped: list[int], internal: list[int], labels: list[str]
-) -> Iterator[tuple[int, str]]:
-    """What is wrong with one skip among the layers that use it."""
-    for verb, indices in (("stashes", stashed), ("pops", popped)):
-        for again in indices[1:]:
-            yield again, f"{labels[again]} {verb} {skip} again, after {labels[indices[0]]}"
-    for first in stashed[:1]:
-        if max(popped, default=first) <= first:
-            yield first, f"{labels[first]} stashes {skip}, but no later layer pops it"
-    for first in popped[:1]:
-        if min(stashed, default=first) >= first:
-            yield first, f"{labels[first]} pops {skip}, but no earlier layer stashes it"
-    for index in internal:
-        if stashed and popped and stashed[0] <= index <= popped[-1]:
-            yield (
-                index,
-                f"{labels[index]} stashes and pops {skip} inside itself while another {skip} is "
-                f"on its way from {labels[stashed[0]]} to {labels[popped[-1]]}",
             )

@@ -5,54 +5,38 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
 
 from . import store
-from .namespace import Namespace, SkipKey, describe
+from .store import Namespace, SkipKey, describe
 
 M = TypeVar("M", bound=nn.Module)
-_SKIPS = "_syncpipe_skips"  #: what a forward, or a module, declares
+_SKIPS = "_syncpipe_skips"  #: what a class, or a module, declares
 
 
+@dataclass(slots=True, eq=False)
 class stash:
     """Send a value to the later layer that pops this name: ``yield stash(name, value)``.
 
-    By itself it does nothing, the ``yield`` hands it over.
-
-    Args:
-        name: one of the names declared as ``@skippable(stash=[...])``.
-        value: a tensor, None, or anything else that the popping layer understands.
+    The name is one of those declared as ``@skippable(stash=[...])``, the value anything that the
+    popping layer understands.
     """
 
-    __slots__ = ("name", "value")
-
-    def __init__(self, name: str, value: Any) -> None:
-        self.name = name
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"stash({self.name!r})"
+    name: str
+    value: Any = field(repr=False)
 
 
+@dataclass(slots=True, eq=False)
 class pop:
     """Take the value that an earlier layer stashed: ``value = yield pop(name)``.
 
-    By itself it does nothing, the ``yield`` hands it over.
-
-    Args:
-        name: one of the names declared as ``@skippable(pop=[...])``.
+    The name is one of those declared as ``@skippable(pop=[...])``.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"pop({self.name!r})"
+    name: str
 
 
 @dataclass(frozen=True)
@@ -84,68 +68,54 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Args:
         stash: names of the skips that the layer sends.
         pop: names of the skips that the layer receives.
-
-    Raises:
-        TypeError: not a list of names, not a subclass of ``nn.Module``, decorated already, or
-            names were declared and forward is not a generator function.
-        ValueError: a name is listed twice.
     """
     declaration = Declaration(_checked_names(stash, "stash"), _checked_names(pop, "pop"))
 
     def decorate(cls: type[M]) -> type[M]:
         _refuse_unfit(cls, declaration)
-        forward = cls.forward
-        if "forward" not in cls.__dict__ and hasattr(forward, _SKIPS):
-            forward = vars(forward)["__wrapped__"]  # the base's generator, under new names
+        forward, own = cls.forward, "forward" in cls.__dict__
+        if hasattr(cls, _SKIPS) and not own:
+            forward = getattr(forward, "__wrapped__", forward)  # the base's, under new names
         if inspect.isgeneratorfunction(forward):
-            _set(cls, "forward", _driven(forward, declaration, _inherited(cls)))
-        elif "forward" in cls.__dict__ and is_skippable(cls):
-            _set(cls, "forward", _declared(forward, declaration))
-        if not is_skippable(cls):
-            _set(cls, "isolate", _isolate)
-        _accept_old_keys(cls)
-        _set(cls, "_syncpipe_skippable", True)
+            cls.forward = _driven(forward, declaration, _inherited(cls))
+        for name, value in ((_SKIPS, declaration), ("isolate", _isolate)):
+            setattr(cls, name, value)
         return cls
 
     return decorate
 
 
-def is_skippable(module: nn.Module | type) -> bool:
-    """Whether a module, or a class, was decorated, itself or by inheritance."""
-    cls = module if isinstance(module, type) else type(module)
-    return getattr(cls, "_syncpipe_skippable", False) is True
+def is_skippable(module: nn.Module) -> bool:
+    """Whether a module was decorated, by its class or one that this inherits from."""
+    return _SKIPS in module.__dict__ or hasattr(type(module), _SKIPS)
 
 
 def stashes(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module stashes, in order; submodules are not asked."""
-    return [_key_of(module, name) for name in _declaration_of(module).stash]
+    return [_key_of(module, name) for name in _declared_by(module).stash]
 
 
 def pops(module: nn.Module) -> list[SkipKey]:
     """The skips that this very module pops, in order; submodules are not asked."""
-    return [_key_of(module, name) for name in _declaration_of(module).pop]
+    return [_key_of(module, name) for name in _declared_by(module).pop]
 
 
 def overrides_undeclared(module: nn.Module) -> bool:
     """Whether a forward that is not decorated overrides one with skips."""
-    if not is_skippable(module) or _SKIPS in module.__dict__:
-        return False
-    return not hasattr(type(module).forward, _SKIPS) and bool(_inherited(type(module)))
+    classes = type(module).__mro__
+    first = next(cls for cls in classes if "forward" in cls.__dict__ or _SKIPS in cls.__dict__)
+    own = _SKIPS in module.__dict__ or _SKIPS in first.__dict__
+    return not own and bool(_declared_by(module).names)
 
 
-def _declaration_of(module: nn.Module) -> Declaration:
-    """What a module says for itself, or else its forward."""
-    if not is_skippable(module):
-        return Declaration()
-    own: Declaration | None = module.__dict__.get(_SKIPS)
-    found: Declaration = getattr(type(module).forward, _SKIPS, Declaration())
-    return found if own is None else own
+def _declared_by(module: nn.Module) -> Declaration:
+    declared: Declaration | None = module.__dict__.get(_SKIPS)
+    return getattr(type(module), _SKIPS, Declaration()) if declared is None else declared
 
 
 def _inherited(cls: type) -> set[str]:
     """The names of skips of all forwards that a class overrides."""
-    forwards = [base.__dict__.get("forward") for base in cls.__mro__[1:]]
-    return {name for each in forwards for name in getattr(each, _SKIPS, Declaration()).names}
+    return {name for base in cls.__mro__[1:] for name in getattr(base, _SKIPS, Declaration()).names}
 
 
 def _key_of(module: nn.Module, name: str) -> SkipKey:
@@ -155,45 +125,25 @@ def _key_of(module: nn.Module, name: str) -> SkipKey:
 
 
 def _checked_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Returns the names as a tuple, once it is sure that they are names.
-
-    Raises:
-        TypeError: a lone string, not an iterable, or something in it that is not a string.
-        ValueError: a name that is listed twice.
-    """
     if isinstance(names, str):
         raise TypeError(f"{argument}={names!r}: write {argument}=[{names!r}], a list of names")
-    if isinstance(names, type) or not isinstance(names, Iterable):
+    fits = isinstance(names, Iterable) and not isinstance(names, type)
+    checked: tuple[Any, ...] = tuple(names) if fits else (names,)
+    if not all(isinstance(name, str) for name in checked):
         raise TypeError(f"{argument} must be a list of names, such as ['skip'], not {names!r}")
-    checked = tuple(names)
     for name in checked:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"{argument} must be a list of names, but holds {name!r}, "
-                f"of type {type(name).__name__}"
-            )
         if checked.count(name) > 1:
             raise ValueError(f"{argument} lists {name!r} more than once: leave one")
     return checked
-
-
-def _set(cls: type, name: str, value: object) -> None:
-    setattr(cls, name, value)
 
 
 def _refuse_unfit(cls: object, declaration: Declaration) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"@skippable decorates subclasses of nn.Module, not {cls!r}")
     forward = cls.forward
-    if hasattr(cls.__dict__.get("forward"), _SKIPS):
+    if _SKIPS in cls.__dict__:
         raise TypeError(f"{cls.__name__} is skippable already: write all names in one @skippable")
-    if not is_skippable(cls) and hasattr(cls, "isolate"):
-        raise TypeError(
-            f"{cls.__name__} has its own attribute 'isolate', which @skippable adds: rename it"
-        )
-    if declaration.names and not (
-        inspect.isgeneratorfunction(forward) or hasattr(forward, _SKIPS) or is_skippable(cls)
-    ):
+    if declaration.names and not (inspect.isgeneratorfunction(forward) or hasattr(cls, _SKIPS)):
         raise TypeError(
             f"{cls.__name__} declares the skips {list(declaration.names)}, but its forward is "
             "not a generator function: write 'yield stash(name, value)' and "
@@ -201,25 +151,15 @@ def _refuse_unfit(cls: object, declaration: Declaration) -> None:
         )
 
 
-def _isolate(
-    self: M, namespace: Namespace, *, only: Iterable[str] | None = None
-) -> M:  # becomes the method ``isolate`` of skippable classes
+def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
     """Puts the skips of this layer into a namespace.
 
-    Args:
-        namespace: the namespace. A skip that is in one already moves to this one.
-        only: the names to put there, all skips of the layer if None. Later calls add to it.
-
-    Returns:
-        The layer itself.
-
-    Raises:
-        TypeError: not a :class:`Namespace`, or ``only`` is not a list of names.
-        ValueError: a name in ``only`` that the layer does not declare.
+    A skip that is in one already moves to this one. ``only`` names the skips to put there, None all
+    of the layer; later calls add to it. Returns the layer itself.
     """
     if not isinstance(namespace, Namespace):
         raise TypeError(f"isolate() takes a Namespace(), not {namespace!r}")
-    declared = _declaration_of(self).names
+    declared = _declared_by(self).names
     chosen = declared if only is None else _checked_names(only, "only")
     unknown = [name for name in chosen if name not in declared]
     if unknown:
@@ -233,19 +173,7 @@ def _isolate(
     return self
 
 
-_isolate.__name__ = "isolate"
-_isolate.__qualname__ = "skippable.isolate"
-
-
-def _declared(forward: Callable[..., Any], declaration: Declaration) -> Callable[..., Any]:
-    """A forward that is no generator, with the skips of those that it calls."""
-
-    @functools.wraps(forward)
-    def declared(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    setattr(declared, _SKIPS, declaration)
-    return declared
+_isolate.__name__, _isolate.__qualname__ = "isolate", "skippable.isolate"
 
 
 def _driven(
@@ -260,86 +188,64 @@ def _driven(
 
     @functools.wraps(generator_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        generator = generator_forward(self, *args, **kwargs)
-        still_open = {"stash": list(declaration.stash), "pop": list(declaration.pop)}
-        reply: Any = None
+        left = [("stash", name) for name in declaration.stash]
+        left += [("pop", name) for name in declaration.pop]
+        generator, reply = generator_forward(self, *args, **kwargs), None
         try:
             while True:
-                try:
-                    command = generator.send(reply)
-                except StopIteration as stop:
-                    output = stop.value
-                    break
+                command = generator.send(reply)
+                _cross_off(self, command, declaration, left)
+                key, reply = _key_of(self, command.name), None
                 if type(command) is stash:
-                    _cross_off(self, "stash", command.name, still_open, declaration.stash)
-                    store.put(_key_of(self, command.name), command.value, self)
-                    reply = None
-                elif type(command) is pop:
-                    _cross_off(self, "pop", command.name, still_open, declaration.pop)
-                    reply = store.take(_key_of(self, command.name), self)
+                    store.put(key, command.value, self)
                 else:
-                    raise TypeError(
-                        f"{type(self).__name__}.forward yielded an object of type "
-                        f"{type(command).__name__}: a skippable layer yields stash(name, value) or "
-                        "pop(name), and returns its output"
-                    )
+                    reply = store.take(key, self)
+        except StopIteration as stop:
+            output = stop.value
         finally:
             generator.close()  # leaves the 'with' blocks of the generator now, whatever happened
-        left = [
-            f"{verb} {those} ({_WAYS_OUT[verb]})"
-            for verb, names in still_open.items()
-            if (those := [name for name in names if name not in inherited])
-        ]
-        if left:
+        if missed := [f"{verb} {name!r}" for verb, name in left if name not in inherited]:
             raise RuntimeError(
                 f"{type(self).__name__} declares skips, but its forward did not "
-                f"{' nor '.join(left)}"
+                f"{' nor '.join(missed)}: stash None if there is nothing to send, and pop also "
+                "what is not used"
             )
         return output
 
-    setattr(forward, _SKIPS, declaration)
     return forward
 
 
-_VERBS = {"stash": "stashes", "pop": "pops"}
-_WAYS_OUT = {
-    "stash": "stash None if there is nothing to send",
-    "pop": "pop it even if its value is not used",
-}
-
-
 def _cross_off(
-    layer: nn.Module,
-    verb: str,
-    name: str,
-    still_open: dict[str, list[str]],
-    declared: tuple[str, ...],
+    layer: nn.Module, command: Any, declaration: Declaration, left: list[tuple[str, str]]
 ) -> None:
-    if name in still_open[verb]:
-        still_open[verb].remove(name)
+    """Takes what a forward yields from the list of what it has yet to do."""
+    cls, verb = type(layer).__name__, type(command).__name__
+    if type(command) not in (stash, pop):
+        raise TypeError(
+            f"{cls}.forward yielded an object of type {verb}: a skippable layer yields "
+            "stash(name, value) or pop(name), and returns its output"
+        )
+    if (verb, command.name) in left:
+        left.remove((verb, command.name))
         return
-    cls = type(layer).__name__
-    if name in declared:
-        what = describe(_key_of(layer, name))
-        raise RuntimeError(f"{cls} {_VERBS[verb]} {what} twice in one forward: do it once")
+    does, declared = {stash: "stashes", pop: "pops"}[type(command)], getattr(declaration, verb)
+    if command.name in declared:
+        what = describe(_key_of(layer, command.name))
+        raise RuntimeError(f"{cls} {does} {what} twice in one forward: do it once")
     raise RuntimeError(
-        f"{cls} {_VERBS[verb]} {name!r} without having declared it: "
-        f"add it to the decorator, @skippable({verb}={[*declared, name]!r})"
+        f"{cls} {does} {command.name!r} without having declared it: "
+        f"add it to the decorator, @skippable({verb}={[*declared, command.name]!r})"
     )
 
 
-def _accept_old_keys(cls: type[nn.Module]) -> None:
-    """Lets the layers of a class load what torchgpipe wrote, whose decorator put a wrapper around
-    the layer: ``0.module.conv.weight`` where ours says ``0.conv.weight``."""
-    load: Any = cls._load_from_state_dict
-
-    @functools.wraps(load)
-    def accepting(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        own = {*self._modules, *self._parameters, *self._buffers}
-        for old in [key for key in state_dict if key.startswith(f"{prefix}module.")]:
-            new = prefix + old.removeprefix(f"{prefix}module.")
-            if "module" not in own and new not in state_dict:
-                state_dict[new] = state_dict.pop(old)
-        load(self, state_dict, prefix, *args)
-
-    _set(cls, "_load_from_state_dict", accepting)
+def unwrap_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
+    """Renames in place what torchgpipe wrote, whose decorator put a wrapper around each layer with
+    skips: ``0.module.conv.weight`` where ours says ``0.conv.weight``."""
+    for path, layer in module.named_modules():
+        own = {*layer._modules, *layer._parameters, *layer._buffers}
+        old = f"{prefix}{path}.module."
+        if is_skippable(layer) and "module" not in own:
+            for key in [key for key in state_dict if key.startswith(old)]:
+                new = f"{prefix}{path}.{key.removeprefix(old)}"
+                if new not in state_dict:
+                    state_dict[new] = state_dict.pop(key)

@@ -1,4 +1,4 @@
-"""Where the value of a skip lives between the layer that stashes it and the layer that pops it.
+"""What identifies a skip, and where its value lives between the layers that stash and pop it.
 
 A pipe lays out a dictionary for each stage and micro-batch and makes it the current store while
 the stage runs. Without a current store (skippable layers in a plain ``nn.Sequential``) values are
@@ -8,13 +8,42 @@ held per thread, and no longer than the module that stashed them lives.
 from __future__ import annotations
 
 import threading
-import weakref
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID, uuid4
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .namespace import SkipKey, describe
+
+@dataclass(frozen=True, repr=False)
+class Namespace:
+    """A token that sets the skips of some layers apart from all other skips.
+
+    Two skips are the same only if they have the same name and the same namespace, so a block
+    with skips inside can be used several times in a model: give every use a namespace of its own.
+
+    Every ``Namespace()`` differs from every other. A copy (``copy``, ``deepcopy``, pickle) equals
+    its original, so layers that share a namespace still share it after they were copied.
+    """
+
+    # uuid4 draws from the operating system: it moves no random generator that a user seeds.
+    _id: UUID = field(default_factory=uuid4, init=False)
+
+    def __repr__(self) -> str:
+        return f"Namespace({self._id.hex[:8]})"
+
+
+SkipKey = tuple[Namespace | None, str]
+"""What identifies a skip: the namespace, None for the common one, and the name."""
+
+
+def describe(key: SkipKey) -> str:
+    """Writes a skip the way error messages show it."""
+    namespace, name = key
+    return repr(name) if namespace is None else f"{name!r} in {namespace!r}"
+
 
 Store = dict[SkipKey, Any]
 
@@ -25,9 +54,6 @@ class use_store:
     """Makes ``store`` the place of skips within a ``with`` block, on this thread only.
 
     A stash writes ``store[key]``, a pop removes it. Blocks can be nested: the innermost counts.
-
-    Args:
-        store: values of the skips that come in; what is in it afterwards goes out.
     """
 
     __slots__ = ("_store", "_token")
@@ -43,30 +69,19 @@ class use_store:
         _current.reset(self._token)
 
 
-class _HeldValues(threading.local):
-    """The values of one thread outside any pipe.
-
-    A value sits in a cell, a list of one. When the module that stashed it dies, a weak reference
-    empties the cell. That may happen on any thread, therefore it leaves the dictionary alone,
-    which only its own thread touches; the empty cells are swept out at the next stash.
-    """
+class _Held(threading.local):
+    """The values of one thread outside any pipe, by the module that stashed them."""
 
     def __init__(self) -> None:
-        self._cells: dict[SkipKey, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self.stores: WeakKeyDictionary[nn.Module, Store] = WeakKeyDictionary()
 
-    def put(self, key: SkipKey, value: Any, layer: nn.Module) -> None:
-        for stale in [k for k, (_, cell) in self._cells.items() if not cell]:
-            del self._cells[stale]
-        cell = [value]
-        self._cells[key] = (weakref.ref(layer, lambda _: cell.clear()), cell)
-
-    def take(self, key: SkipKey) -> Any:
-        """Raises LookupError if there is none."""
-        _, cell = self._cells.pop(key)
-        return cell.pop()
+    def pop(self, key: SkipKey) -> Any:
+        """Raises KeyError if there is none."""
+        stores = [store for store in self.stores.values() if key in store] or [{}]
+        return stores[0].pop(key)
 
 
-_held = _HeldValues()
+_held = _Held()
 
 
 def current_store() -> Store | None:
@@ -75,12 +90,13 @@ def current_store() -> Store | None:
 
 
 def put(key: SkipKey, value: Any, layer: nn.Module) -> None:
-    """Stashes a value on behalf of ``layer``."""
+    """Stashes a value on behalf of ``layer``; what another one stashed there is gone."""
     store = _current.get()
     if store is None:
-        _held.put(key, value, layer)
-    else:
-        store[key] = value
+        for other in _held.stores.values():
+            other.pop(key, None)
+        store = _held.stores.setdefault(layer, {})
+    store[key] = value
 
 
 def take(key: SkipKey, layer: nn.Module) -> Any:
@@ -91,8 +107,8 @@ def take(key: SkipKey, layer: nn.Module) -> Any:
     """
     store = _current.get()
     try:
-        return _held.take(key) if store is None else store.pop(key)
-    except LookupError:
+        return (_held if store is None else store).pop(key)
+    except KeyError:
         pass
     raise RuntimeError(
         f"{type(layer).__name__} pops skip {describe(key)}, but no layer before it stashed that "

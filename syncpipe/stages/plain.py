@@ -19,7 +19,7 @@ from syncpipe.options import StageMode
 from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.random_numbers import outside_of_turn
 from syncpipe.runtime.streams import same_memory
-from syncpipe.skip.namespace import SkipKey
+from syncpipe.skip.store import SkipKey
 from syncpipe.stages.call import MiniBatch
 from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline

@@ -52,8 +52,7 @@ from syncpipe.runtime.recomputation import (
     stored_by,
 )
 from syncpipe.skip.layout import layer_skips
-from syncpipe.skip.namespace import SkipKey, describe
-from syncpipe.skip.store import current_store, use_store
+from syncpipe.skip.store import SkipKey, current_store, describe, use_store
 from syncpipe.stages.inplace import Given, aliased, entering, may_write
 from syncpipe.stages.stage import CELL, Stage
 

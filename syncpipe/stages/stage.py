@@ -15,8 +15,8 @@ from syncpipe.layers.unpack import chained
 from syncpipe.runtime.random_numbers import Generators, Turn, has_hooks, let_modules_hold
 from syncpipe.runtime.recomputation import Changes
 from syncpipe.skip.layout import layer_skips
-from syncpipe.skip.namespace import SkipKey
 from syncpipe.skip.skippable import is_skippable
+from syncpipe.skip.store import SkipKey
 
 #: The cell that runs here: its partition, and what runs the layers of that.
 CELL: ContextVar[tuple[nn.Module, Callable[[Any], Any]] | None] = ContextVar(

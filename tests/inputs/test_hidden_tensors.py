@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections import UserDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,22 +49,6 @@ class Fixed(Sequence):
         return len(self._items)
 
 
-class Shut(Mapping):
-    """A mapping that nothing can be put into, and that must not be asked."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, key: Any) -> Any:
-        raise AssertionError("asked")
-
-    def __iter__(self) -> Any:
-        raise AssertionError("asked")
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 def cyclic(x: Tensor) -> Holds:
     """Objects that hold each other."""
     outer = Holds(inner=Holds())
@@ -101,14 +84,11 @@ def with_attribute(x: Tensor) -> UserDict:
 
 
 HIDDEN: dict[str, tuple[Any, str]] = {
-    "object in an object": (lambda x: Holds(inner=Holds(a=x)), ".inner.a"),
+    "object": (lambda x: Holds(x=x), ".x"),
     "dict in an object": (lambda x: Holds(inner={"a": x}), ".inner['a']"),
     "three levels": (lambda x: Holds(b=[SimpleNamespace(c=(5, x))]), ".b[0].c[1]"),
-    "slots": (Slotted, ".inner"),
     "slots in slots": (lambda x: Slotted(Slotted(x)), ".inner.inner"),
     "immutable sequence": (Fixed, "._items[0]"),
-    "sequence in a sequence": (lambda x: Fixed(1, Fixed(x)), "._items[1]._items[0]"),
-    "immutable mapping": (lambda x: Shut(a=x), "._items['a']"),
     "deque": (lambda x: Holds(last=deque([x])), ".last[0]"),
     "cycle": (cyclic, ".inner.x"),
     "distribution": (lambda x: Independent(Normal(x, 1.0), 1), ".base_dist.loc"),
@@ -131,16 +111,6 @@ def test_it_is_refused_and_named(what, at):
         assert part in str(caught.value)
 
 
-class Tokenizer:
-    """Is called, and has tables of its own."""
-
-    def __init__(self) -> None:
-        self.table, self.words = torch.arange(9), {str(k): k for k in range(1000)}
-
-    def __call__(self, text: str) -> Any:
-        return self.table
-
-
 def harmless() -> dict[str, Any]:
     """Objects with tensors that are no part of a mini-batch."""
     layer = nn.Linear(3, 3)
@@ -148,22 +118,15 @@ def harmless() -> dict[str, Any]:
     return {
         "model": layer,
         "parameters": list(layer.parameters()),
-        "loss": nn.CrossEntropyLoss(weight=torch.ones(3)),
         "dataset": loader.dataset,
         "loader": loader,
         "batches": iter(loader),
         "optimizer": torch.optim.Adam(layer.parameters()),
-        "tokenizer": Tokenizer(),
         "function": lambda x: x + layer.weight,
         "method": layer.forward,
-        "device": torch.device("cpu"),
-        "dtype": torch.float16,
         "generator": torch.Generator(),
-        "random": random.Random(),
         "number": torch.tensor(3.0),
-        "class": Tokenizer,
         "module": torch,
-        "numbers": list(range(1000)),
     }
 
 
@@ -202,10 +165,9 @@ def test_an_object_with_a_graph_between_workers_is_refused_for_what_it_is(checkp
     layers = nn.Sequential(Wraps(3, 3), Wraps(3, 3))
     x = torch.randn(4, 3)
     pipe = pipe_of(layers, checkpoint=checkpoint, chunks=chunks)
-    with pytest.raises(TypeError, match=r"Holds.* from stage 0 to stage 1.*\.inner\.x.*tuple"):
-        pipe.train_batch(x, loss_fn=lambda y: y.sum())
-    with pytest.raises(TypeError, match=r"Holds.* from stage 0 to stage 1.*\.inner\.x.*tuple"):
-        pipe(x)
+    for call in pipe, partial(pipe.train_batch, loss_fn=torch.sum):
+        with pytest.raises(TypeError, match=r"Holds.* from stage 0 to stage 1.*\.inner\.x.*tuple"):
+            call(x)
     assert all(p.grad is None for p in pipe.parameters())
     with inline(graph=True):
         pipe(x).sum().backward()
@@ -213,8 +175,7 @@ def test_an_object_with_a_graph_between_workers_is_refused_for_what_it_is(checkp
     pipe = Pipe(layers, [1, 1], devices=["cpu:0"] * 2, checkpoint=checkpoint, chunks=chunks)
     pipe.zero_grad()
     pipe.train_batch(x, loss_fn=lambda y: y.sum(), loss_reduction="sum")
-    for p, grad in zip(pipe.parameters(), theirs, strict=True):
-        torch.testing.assert_close(p.grad, grad)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], theirs)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

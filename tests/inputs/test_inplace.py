@@ -19,32 +19,54 @@ from tests.support.training import weigh
 DEVICES = [["cpu:0"] * 4, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]]
 
 
+every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+REFUSED = "whose memory others use"
+
+
+def pipe_of(*layers: nn.Module, stages: int = 0, **options: Any) -> Pipe:
+    """A pipe on CPU workers of its own, with a layer in each stage but the last."""
+    n = stages or len(layers)
+    balance = [1] * (n - 1) + [len(layers) - n + 1]
+    options = {"devices": DEVICES[1][:n], "chunks": 2, **options}
+    return Pipe(nn.Sequential(*layers), balance, **options)
+
+
+def grads_of(module: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
 def both_drivers(pipe: Pipe, x: Any, target: Tensor | None = None) -> list[list[Tensor]]:
     """The gradients of the parameters after a step of either driver, three times each."""
 
     def loss_fn(y: Tensor, goal: Tensor | None = None) -> Tensor:
-        return weigh(y) if goal is None else weigh(y * goal)
+        return (y if goal is None else y * goal).square().sum()
 
     seen = []
     for _ in range(3):
         pipe.zero_grad()
-        y = pipe(x)
-        loss_fn(y, target).backward()
+        loss_fn(pipe(x), target).backward()
+        seen.append(grads_of(pipe))
         pipe.zero_grad()
-        pipe.train_batch(x, target, loss_fn=loss_fn, loss_reduction="sum")
-        seen.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+        pipe.train_batch(x, target, loss_fn=loss_fn, loss_reduction="sum", schedule="gpipe")
+        seen.append(grads_of(pipe))
     return seen
 
 
+def assert_all_equal(found: list[Any], expected: Any) -> None:
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("hands_on", [nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
+@pytest.mark.parametrize("hands_on", [None, nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
 def test_what_a_stage_hands_on_may_be_written_into(hands_on, needs_grad, checkpoint, devices):
-    torch.manual_seed(0)
-    layers = nn.Sequential(hands_on(), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
-    plain = copy.deepcopy(layers)
-    pipe = Pipe(layers, [1, 1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint)
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
+    if hands_on is not None:
+        layers.insert(0, hands_on())
+    plain, devices = copy.deepcopy(layers), devices[: len(layers)]
+    pipe = pipe_of(*layers, devices=devices, chunks=3, checkpoint=checkpoint)
     x = torch.randn(6, 3)
     before = x.clone()
     weigh(torch.cat([plain(c.clone()) for c in x.chunk(3)])).backward()
@@ -52,15 +74,12 @@ def test_what_a_stage_hands_on_may_be_written_into(hands_on, needs_grad, checkpo
         given = (x * 1).requires_grad_() * 1 if needs_grad else x
         pipe.zero_grad()
         weigh(pipe(given)).backward()
-        assert all(
-            torch.equal(p.grad, q.grad)
-            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True)
-        )
+        assert_all_equal([grads_of(pipe)], grads_of(plain))
         pipe.train_batch(given.detach(), loss_fn=weigh)
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_what_two_stages_hand_on_may_be_written_into(checkpoint):
     class Beside(nn.Linear):
         def forward(self, pair: Any) -> Any:
@@ -70,18 +89,16 @@ def test_what_two_stages_hand_on_may_be_written_into(checkpoint):
         pair[1].mul_(2)
         return pair[0] * pair[1].clone()
 
-    torch.manual_seed(0)
-    layers = nn.Sequential(Beside(3, 3), Beside(3, 3), Do(write))
-    plain = copy.deepcopy(layers)
-    pipe = Pipe(layers, [1, 1, 1], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    layers = Beside(3, 3), Beside(3, 3), Do(write)
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    pipe = pipe_of(*layers, checkpoint=checkpoint)
     x, m = torch.randn(4, 3), torch.randn(4, 3)
     pieces = zip(x.chunk(2), m.chunk(2), strict=True)
     weigh(torch.cat([plain((a, b.clone())) for a, b in pieces])).backward()
     for _ in range(3):
         pipe.zero_grad()
         weigh(pipe((x, m))).backward()
-        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        assert_all_equal([grads_of(pipe)], grads_of(plain))
 
 
 def write_first(pair: Any) -> Tensor:
@@ -90,68 +107,77 @@ def write_first(pair: Any) -> Tensor:
     return a + b
 
 
+def without_grad(context: Any, driver: Any) -> Any:
+    def run(pipe: Pipe, *given: Any) -> Any:
+        with context():
+            return driver(pipe, *given)
+
+    return run
+
+
+NO_GRAD = [
+    without_grad(context, driver)
+    for context in (torch.no_grad, torch.inference_mode)
+    for driver in (Pipe.forward, Pipe.eval_batch)
+]
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
+@pytest.mark.parametrize("before", [0, 1])
+@every_mode
+@pytest.mark.parametrize(
+    "driver", [Pipe.forward, partial(Pipe.train_batch, loss_fn=weigh), *NO_GRAD]
+)
 def test_views_of_one_memory_are_refused_where_one_of_them_is_written_into(
-    driver, checkpoint, chunks
+    driver, checkpoint, before, chunks
 ):
-    layers = nn.Sequential(Do(write_first), nn.Linear(2, 2))
-    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
-    drivers = {"pipe": Pipe.forward, "train_batch": partial(Pipe.train_batch, loss_fn=weigh)}
-    x = torch.randn(4, 3)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="whose memory others use"):
-            drivers[driver](pipe, (x[:, :2], x[:, 1:]))
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parts_of_one_memory_that_do_not_overlap_may_be_written_into(checkpoint, chunks):
-    torch.manual_seed(0)
-    layers = nn.Sequential(Do(write_first), nn.Linear(2, 2))
-    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
-    x = torch.randn(8, 2)
-    pair = x[:4], x[4:]
-    expected = [both_drivers(pipe, (pair[0].clone(), pair[1].clone()))[0]] * 3
-    for ours, theirs in zip(both_drivers(pipe, pair), expected, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-def test_parts_that_lie_between_each_other_are_taken_for_overlapping():
-    pipe = Pipe(nn.Sequential(Do(write_first), nn.Linear(2, 2)), [1, 1], devices=DEVICES[1][:2])
+    last = nn.Linear(2, 2), nn.Identity()
+    layers = [*(nn.Identity() for _ in range(before)), Do(write_first), *last]
+    pipe = pipe_of(*layers, chunks=chunks, checkpoint=checkpoint)
     x = torch.randn(4, 4)
-    with pytest.raises(RuntimeError, match="whose memory others use"):
-        pipe((x[:, :2], x[:, 2:]))
-    pipe((x[:, :2].clone(), x[:, 2:]))
+    for pair in ((x[:, :2], x[:, 1:3]), (x[:, :2], x[:, 2:])):  # taken for overlapping
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                driver(pipe, pair)
+        driver(pipe, (pair[0].clone(), pair[1]))
+    driver(pipe_of(Do(sum), *last), (x[:, :2], x[:, 1:3]))  # fine where nobody writes
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
+def test_parts_of_one_memory_that_do_not_overlap_may_be_written_into(checkpoint, chunks):
+    pipe = pipe_of(Do(write_first), nn.Linear(2, 2), chunks=chunks, checkpoint=checkpoint)
+    x = torch.randn(8, 2)
+    expected = both_drivers(pipe, (x[:4].clone(), x[4:].clone()))[0]
+    assert_all_equal(both_drivers(pipe, (x[:4], x[4:])), expected)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@every_mode
 @pytest.mark.parametrize("source", ["mini-batch", "iterator"])
 def test_a_target_in_the_memory_of_an_input_that_is_written_into_is_refused(
     source, checkpoint, chunks
 ):
     # The plain model would compare with what the layer left of it.
-    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
-    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint)
+    layers = nn.ReLU(inplace=True), nn.Linear(3, 3)
+    pipe = pipe_of(*layers, chunks=chunks, checkpoint=checkpoint)
     x = torch.randn(4, 3)
     for _ in range(2):
         given: dict[str, Any] = {"input": x, "target": x}
         if source == "iterator":
-            given = {"data_iter": iter([(c, c) for c in x.chunk(chunks)])}
-        with pytest.raises(RuntimeError, match="whose memory others use"):
-            pipe.train_batch(**given, loss_fn=nn.functional.mse_loss)
+            given = {"data_iter": [(c, c) for c in x.chunk(chunks)]}
+        for call in pipe.train_batch, pipe.eval_batch:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                call(**{k: iter(v) if k == "data_iter" else v for k, v in given.items()},
+                     loss_fn=nn.functional.mse_loss)  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_a_target_in_the_memory_of_an_input_is_fine_where_nobody_writes(checkpoint):
-    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
-    pipe = Pipe(layers, [1, 2], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    layers = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)
     x = torch.randn(4, 3)
-    first, *others = both_drivers(pipe, x, x)
-    for other in others:
-        assert all(map(torch.equal, first, other))
+    first, *others = both_drivers(pipe_of(*layers, stages=2, checkpoint=checkpoint), x, x)
+    assert_all_equal(others, first)
 
 
 # --- the first call is like all others -----------------------------------------------------------
@@ -169,13 +195,10 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_the_gradient_of_an_input_under_autocast(checkpoint, chunks):
-    torch.manual_seed(0)
     layers, start = nn.Sequential(Twice(), nn.Linear(8, 8)), torch.randn(4, 8)
-    pipe = Pipe(
-        copy.deepcopy(layers), [1, 1], devices=DEVICES[1], chunks=chunks, checkpoint=checkpoint
-    )
+    pipe = pipe_of(*copy.deepcopy(layers), chunks=chunks, checkpoint=checkpoint)
 
     def plain(x: Tensor) -> Tensor:
         return layers(x) if chunks == 1 else torch.cat([layers(c) for c in x.chunk(chunks)])
@@ -187,43 +210,34 @@ def test_the_gradient_of_an_input_under_autocast(checkpoint, chunks):
             y = run(x)
         weigh(y.float()).backward()
         grads.append(x.grad)
-    for grad in grads[1:]:
-        assert torch.equal(grad, grads[1])
-        # A leaf has one cast, in which its gradients are added up, and that of a cell is none.
-        assert torch.allclose(grad, grads[0], rtol=0.05, atol=0.05 if chunks == 1 else 0)
+    assert_all_equal(grads[2:], grads[1])
+    # A leaf has one cast, in which its gradients are added up, and that of a cell is none.
+    assert torch.allclose(grads[1], grads[0], rtol=0.05, atol=0.05 if chunks == 1 else 0)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 @pytest.mark.parametrize("driver", ["pipe", "train_batch"])
 def test_an_expanded_tensor_at_a_border(driver, checkpoint):
-    torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.Linear(5, 5),
-        Do(lambda x: x[:, :, None].expand(-1, -1, 7)),
-        nn.BatchNorm1d(5),
-        nn.Conv1d(5, 3, 3),
-    )
-    pipe = Pipe(layers, [2, 2], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    expanded = Do(lambda x: x[:, :, None].expand(-1, -1, 7))
+    layers = [nn.Sequential(nn.Linear(5, 5), expanded), nn.BatchNorm1d(5), nn.Conv1d(5, 3, 3)]
+    pipe = pipe_of(*layers, stages=2, checkpoint=checkpoint)
     x, seen = torch.randn(16, 5), []
     for _ in range(3):
         pipe.zero_grad()
-        layers[2].reset_running_stats()
+        layers[1].reset_running_stats()
         if driver == "pipe":
             weigh(pipe(x)).backward()
         else:
             pipe.train_batch(x, loss_fn=weigh)
-        seen.append([t.clone() for p in pipe.parameters() for t in (p.grad,)])
-        seen[-1] += [buffer.clone() for buffer in pipe.buffers()]
-    for other in seen[1:]:
-        assert all(map(torch.equal, seen[0], other))
+        seen.append([*grads_of(pipe), *[buffer.clone() for buffer in pipe.buffers()]])
+    assert_all_equal(seen[1:], seen[0])
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_tensor_several_times_in_the_output(schedule, checkpoint):
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Do(lambda y: (y, y, [y])))
-    pipe = Pipe(copy.deepcopy(layers), [1, 2], devices=DEVICES[1], chunks=1, checkpoint=checkpoint)
+    pipe = pipe_of(*copy.deepcopy(layers), stages=2, chunks=1, checkpoint=checkpoint)
 
     def loss_fn(output: Any) -> Tensor:
         a, b, (c,) = output
@@ -234,8 +248,7 @@ def test_one_tensor_several_times_in_the_output(schedule, checkpoint):
     for _ in range(2):
         pipe.zero_grad()
         pipe.train_batch(x, loss_fn=loss_fn, schedule=schedule)
-        for p, q in zip(pipe.parameters(), layers.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        assert_all_equal([grads_of(pipe)], grads_of(layers))
 
 
 # --- copies --------------------------------------------------------------------------------------
@@ -282,47 +295,10 @@ def test_overlap_goes_by_storage_and_extent():
 # --- without grad --------------------------------------------------------------------------------
 
 
-WITHOUT = pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-
-
-@WITHOUT
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("driver", [Pipe.forward, Pipe.eval_batch])
-def test_overlapping_inputs_are_refused_without_grad_as_well(driver, before, chunks, context):
-    layers = nn.Sequential(*(nn.Identity() for _ in range(before)), Do(write_first), nn.Identity())
-    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=chunks)
-    a = torch.arange(16.0).reshape(4, 4)
-    for _ in range(2):
-        with context(), pytest.raises(RuntimeError, match="whose memory others use"):
-            driver(pipe, (a, a.T))
-        with context():
-            output = driver(pipe, (a.clone(), a.T))
-        torch.testing.assert_close(output, 2 * a + a.T)
-
-
-@WITHOUT
-def test_a_target_that_the_input_overlaps_is_refused_without_grad_as_well(context):
-    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Identity())
-    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=2)
-    x = torch.randn(4, 3)
-    with context(), pytest.raises(RuntimeError, match="whose memory others use"):
-        pipe.eval_batch(x, x, loss_fn=nn.functional.mse_loss)
-
-
-@WITHOUT
-def test_overlapping_inputs_are_fine_without_grad_where_nobody_writes(context):
-    pipe = Pipe(nn.Sequential(Do(sum), nn.Identity()), [1, 1], devices=DEVICES[1], chunks=2)
-    a = torch.full((4, 4), torch.nan)
-    with context():
-        assert pipe((a, a.T)).isnan().all()
-
-
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("driver", [Pipe.forward, Pipe.eval_batch])
 def test_what_the_caller_gave_stays_as_it_was_without_grad(driver, before):
-    layers = nn.Sequential(*(nn.Flatten() for _ in range(before)), nn.ReLU(inplace=True))
-    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=2)
+    pipe = pipe_of(*(nn.Flatten() for _ in range(before)), nn.ReLU(inplace=True))
     x = torch.randn(4, 3, requires_grad=True)
     given = x.detach().clone()
     with torch.no_grad():
@@ -338,13 +314,12 @@ class Repair(nn.Module):
         return x.clamp_(-1, 1) if x.abs().max() > 1 else x
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("driver", ["pipe", "train_batch", "eval_batch", "no_grad"])
 def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
-    layers = nn.Sequential(*(nn.Identity() for _ in range(before)), Repair(), nn.Linear(3, 3))
-    pipe = Pipe(layers, [1] * len(layers), devices=DEVICES[1][: len(layers)], chunks=2)
-    pipe.checkpoint = checkpoint
+    layers = *(nn.Identity() for _ in range(before)), Repair(), nn.Linear(3, 3)
+    pipe = pipe_of(*layers, checkpoint=checkpoint)
     x = torch.linspace(-3, 3, 12).reshape(4, 3)
 
     def run(given: Tensor) -> Tensor:
@@ -357,40 +332,28 @@ def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
 
     for scale in (0.1, 1.0, 1.0, 0.1, 1.0):
         given = x * scale
-        expected = layers[before + 1](given.clamp(-1, 1))
+        expected = layers[-1](given.clamp(-1, 1))
         torch.testing.assert_close(run(given), expected)
         assert torch.equal(given, x * scale)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
-def test_what_is_recomputed_in_a_later_call_only_from_what_was_written_into(driver, checkpoint):
-    torch.manual_seed(0)
+@every_mode
+def test_what_is_recomputed_in_a_later_call_only_from_what_was_written_into(checkpoint):
     layers = nn.Sequential(nn.Linear(3, 3), Repair(), nn.Linear(3, 3))
-    plain = copy.deepcopy(layers)
-    pipe = Pipe(layers, [1, 1, 1], devices=DEVICES[1][:3], chunks=2, checkpoint=checkpoint)
+    plain, pipe = copy.deepcopy(layers), pipe_of(*layers, checkpoint=checkpoint)
     x = torch.randn(4, 3)
-
-    def loss_fn(y: Tensor) -> Tensor:
-        return y.pow(2).sum()
-
     for scale in (0.1, 9.0, 0.1, 9.0):
         plain.zero_grad()
-        pipe.zero_grad()
-        sum(loss_fn(plain(c)) for c in (x * scale).chunk(2)).backward()
-        if driver == "pipe":
-            loss_fn(pipe(x * scale)).backward()
-        else:
-            pipe.train_batch(x * scale, loss_fn=loss_fn, loss_reduction="sum", schedule="gpipe")
-        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+        torch.cat([plain(c) for c in (x * scale).chunk(2)]).square().sum().backward()
+        for found in both_drivers(pipe, x * scale)[:2]:
+            torch.testing.assert_close(found, grads_of(plain))
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_forward_of_its_own_makes_a_layer_of_pytorch_one_that_may_write(inside):
     layer: nn.Module = nn.Sequential(nn.Linear(3, 3)) if inside else nn.Linear(3, 3)
     layer.forward = lambda x: x.mul_(2)  # type: ignore[method-assign]
-    pipe = Pipe(nn.Sequential(layer, nn.ReLU()), [1, 1], devices=DEVICES[1][:2])
+    pipe = pipe_of(layer, nn.ReLU(), chunks=1)
     x = torch.randn(4, 3)
     given = x.clone()
     pipe(given)
@@ -400,7 +363,7 @@ def test_a_forward_of_its_own_makes_a_layer_of_pytorch_one_that_may_write(inside
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
 @pytest.mark.parametrize("on", ["layer", "partition", "all modules"])
 def test_a_hook_that_writes_into_the_input(on, hook):
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), [1, 1], devices=DEVICES[1][:2])
+    pipe = pipe_of(nn.Linear(3, 3), nn.ReLU(), chunks=1)
     first = pipe.partitions[0]
     pipe(torch.randn(4, 3))
     target = {"layer": first[0], "partition": first, "all modules": nn.modules.module}[on]
@@ -420,7 +383,7 @@ def test_a_hook_that_writes_into_the_input(on, hook):
     assert torch.equal(given, x)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_a_layer_that_writes_in_some_modes_only(checkpoint):
     class Sometimes(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -429,7 +392,7 @@ def test_a_layer_that_writes_in_some_modes_only(checkpoint):
             return super().forward(x)
 
     layers = nn.Sequential(Sometimes(3, 3), nn.Linear(3, 3))
-    pipe = Pipe(layers, [1, 1], devices=DEVICES[1], chunks=2, checkpoint=checkpoint)
+    pipe = pipe_of(*layers, checkpoint=checkpoint)
     x = torch.randn(4, 3)
     given = x.clone()
     for _ in range(2):

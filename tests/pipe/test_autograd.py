@@ -16,9 +16,9 @@ from tests.support.running import (
     assert_same,
     beside,
     in_threads,
+    on_gradient,
     one_by_one,
     pipe_of,
-    plain,
     trained,
     weigh,
 )
@@ -37,17 +37,16 @@ def x():
     return torch.randn(8, 6)
 
 
-def test_backward_gives_the_plain_loops_bits(mode, x):
-    pipe, reference, copied = beside(mode, model())
-    assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
+def grads(module):
+    return [p.grad for p in module.parameters()]
 
 
 def test_backward_to_chosen_inputs_leaves_the_others_without_gradient(mode, x):
     pipe, reference, copied = beside(mode, model())
     for run, module in ((pipe, pipe), (reference, copied)):
         weigh(run(x)).backward(inputs=[module[2].weight, module[0].bias])
-    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
-    assert [p.grad is not None for p in pipe.parameters()] == [False, True, True, *[False] * 3]
+    assert_same(grads(pipe), grads(copied))
+    assert [grad is not None for grad in grads(pipe)] == [False, True, True, *[False] * 3]
 
 
 @pytest.mark.parametrize("of", ["input", "parameters", "both", "the last layer"])
@@ -55,7 +54,7 @@ def test_autograd_grad(mode, of, x):
     pipe, reference, copied = beside(mode, model())
     x.requires_grad_()
 
-    def grads(run, module):
+    def found(run, module):
         chosen = {
             "input": [x],
             "parameters": list(module.parameters()),
@@ -64,8 +63,8 @@ def test_autograd_grad(mode, of, x):
         }[of]
         return torch.autograd.grad(weigh(run(x)), chosen)
 
-    assert_same(grads(pipe, pipe), grads(reference, copied))
-    assert all(p.grad is None for p in pipe.parameters())
+    assert_same(found(pipe, pipe), found(reference, copied))
+    assert not any(grad is not None for grad in grads(pipe))
 
 
 def test_a_retained_graph_can_be_gone_through_again_and_a_freed_one_cannot(mode, x):
@@ -76,51 +75,32 @@ def test_a_retained_graph_can_be_gone_through_again_and_a_freed_one_cannot(mode,
             loss.backward(retain_graph=retain)
         with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
-    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
+    assert_same(grads(pipe), grads(copied))
 
 
-@pytest.mark.parametrize("part", [slice(0, 1), slice(3, 5), slice(7, 8)])
-def test_backward_of_some_samples(mode, part, x):
+# What a pipe and the plain loop are called for, by a function of the run and the input.
+EXACT = {
+    "all samples": lambda run, x: run(x),
+    "the first": lambda run, x: run(x)[:1],
+    "some": lambda run, x: run(x)[3:5],
+    "the last": lambda run, x: run(x)[7:],
+}
+TO_ROUNDING = {  # which of the two goes back first is open
+    "two forwards": lambda run, x: run(x) * 2 + run(x.flip(0)).tanh(),
+    "one after another": lambda run, x: run(torch.cat([run(x)] * 2, 1)),
+}
+
+
+@pytest.mark.parametrize("call", [*EXACT, *TO_ROUNDING])
+def test_calls_of_many_kinds(mode, call, x):
     pipe, reference, copied = beside(mode, model())
-    ours = trained(lambda x: pipe(x)[part], pipe, x)
-    assert_same(ours, trained(lambda x: reference(x)[part], copied, x))
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_backward_of_one_of_two_outputs(mode, used, x):
-    class Fork(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 3)
-
-        def forward(self, x):
-            return self.a(x), self.b(x).tanh()
-
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Fork())
-    pipe, _, copied = beside(mode, layers, [1, 2])
-    ours = trained(lambda x: pipe(x)[used], pipe, x)
-    theirs = trained(lambda x: torch.cat([copied(c)[used] for c in x.chunk(4)]), copied, x)
-    assert_same(ours, theirs)
-    assert [p.grad is None for p in pipe[2].parameters()].count(True) == 2
-
-
-def test_two_forwards_before_one_backward(mode, x):
-    pipe, reference, copied = beside(mode, model())
-
-    def twice(run):
-        return lambda x: run(x) * 2 + run(x.flip(0)).tanh()
-
-    ours, theirs = trained(twice(pipe), pipe, x), trained(twice(reference), copied, x)
-    for a, b in zip(ours, theirs, strict=True):  # which of the two goes back first is open
-        torch.testing.assert_close(a, b)
-
-
-def test_the_output_of_a_pipe_can_go_through_it_again(mode, x):
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    pipe, reference, copied = beside(mode, layers, [2, 1])
-    ours = trained(lambda x: pipe(pipe(x)), pipe, x)
-    for a, b in zip(ours, trained(lambda x: reference(reference(x)), copied, x), strict=True):
-        torch.testing.assert_close(a, b)
+    run = {**EXACT, **TO_ROUNDING}[call]
+    ours = trained(lambda x: run(pipe, x), pipe, x)
+    theirs = trained(lambda x: run(reference, x), copied, x)
+    if call in EXACT:
+        assert_same(ours, theirs)
+    else:
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("inner_mode", MODES)
@@ -131,20 +111,18 @@ def test_a_pipe_inside_a_pipe(mode, inner_mode):
         outer[1] = pipe_of(inner, [2, 2], chunks=2, checkpoint=inner_mode)
         return pipe_of(outer, [2, 2], chunks=3, checkpoint=mode)
 
-    x = torch.randn(12, 6)
-    ours = make()
+    x, ours = torch.randn(12, 6), make()
     theirs = copy.deepcopy(ours)
     for _ in range(2):
         torch.manual_seed(1)
         result = trained(ours, ours, x)
         torch.manual_seed(1)
         with inline():
-            expected = trained(theirs, theirs, x)
-        assert_same(result, expected)
+            assert_same(result, trained(theirs, theirs, x))
     assert ours[1][2].num_batches_tracked == 2 * 3 * 2
 
 
-def test_one_pipe_called_from_several_threads(mode, x):
+def test_one_pipe_called_from_several_threads(mode):
     pipe, reference, copied = beside(mode, model())
     inputs = [torch.randn(8, 6) for _ in range(3)]
 
@@ -158,30 +136,51 @@ def test_one_pipe_called_from_several_threads(mode, x):
             assert_same(result, right)
 
 
-def test_create_graph_gives_second_derivatives(mode, x):
+def second_derivatives(run, module, x):
+    wanted = [x, *module.parameters()]
+    first = torch.autograd.grad(run(x).square().sum(), wanted, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+
+
+def gradient_penalty(run, module, x):
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).square().mean().backward()
+    return grads(module)
+
+
+def several_gradients(run, module, x):
+    """``is_grads_batched`` gives tensors that have no memory of their own to the workers."""
+    several = torch.linspace(-1, 1, 5 * 8 * 3).view(5, 8, 3)
+    return torch.autograd.grad(run(x), [x, *module.parameters()], several, is_grads_batched=True)
+
+
+def scaled_steps(run, module, x):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for factor in (1, float("inf"), 1):  # the second step overflows and is left out
+        optimizer.zero_grad()
+        scaler.scale(weigh(run(x)) * factor).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize(
+    "use", [second_derivatives, gradient_penalty, several_gradients, scaled_steps]
+)
+def test_uses_of_gradients(mode, use, x):
     pipe, reference, copied = beside(mode, model())
     x.requires_grad_()
-
-    def hessian_product(run, module):
-        parameters = list(module.parameters())
-        first = torch.autograd.grad(run(x).square().sum(), [x, *parameters], create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters])
-
-    for a, b in zip(hessian_product(pipe, pipe), hessian_product(reference, copied), strict=True):
-        torch.testing.assert_close(a, b)
+    ours, theirs = use(pipe, pipe, x), use(reference, copied, x)
+    if use is scaled_steps:
+        assert_same(ours, theirs)
+    else:
+        torch.testing.assert_close(ours, theirs)
 
 
-def test_a_gradient_penalty_trains_the_parameters(mode, x):
-    pipe, reference, copied = beside(mode, model())
-    x.requires_grad_()
-    for run in (pipe, reference):
-        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
-        (slope.norm(dim=1) - 1).square().mean().backward()
-    for p, q in zip(pipe.parameters(), copied.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-# Layers out of the ordinary
+# --- layers out of the ordinary --------------------------------------------------------------
 
 
 class Slope(nn.Module):
@@ -197,125 +196,77 @@ class Slope(nn.Module):
             return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2]])
-def test_a_layer_that_calls_autograd_inside_of_forward(mode, balance, x):
-    layers = nn.Sequential(nn.Linear(6, 8), Slope(), nn.Linear(8, 3))
-    pipe, reference, copied = beside(mode, layers, balance)
-    assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
+class Fork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.a(x), self.b(x).tanh()
 
 
-@pytest.mark.parametrize("frozen", [[0], [2], [4], [0, 2, 4]])
-def test_frozen_layers(mode, frozen, x):
+def mark(x):
+    return x, x.argmax(1), x > 0, None
+
+
+def use_marks(input):
+    x, best, positive, nothing = input
+    assert nothing is None
+    return x * positive + best[:, None]
+
+
+def frozen(*which):
     layers = model()
-    for k in frozen:
+    for k in which:
         layers[k].requires_grad_(False)
-    pipe, reference, copied = beside(mode, layers, [1, 2, 2])
-    assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
-    if len(frozen) < 3:  # and with an input that needs none, so that the first stage stores nothing
+    return layers
+
+
+def behind_linear(*layers):
+    return nn.Sequential(nn.Linear(6, 8), *layers)
+
+
+def in_place():
+    cosine = Do(torch.Tensor.cos_)
+    return behind_linear(nn.ReLU(inplace=True), nn.Linear(8, 8), cosine, nn.Linear(8, 3))
+
+
+LAYERS = {
+    "slope": ([1, 1, 1], lambda: behind_linear(Slope(), nn.Linear(8, 3))),
+    "slope, two stages": ([1, 2], lambda: behind_linear(Slope(), nn.Linear(8, 3))),
+    "first output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[0]))),
+    "other output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[1]))),
+    "frozen first": ([1, 2, 2], lambda: frozen(0)),
+    "frozen last": ([1, 2, 2], lambda: frozen(4)),
+    "frozen": ([1, 2, 2], lambda: frozen(0, 2, 4)),
+    "cut": ([1, 1, 1], lambda: behind_linear(Do(torch.Tensor.detach), nn.Linear(8, 3))),
+    "integers and None": ([1, 1, 1], lambda: behind_linear(Do(mark), Do(use_marks))),
+    **{f"in place {b}": (b, in_place) for b in ([1, 4], [3, 2], [1, 1, 1, 1, 1])},
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_layers_of_many_kinds(mode, layers, x):
+    balance, make = LAYERS[layers]
+    pipe, reference, copied = beside(mode, make(), balance)
+    if layers != "cut":
+        assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
+        pipe.zero_grad()
+        copied.zero_grad()
+    if layers != "frozen":  # an input that needs no gradient: the first stage may store nothing
         weigh(pipe(x)).backward()
         weigh(reference(x)).backward()
-        assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
+        assert_same(grads(pipe), grads(copied))
 
 
-def test_a_stage_that_cuts_the_graph(mode, x):
-    layers = nn.Sequential(nn.Linear(6, 8), Do(torch.Tensor.detach), nn.Linear(8, 3))
-    pipe, _, copied = beside(mode, layers, [1, 1, 1])
-    weigh(pipe(x)).backward()
-    weigh(plain(copied, x)).backward()
-    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
-    assert pipe[0].weight.grad is None
-
-
-def test_integer_and_boolean_tensors_travel_along(mode, x):
-    class Mark(nn.Module):
-        def forward(self, x):
-            return x, x.argmax(1), x > 0, None
-
-    class Use(nn.Module):
-        def forward(self, input):
-            x, best, positive, nothing = input
-            assert nothing is None
-            return x * positive + best[:, None], best
-
-    layers = nn.Sequential(nn.Linear(6, 8), Mark(), Use())
-    pipe, _, copied = beside(mode, layers, [1, 1, 1])
-    expected = [copied(chunk) for chunk in x.chunk(4)]
-    y, best = pipe(x)
-    assert torch.equal(best, torch.cat([e[1] for e in expected]))
-    weigh(y).backward()
-    weigh(torch.cat([e[0] for e in expected])).backward()
-    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
-
-
-@pytest.mark.parametrize("balance", [[1, 4], [3, 2], [1, 1, 1, 1, 1]])
-def test_in_place_layers_at_the_start_of_a_stage(mode, balance, x):
-    cosine = Do(torch.Tensor.cos_)
-    layers = nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), cosine, nn.Linear(8, 3)
-    )
-    pipe, reference, copied = beside(mode, layers, balance)
-    assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
-
-
-def test_an_in_place_layer_on_the_input_of_the_pipe(mode, x):
-    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh())
-    pipe, _, copied = beside(mode, layers, [1, 2])
-
-    def reference(x):  # micro-batches that do not share their memory
-        return torch.cat([copied(chunk.clone()) for chunk in x.chunk(4)])
-
-    for run in (pipe, reference):
-        weigh(run(x.clone())).backward()
-    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in copied.parameters()])
-    ours = trained(lambda x: pipe(x * 2), pipe, x)
-    assert_same(ours, trained(lambda x: reference(x * 2), copied, x))
-
-
-@pytest.mark.parametrize("layer", [0, 2, 4])
-def test_changing_a_weight_between_forward_and_backward_is_an_error(mode, layer, x):
+@pytest.mark.parametrize("what", [0, 2, 4, "input"])
+def test_changes_between_forward_and_backward_are_errors(mode, what, x):
     pipe, _, _ = beside(mode, model())
-    loss = weigh(pipe(x.requires_grad_()))
+    loss = weigh(pipe(x if what == "input" else x.requires_grad_()))
     with torch.no_grad():
-        pipe[layer].weight.add_(1)
+        (x if what == "input" else pipe[what].weight).add_(1)
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
-
-
-def test_changing_the_input_between_forward_and_backward_is_an_error(mode, x):
-    pipe, _, _ = beside(mode, model())
-    loss = weigh(pipe(x))
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified"):
-        loss.backward()
-
-
-def test_loss_scaling_gives_the_plain_models_steps(mode, x):
-    pipe, reference, copied = beside(mode, model())
-    for run, module in ((pipe, pipe), (reference, copied)):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for factor in (1, float("inf"), 1):  # the second step overflows and is left out
-            optimizer.zero_grad()
-            scaler.scale(weigh(run(x)) * factor).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-    assert_same(list(pipe.parameters()), list(copied.parameters()))
-
-
-class Told(torch.autograd.Function):
-    """The identity, which calls a function in backward."""
-
-    @staticmethod
-    def forward(ctx, x, tell):
-        ctx.tell = tell
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.tell()
-        return grad.clone(), None
 
 
 class Plus(nn.Module):
@@ -334,14 +285,19 @@ def test_a_gradient_that_another_stage_still_reads(mode, view, x):
     """The first stage begins its backward when the second is at its third micro-batch."""
     begun, third = [], threading.Event()
 
-    def tell():
+    def tell(grad):
         begun.append(0)
         if len(begun) == 3:
             third.set()
+        return grad.clone()
+
+    def late(grad):
+        third.wait(10)
+        return grad.clone()
 
     layers = [
-        nn.Linear(6, 8), Do(lambda x: Told.apply(x, lambda: third.wait(10))),
-        Plus(view=view), Do(lambda x: Told.apply(x, tell)), nn.Linear(8, 3),
+        nn.Linear(6, 8), Do(lambda x: on_gradient(x, late)),
+        Plus(view=view), Do(lambda x: on_gradient(x, tell)), nn.Linear(8, 3),
     ]  # fmt: skip
     plain_layers = nn.Sequential(*(copy.deepcopy(layers[k]) for k in (0, 2, 4)))
     pipe = pipe_of(nn.Sequential(*layers), [2, 3], checkpoint=mode)
@@ -351,12 +307,7 @@ def test_a_gradient_that_another_stage_still_reads(mode, view, x):
 
 
 class Rows(nn.Module):
-    """Adds rows of a table: with a dense gradient from every second micro-batch, or a sparse one.
-
-    Args:
-        table: the table.
-        sparse: tells for a micro-batch which of the two.
-    """
+    """Adds rows of a table, with a dense gradient or a sparse one, as ``sparse(x)`` tells."""
 
     def __init__(self, table, sparse) -> None:
         super().__init__()
@@ -383,15 +334,4 @@ def test_sparse_and_dense_gradients_of_one_parameter(mode, first, x):
         weight.grad = leaf.grad = None
         weigh(run(x)).backward()
         found.append([weight.grad.to_dense(), leaf.grad.to_dense()])
-    torch.testing.assert_close(*found)
-
-
-def test_several_gradients_at_once(mode, x):
-    """``is_grads_batched`` gives tensors that have no memory of their own to the workers."""
-    pipe, reference, copied = beside(mode, model())
-    several, found = torch.randn(5, 8, 3), []
-    x.requires_grad_()
-    for run, module in ((pipe, pipe), (reference, copied)):
-        wanted = [x, *module.parameters()]
-        found.append(torch.autograd.grad(run(x), wanted, several, is_grads_batched=True))
     torch.testing.assert_close(*found)

@@ -190,15 +190,9 @@ WRONG = {
         RuntimeError,
         r"`with pipe\.trace\(\) as trace:`",
     ),
-    "torch.jit.script": (
-        lambda: torch.jit.script(a_pipe()),
-        TypeError,
-        r"script its layers, or nn\.Sequential\(\*pipe\)",
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_meant_otherwise_is_answered(case: str) -> None:
     wrong, kind, message = WRONG[case]
@@ -304,17 +298,6 @@ def saved(loss: Tensor) -> Tensor:
     found: Tensor = torch.load(file, weights_only=True)["loss"]
     assert not vars(found)
     return found
-
-
-def test_a_model_whose_layers_change_after_it_was_made_a_pipe_is_warned_about_once() -> None:
-    model = linear_model(2)
-    pipe = Pipe(model, [1, 1], devices=CPUS)
-    expected = pipe(X)
-    pipe[0] = pipe[0]
-    model.append(nn.ReLU())
-    with pytest.warns(UserWarning, match=r"other layers now \(3, was 2\)"):
-        assert torch.equal(pipe(X), expected)
-    pipe(X)  # which would be an error: warnings are errors here
 
 
 def test_an_iterator_of_a_loader_of_whole_mini_batches_is_warned_about() -> None:

@@ -1,67 +1,220 @@
-"""Hooks on parameters and layers run as often, and see the same, as in the plain loop."""
+"""Hooks of every kind, on parameters, layers, partitions and the pipe, under both drivers."""
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as registry
 
-from syncpipe import is_recomputing
-from tests.support.running import MODES, assert_same, beside, weigh
+from syncpipe import Pipe, is_recomputing
+from syncpipe.training.weight_gradients import WeightGradients
+from tests.support.running import MODES
+from tests.support.training import FOUR, KINDS, RUNS
 
-pytestmark = pytest.mark.parametrize("mode", MODES)
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-@pytest.fixture
-def x():
-    return torch.randn(8, 6)
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_driver = pytest.mark.parametrize("driver", ["pipe(x)", *KINDS])
+KIND_OF_HOOKS = ["forward_pre", "forward", "forward_kwargs", "full_backward_pre", "full_backward"]
 
 
-def test_parameter_hooks_run_once_a_backward(mode, x):
-    pipe, _, _ = beside(mode, model())
-    calls = []
+def model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
+
+
+def pipe_for(driver: str, **options) -> Pipe:
+    devices = FOUR if driver == "pipe(x)" else RUNS[driver][1]
+    return Pipe(model(), [1] * 4, devices=devices, chunks=4, **options)
+
+
+def register(module: nn.Module, kind: str, note) -> None:
+    """A hook of a kind that notes what it is given."""
+    if kind == "forward_pre":
+        module.register_forward_pre_hook(lambda _, args: note(args))
+    elif kind == "forward":
+        module.register_forward_hook(lambda _, args, y: note((*args, y)))
+    elif kind == "forward_kwargs":
+        module.register_forward_hook(
+            lambda _, args, kwargs, y: note((*args, y)), with_kwargs=True, always_call=True
+        )
+    elif kind == "full_backward_pre":
+        module.register_full_backward_pre_hook(lambda _, gy: note(gy))
+    else:
+        module.register_full_backward_hook(lambda _, gx, gy: note((*gx, *gy)))
+
+
+X, TARGET = torch.arange(32.0).view(8, 4).sin(), torch.arange(40.0).view(8, 5).cos()
+
+
+def run(driver: str, pipe: Pipe) -> None:
+    x = X.clone().requires_grad_()
+    if driver == "pipe(x)":
+        F.mse_loss(pipe(x), TARGET).backward()
+    else:
+        pipe.train_batch(x, TARGET, loss_fn=F.mse_loss, **RUNS[driver][0])
+
+
+def run_plain(module: nn.Module) -> None:
+    x = X.clone().requires_grad_()
+    for a, b in zip(x.chunk(4), TARGET.chunk(4), strict=True):
+        (F.mse_loss(module(a), b) / 4).backward()
+
+
+@every_driver
+@every_mode
+@pytest.mark.parametrize("kind", KIND_OF_HOOKS)
+@pytest.mark.parametrize("on", ["layers", "partitions"])
+def test_hooks_see_what_they_see_in_the_plain_loop(driver, mode, kind, on):
+    pipe, plain = pipe_for(driver, checkpoint=mode), model()
+    if on == "partitions":
+        plain = nn.Sequential(*(nn.Sequential(layer) for layer in plain))
+    seen = {(which, k): [] for which in ("ours", "theirs") for k in range(4)}
+
+    def note(key, values):
+        if not is_recomputing():
+            seen[key].append([value.detach().clone() for value in values])
+
+    parts = {"ours": pipe if on == "layers" else pipe.partitions, "theirs": plain}
+    for which, those in parts.items():
+        for k, part in enumerate(those):
+            register(part, kind, partial(note, (which, k)))
+    run(driver, pipe)
+    run_plain(plain)
+    for k in range(4):
+        ours = seen["ours", k]
+        if driver in ("pipe(x)", "gpipe") and "backward" in kind:
+            ours = ours[::-1]  # last micro-batch first
+        torch.testing.assert_close(ours, seen["theirs", k])
+
+
+@every_mode
+def test_hooks_of_parameters_run_once_a_backward(mode):
+    pipe, calls = pipe_for("pipe(x)", checkpoint=mode), []
     for name, parameter in pipe.named_parameters():
         parameter.register_hook(lambda g, name=name: calls.append(name))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
-    weigh(pipe(x)).backward()
+    run("pipe(x)", pipe)
     assert sorted(calls) == sorted(2 * [name for name, _ in pipe.named_parameters()])
 
 
-def test_hooks_on_layers_run_once_a_micro_batch(mode, x):
-    pipe, _, _ = beside(mode, model())
-    calls = []
-    for k, layer in enumerate(pipe):
-        layer.register_forward_pre_hook(
-            lambda *_, k=k: None if is_recomputing() else calls.append(("before", k))
+@every_driver
+@every_mode
+def test_a_full_backward_hook_of_a_partition_may_change_the_gradient(driver, mode):
+    grads = []
+    for factor in (1, 2):
+        pipe = pipe_for(driver, checkpoint=mode)
+        pipe.partitions[1].register_full_backward_hook(
+            lambda _, gx, gy, factor=factor: (gx[0] * factor,)
         )
-        layer.register_forward_hook(
-            lambda *_, k=k: None if is_recomputing() else calls.append(("after", k))
+        run(driver, pipe)
+        grads.append(pipe[0].weight.grad)
+    assert torch.equal(grads[1], 2 * grads[0])
+
+
+@pytest.mark.parametrize("kind", KIND_OF_HOOKS)
+def test_hooks_of_the_pipe_itself_run_once_in_pipe_of_x_and_are_refused_elsewhere(kind):
+    pipe, calls = pipe_for("pipe(x)"), []
+    register(pipe, kind, calls.append)
+    run("pipe(x)", pipe)
+    assert len(calls) == 1
+    for call in pipe.train_batch, pipe.eval_batch:
+        with pytest.raises(RuntimeError, match=r"hooks of the pipe itself .*pipe\(x\)"):
+            call(X, TARGET, loss_fn=F.mse_loss)
+
+
+@every_driver
+def test_global_hooks_see_the_layers(driver):
+    calls, kinds = [], ("forward_pre_hook", "forward_hook", "full_backward_hook")
+    handles = [
+        getattr(registry, f"register_module_{kind}")(
+            lambda m, *_, kind=kind: calls.append((kind, type(m)))
         )
-    weigh(pipe(x)).backward()
-    assert sorted(calls) == sorted(
-        [(what, k) for what in ("before", "after") for k in range(5)] * 4
-    )
+        for kind in kinds
+    ]
+    try:
+        run(driver, pipe_for(driver, checkpoint="never"))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for kind in kinds:
+        for layer in (nn.Linear, nn.Tanh):
+            assert calls.count((kind, layer)) == 8
 
 
-def test_full_backward_hooks_get_the_plain_gradients(mode, x):
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    pipe, reference, copied = beside(mode, layers)
+def test_state_dict_hooks_of_layers_run():
+    pipe, calls = pipe_for("pipe(x)"), []
+    pipe[0].register_state_dict_pre_hook(lambda *_: calls.append("save"))
+    pipe[0].register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    pipe[0].register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    pipe.load_state_dict(pipe.state_dict())
+    assert calls == ["save", "load", "loaded"]
 
-    def noted(run, module):
-        seen = {k: [] for k in range(5)}
-        for k in range(5):
-            module[k].register_full_backward_hook(
-                lambda _, gi, go, k=k: seen[k].append((gi[0], go[0]))
-            )
-        weigh(run(x.clone().requires_grad_())).backward()
-        return seen
 
-    ours, theirs = noted(pipe, pipe), noted(reference, copied)
-    for k in range(5):
-        assert len(ours[k]) == 4
-        for a, b in zip(ours[k], theirs[k], strict=True):
-            assert_same(a, b)
+def test_hooks_of_a_partition_stay_with_a_new_layer_and_refuse_another_balance():
+    pipe, calls = Pipe(model(), [2, 2], devices=FOUR, chunks=2), []
+    handle = pipe.partitions[1].register_forward_hook(lambda *_: calls.append("after"))
+    setattr(pipe, "2", nn.Linear(5, 5))
+    pipe(X)
+    pipe[3] = nn.ReLU()
+    pipe(X)
+    assert len(calls) == 4
+    with pytest.raises(ValueError, match=r"pipe\.partitions\[1\] has hooks \(_forward_hooks\)"):
+        pipe.balance = [1, 3]
+    assert pipe.balance == [2, 2]
+    handle.remove()
+    pipe.balance = [1, 3]
+    pipe(X)
+    assert len(calls) == 4
+
+
+# --- hooks on the nodes that add to the gradients of parameters ------------------------------
+
+
+def node_of(expanded: torch.Tensor):
+    """The node of a parameter, as Megatron and Apex get hold of it."""
+    return expanded.grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["register_hook", "register_prehook"])
+@pytest.mark.parametrize("hold", ["node", "graph"])
+@pytest.mark.parametrize("driver", KINDS)
+def test_hooks_on_accumulation_nodes_see_the_gradient_of_each_micro_batch(driver, before, hold):
+    pipe = pipe_for(driver, checkpoint="never")
+    plain = copy.deepcopy(pipe[:])
+    seen, held = {}, []
+    for which, module in (("ours", pipe), ("theirs", plain)):
+        for name, parameter in module.named_parameters():
+
+            def note(*given, parameter=parameter, key=(which, name)):
+                grad = given[0][0] if before else parameter.grad
+                seen.setdefault(key, []).append(grad.clone())
+
+            expanded = parameter.expand_as(parameter)
+            node = node_of(expanded)
+            held.append(node if hold == "node" else expanded)
+            (node.register_prehook if before else node.register_hook)(note)
+    run(driver, pipe)
+    run_plain(plain)
+    order = range(3, -1, -1) if driver == "gpipe" else range(4)
+    for name, _ in plain.named_parameters():
+        ours, theirs = seen["ours", name], seen["theirs", name]
+        assert len(ours) == len(theirs) == 4
+        if before:
+            torch.testing.assert_close(ours, [theirs[i] for i in order])
+        else:
+            torch.testing.assert_close(ours[-1], theirs[-1])
+
+
+def test_only_weights_whose_node_has_hooks_go_back_whole():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    node = node_of(layers[0].weight.expand_as(layers[0].weight))
+    handle = node.register_hook(lambda *_: None)
+    for expected in (1, 2):
+        weights = WeightGradients()
+        weights.go_back([layers(torch.randn(3, 4)).sum()], [torch.ones(())])
+        assert len(weights.halves) == expected
+        handle.remove()

@@ -1,25 +1,29 @@
-"""``Pipe`` as a module: what it takes, what it shows, what it refuses."""
+"""``Pipe`` as a module (P3): what it takes, shows and refuses; its setters, layers and schedule."""
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from syncpipe import Pipe
+from syncpipe import LayerSpec, Pipe, TiedLayerSpec, is_recomputing
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b
 from tests.support.models import (
     CHECKPOINT_MODES,
     assert_equals_plain,
     assert_same,
-    in_turn,
     linear_model,
     named_model,
     step,
 )
+from tests.support.training import FOUR, KINDS, RUNS
 
 
 def made(*args: Any, **arguments: Any) -> Pipe:
@@ -29,87 +33,75 @@ def made(*args: Any, **arguments: Any) -> Pipe:
 # --- attributes ------------------------------------------------------------------------------
 
 
-def test_the_attributes_are_what_was_given() -> None:
+def test_attributes_are_what_was_given_and_their_lists_are_copies():
     pipe = made((1, 3), devices=["cpu:1", "cpu:0", "cpu:5"], chunks=3, checkpoint="always")
     assert pipe.balance == [1, 3]
     assert pipe.devices == [torch.device("cpu", 1), torch.device("cpu", 0)], "unused one is dropped"
     assert (pipe.chunks, pipe.checkpoint) == (3, "always")
-
-
-def test_the_defaults_are_one_micro_batch_and_all_but_the_last_rematerialized() -> None:
-    pipe = made([4])
-    assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
-
-
-def test_changing_a_returned_list_does_not_change_the_pipe() -> None:
     pipe = made([2, 2])
+    assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
     for found in (pipe.balance, pipe.devices, pipe.partitions):
         found.clear()
     assert (pipe.balance, len(pipe.devices), len(pipe.partitions)) == ([2, 2], 2, 2)
 
 
-def test_partitions_are_sequentials_that_share_the_layers() -> None:
+def test_layers_and_partitions_are_those_of_the_sequential():
     model = named_model()
     pipe = Pipe(model, [1, 3])
     assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
     assert [list(p._modules) for p in pipe.partitions] == [["stem"], ["act", "norm", "fc"]]
     assert [layer for partition in pipe.partitions for layer in partition] == list(model)
-
-
-def test_a_partition_can_be_called_by_hand() -> None:
-    model, x = linear_model(4), torch.randn(2, 3)
-    first, second = Pipe(model, [2, 2]).partitions
-    assert torch.equal(second(first(x)), model(x))
-
-
-def test_len_iteration_indices_and_slices_are_those_of_the_sequential() -> None:
-    model = named_model()
-    pipe = Pipe(model, [2, 2])
-    assert len(pipe) == 4
-    assert list(pipe) == list(model)
+    assert (len(pipe), list(pipe), pipe.fc) == (4, list(model), model.fc)
     assert [pipe[k] for k in range(-4, 4)] == [model[k] for k in range(-4, 4)]
     part = pipe[1:-1]
     assert type(part) is nn.Sequential
     assert dict(part.named_children()) == dict(model[1:-1].named_children())
-    assert pipe.fc is model.fc
+    for index in 4, -5:
+        with pytest.raises(IndexError, match=f"layer {index} .*4"):
+            pipe[index]
+    for named in nn.Module.named_children, nn.Module.named_parameters, nn.Module.named_modules:
+        assert [name for name, _ in named(pipe)] == [name for name, _ in named(model)]
+    pipe, x = made([2, 2]), torch.randn(2, 3)
+    first, second = pipe.partitions  # can be called by hand
+    assert torch.equal(second(first(x)), nn.Sequential(*pipe)(x))
 
 
-@pytest.mark.parametrize("index", [4, -5])
-def test_an_index_beyond_the_layers_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"layer {index} .*4"):
-        made([4])[index]
-
-
-def test_print_shows_stages_devices_and_layers() -> None:
+def test_print_shows_stages_devices_and_layers():
     shown = repr(Pipe(named_model(), [1, 3], devices=["cpu:0", "cpu:1"], chunks=7))
     for text in ("[1, 3]", "chunks=7", "except_last", "stage 1", "cpu:1", "(norm): BatchNorm1d(3"):
         assert text in shown
     places = [shown.index(text) for text in ("stage 0", "cpu:0", "stem", "stage 1", "cpu:1", "fc")]
     assert places == sorted(places)
+    assert "schedule" not in shown
+    shown = repr(counted(slots=[4, 3, 2, 1], **NEVER)).splitlines()[0]
+    assert shown.endswith("checkpoint='never', schedule=partial(one_f_one_b, slots=(4, 3, 2, 1))")
+
+
+def test_an_empty_pipe_is_the_identity():
+    pipe, x = Pipe(nn.Sequential(), [], chunks=3), torch.randn(2, 3, requires_grad=True)
+    assert (len(pipe), pipe.balance, pipe.partitions, list(pipe)) == (0, [], [], [])
+    tree = (x, {"a": None})
+    assert pipe(tree) == tree
+    pipe(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 3))
 
 
 # --- setters ---------------------------------------------------------------------------------
 
 
-def test_setting_the_balance_cuts_anew_and_computes_the_same() -> None:
+def test_setting_balance_and_devices_computes_the_same():
     pipe, x = made([2, 2], chunks=2), torch.randn(4, 3)
     before = pipe(x)
     pipe.balance = [1, 1, 2]
-    assert pipe.balance == [1, 1, 2]
-    assert [len(partition) for partition in pipe.partitions] == [1, 1, 2]
+    assert pipe.balance == [len(partition) for partition in pipe.partitions] == [1, 1, 2]
     assert len(pipe.devices) == 3
     assert torch.equal(pipe(x), before)
-
-
-def test_setting_the_devices_computes_the_same() -> None:
-    pipe, x = made([2, 2], devices=["cpu:0", "cpu:1"], chunks=2), torch.randn(4, 3)
-    before = pipe(x)
-    pipe.devices = ["cpu:3", "cpu:3", "cpu:4"]
-    assert pipe.devices == [torch.device("cpu:3")] * 2
+    pipe.devices = ["cpu:3", "cpu:3", "cpu:4", "cpu:5"]
+    assert pipe.devices == [torch.device("cpu:3")] * 2 + [torch.device("cpu:4")]
     assert torch.equal(pipe(x), before)
 
 
-def test_setting_chunks_and_checkpoint_takes_effect_on_the_next_call() -> None:
+def test_setting_chunks_and_checkpoint_takes_effect_on_the_next_call():
     pipe, sizes = made([4]), []
     pipe[0].register_forward_hook(lambda _m, args, _out: sizes.append(len(args[0])))
     x = torch.randn(4, 3)
@@ -135,9 +127,7 @@ def test_setting_chunks_and_checkpoint_takes_effect_on_the_next_call() -> None:
         ("checkpoint", "sometimes", ValueError),
     ],
 )
-def test_a_refused_setting_leaves_the_pipe_as_it_was(
-    attribute: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_refused_setting_leaves_the_pipe_as_it_was(attribute, value, error):
     pipe, x = made([2, 2], devices=["cpu:0", "cpu:1"], chunks=2), torch.randn(4, 3)
     before, state = pipe(x), repr(pipe)
     with pytest.raises(error, match=attribute):
@@ -159,106 +149,295 @@ class OwnCall(nn.Sequential):
         return super().__call__(input) + 1
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU()}), None])
-def test_what_is_not_a_sequential_is_refused_with_its_type(module: Any) -> None:
-    with pytest.raises(TypeError, match=rf"nn\.Sequential.*not {type(module).__name__}"):
-        Pipe(module, [1])
-
-
-def test_a_sequential_with_its_own_forward_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"OwnForward.*forward of its own"):
-        Pipe(OwnForward(nn.Linear(2, 2)), [1])
-    with pytest.raises(TypeError, match=r"OwnCall.*__call__ of its own"):
-        Pipe(OwnCall(nn.Linear(2, 2)), [1])
+MODES = ".*".join(f"{mode!r}" for mode in CHECKPOINT_MODES)
 
 
 @pytest.mark.parametrize(
-    ("balance", "error", "shown"),
+    ("arguments", "error", "shown"),
     [
-        ([2, 1], ValueError, r"\[2, 1\].*3.*4"),
-        ([2, 2, 1], ValueError, r"\[2, 2, 1\].*5.*4"),
-        ([], ValueError, r"\[\].*0.*4"),
-        ([4, 0], ValueError, r"\[4, 0\].*at least one"),
-        ([5, -1], ValueError, r"\[5, -1\].*at least one"),
-        ([2, 2.0], TypeError, r"integers.*2\.0"),
-        (4, TypeError, r"list.*4"),
-        ("22", ValueError, "'22'.*parameters"),
+        *[({"balance": balance}, ValueError, f"balance.*{shown}") for balance, shown in (
+            ([2, 1], r"\[2, 1\].*3.*4"), ([2, 2, 1], r"\[2, 2, 1\].*5.*4"), ([], r"\[\].*0.*4"),
+            ([4, 0], r"\[4, 0\].*at least one"), ([5, -1], r"\[5, -1\].*at least one"),
+            ("22", "'22'.*parameters"),
+        )],
+        ({"balance": [2, 2.0]}, TypeError, r"balance.*integers.*2\.0"),
+        ({"balance": 4}, TypeError, "balance.*list.*4"),
+        ({"devices": ["cpu:0"]}, IndexError, r"2 partitions.*1 devices.*cpu:0"),
+        ({"devices": "cpu"}, TypeError, "devices.*list.*'cpu'"),
+        ({"devices": torch.device("cpu")}, TypeError, "devices.*list"),
+        ({"devices": ["cpu", 1.5]}, TypeError, r"devices.*1\.5"),
+        ({"devices": ["cpu", True]}, TypeError, "devices.*True"),
+        *[({"devices": ["cpu", no]}, ValueError, f"devices.*{no}")
+          for no in ("gpu:0", "cuda:99", -2)],
+        *[({"chunks": n}, ValueError, f"chunks={n}.*at least 1") for n in (0, -1, True)],
+        *[({"chunks": n}, TypeError, f"chunks={n!r}.*integer") for n in (1.0, "2", None)],
+        *[({"checkpoint": mode}, ValueError, re.escape(f"checkpoint={mode!r}") + f".*{MODES}")
+          for mode in ("allways", "", None, True, ["nevr"], ["never", "sometimes"])],
+        ({"checkpoint": ["never"] * 3}, ValueError, r"has 3 modes.*2 stages"),
+        ({"schedule": "gpip"}, ValueError, "did you mean 'gpipe'"),
+        ({"schedule": 3}, TypeError, "schedule=3"),
+        ({"slots": [2, 1, 1]}, ValueError, r"slots=\(2, 1, 1\) has 3 numbers.*2 stages"),
+        ({"slots": "some"}, ValueError, "slots='some'"),
+        ({"slots": 3}, ValueError, "slots=3"),
+        ({"slots": {0: 1}}, ValueError, "slots={0: 1}"),
+        ({"schedule": "gpipe", "slots": "textbook"}, ValueError, "only schedule='1f1b' has slots"),
+        *[({"module": no}, TypeError, rf"nn\.Sequential.*not {type(no).__name__}")
+          for no in (nn.Linear(2, 2), nn.ModuleDict({"a": nn.ReLU()}), None)],
+        ({"module": OwnForward(nn.Linear(2, 2))}, TypeError, r"OwnForward.*forward of its own"),
+        ({"module": OwnCall(nn.Linear(2, 2))}, TypeError, r"OwnCall.*__call__ of its own"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_its_value(arguments, error, shown):
+    with pytest.raises(error, match=shown):
+        Pipe(**{"module": linear_model(4), "balance": [2, 2], **arguments})
+
+
+# --- a module --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
+def test_the_state_dict_is_that_of_the_wrapped_module_whatever_the_balance(balance):
+    model = named_model()
+    pipe, other = Pipe(model, balance), Pipe(named_model(), [2, 2])
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    other.load_state_dict(pipe.state_dict())
+    for mine, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_layers_named_like_attributes_of_a_pipe_keep_their_names():
+    names = ["balance", "devices", "chunks", "partitions", "forward"]
+    model = nn.Sequential()
+    model._modules.update({name: nn.Linear(3, 3) for name in names})
+    pipe = assert_equals_plain(model, torch.randn(2, 3), [2, 3])
+    assert [name for name, _ in pipe.named_children()] == names
+
+
+def _saved(pipe: Pipe) -> Pipe:
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe)), _saved]
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_is_independent_and_computes_the_same(way, used):
+    pipe = Pipe(named_model(), [2, 2], chunks=2, checkpoint="always", devices=["cpu:1", "cpu:0"])
+    x = torch.randn(4, 3, requires_grad=True)
+    if used:
+        pipe(x)  # has threads now
+    twin = way(pipe)
+    assert repr(twin) == repr(pipe)
+    assert_same(step(twin, twin, x), step(pipe, pipe, x))
+    with torch.no_grad():
+        twin.fc.weight.zero_()
+    assert pipe.fc.weight.any()
+    assert [p.fc for p in twin.partitions[1:]] == [twin.fc]
+    twin[0] = nn.Identity()
+    assert isinstance(pipe[0], nn.Linear)
+
+
+# --- another layer in the place of one -------------------------------------------------------
+
+
+def five(**options: Any) -> Pipe:
+    return Pipe(linear_model(5), [2, 1, 2], chunks=2, **options)
+
+
+def test_a_layer_is_replaced_in_its_stage_under_its_name():
+    pipe, plain, x = five(), linear_model(5), torch.randn(4, 3)
+    plain.load_state_dict(pipe.state_dict())
+    names, optimizer = list(pipe._modules), torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for index in (2, -1):
+        pipe[index] = plain[index] = nn.Linear(3, 3)
+        optimizer.add_param_group({"params": plain[index].parameters()})
+    assert (pipe.balance, list(pipe._modules)) == ([2, 1, 2], names)
+    torch.testing.assert_close(pipe(x), plain(x))
+    pipe.load_state_dict(plain.state_dict())
+    before = [p.clone() for p in pipe.parameters()]
+    pipe.train_batch(x, loss_fn=torch.mean)
+    optimizer.step()  # the others kept their parameters
+    assert not any(torch.equal(p, q) for p, q in zip(pipe.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", [setattr, nn.Module.set_submodule])
+def test_a_layer_that_is_replaced_by_name_is_the_one_that_runs(how):
+    pipe, x, new = Pipe(named_model(), [2, 2], chunks=2), torch.randn(4, 3), nn.Linear(3, 5)
+    pipe(x)
+    how(pipe, "fc", new)
+    assert pipe(x).shape == (4, 5)
+    assert pipe.partitions[1].fc is new
+
+
+def test_new_layers_are_of_all_kinds_and_go_to_the_device_of_their_stage():
+    pipe = Pipe(linear_model(2), [1, 1], devices=["cpu", "meta"])
+    pipe[1], pipe[0] = nn.Linear(3, 3), LayerSpec(nn.Linear, 3, 3)
+    assert [layer.weight.device.type for layer in pipe] == ["cpu", "meta"]
+    pipe = five()
+    pipe[0], pipe[2], pipe[4] = torch.tanh, LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 3, 2)
+    found = [type(layer).__name__ for layer in pipe]
+    assert found == ["Function", "Linear", "ReLU", "Linear", "Linear"]
+    assert pipe(torch.randn(4, 3)).shape == (4, 2)
+    pipe = Pipe(linear_model(2), [1, 1], chunks=2, deferred_batch_norm=True)
+    pipe[1] = LayerSpec(nn.BatchNorm1d, 3)
+    pipe(torch.randn(4, 3))
+    assert pipe[1].num_batches_tracked == 1
+
+
+def test_a_new_layer_shares_what_its_key_says():
+    pipe = Pipe([TiedLayerSpec("a", nn.Linear, 3, 3), nn.ReLU(), nn.ReLU()], [2, 1])
+    weight = pipe[0].weight
+    pipe[2] = TiedLayerSpec("a", nn.Linear, 3, 3)
+    assert pipe[2].weight is weight
+    pipe[2].weight = nn.Parameter(torch.ones(3, 3))
+    pipe[1] = LayerSpec(nn.ReLU)
+    assert pipe[2].weight is not pipe[0].weight  # a tie that was undone stays undone
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "message"),
+    [
+        (lambda p: p.__setitem__(1, nn.ReLU), TypeError, "new layer 1 is the class ReLU"),
+        (lambda p: p.__setitem__(1, None), TypeError, "new layer 1 is a NoneType"),
+        (lambda p: p.__setitem__(5, nn.ReLU()), IndexError, "layer 5 does not exist.*has 5"),
+        (lambda p: p.__setitem__(slice(2), nn.ReLU()), TypeError, "slice"),
+        (lambda p: p.__setitem__(0, LayerSpec(Failing)), KeyError, "mine"),
+        (lambda p: p.append(nn.ReLU()), AttributeError, "another Pipe of the layers"),
+        (lambda p: p.pop(), AttributeError, r"layers = \[\*pipe\]"),
     ],
 )
-def test_a_balance_that_does_not_fit_is_refused_with_its_value(
-    balance: Any, error: type[Exception], shown: str
-) -> None:
-    with pytest.raises(error, match=f"balance.*{shown}"):
-        made(balance)
+def test_an_edit_that_is_refused_changes_nothing(edit, kind, message):
+    pipe, x = five(checkpoint=["always", "never", "never"]), torch.randn(4, 3)
+    before, output = (pipe.balance, pipe.devices, list(pipe), list(pipe._modules)), pipe(x)
+    with pytest.raises(kind, match=message):
+        edit(pipe)
+    assert (pipe.balance, pipe.devices, list(pipe), list(pipe._modules)) == before
+    assert torch.equal(pipe(x), output)
 
 
-def test_too_few_devices_are_an_index_error_that_counts_both() -> None:
-    with pytest.raises(IndexError, match=r"2 partitions.*1 devices.*cpu:0"):
-        made([2, 2], devices=["cpu:0"])
+# --- a mode for each stage -------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Counts its recomputations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.again = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.again += is_recomputing()
+        return x * self.weight
+
+
+def counted(**options: Any) -> Pipe:
+    return Pipe(nn.Sequential(*[Counted() for _ in range(4)]), [1] * 4, chunks=4, **options)
+
+
+@pytest.mark.parametrize("run", ["pipe(x)", "eval", *KINDS])
+def test_each_stage_recomputes_as_its_own_mode_says(run):
+    options, devices = RUNS.get(run, ({}, FOUR))
+    pipe = counted(devices=devices)
+    pipe.checkpoint = ["except_last", "never", "always", "never"]
+    assert pipe.checkpoint == ("except_last", "never", "always", "never")
+    if run in KINDS:
+        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, **options)
+    else:
+        pipe.train(run != "eval")(torch.randn(8, 3)).sum().backward()
+    assert [layer.again for layer in pipe] == ([0] * 4 if run == "eval" else [3, 0, 4, 0])
+
+
+def test_modes_and_slots_do_not_go_with_another_number_of_stages():
+    for options, message in (
+        ({"checkpoint": ["never"] * 4}, r"has 4 modes.*2 stages"),
+        ({"slots": [4, 3, 2, 1], "checkpoint": "never"}, r"slots.*4 numbers.*2 stages"),
+    ):
+        pipe = counted(devices=FOUR, **options)
+        with pytest.raises(ValueError, match=message):
+            pipe.balance = [2, 2]
+        assert pipe.balance == [1] * 4
+        pipe.checkpoint, pipe.schedule = "never", "1f1b"
+        pipe.balance = [2, 2]
+        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
+
+
+# --- the schedule of a pipe ------------------------------------------------------------------
+
+
+def rows_of(pipe: Pipe, **options: Any) -> list[list[tuple[str, int]]]:
+    """For each stage its actions in order, as they were traced."""
+    with pipe.trace() as trace:
+        pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean, **options)
+    rows: list[list[tuple[str, int]]] = [[] for _ in pipe.balance]
+    for span in sorted(trace.spans, key=lambda span: span.start):
+        if span.kind in ("forward", "backward"):
+            rows[span.j].append((span.kind, span.i))
+    return rows
+
+
+NEVER = {"devices": FOUR, "checkpoint": "never"}
 
 
 @pytest.mark.parametrize(
-    ("devices", "error", "shown"),
+    ("own", "asked"),
     [
-        ("cpu", TypeError, "list.*'cpu'"),
-        (torch.device("cpu"), TypeError, "list"),
-        (["cpu", 1.5], TypeError, r"1\.5"),
-        (["cpu", True], TypeError, "True"),
-        (["cpu", "gpu:0"], ValueError, "gpu:0"),
-        (["cpu", "cuda:99"], ValueError, "cuda:99"),
-        (["cpu", -2], ValueError, "-2"),
+        ({"schedule": "gpipe"}, {"schedule": "gpipe"}),
+        ({"schedule": "1f1b", "slots": "textbook"}, {"slots": "textbook"}),
+        ({"slots": "textbook"}, {"schedule": partial(one_f_one_b, slots="textbook")}),
+        ({"slots": [4, 2, 2, 1]}, {"slots": [4, 2, 2, 1]}),
+        ({"schedule": gpipe(4, 4)}, {"schedule": "gpipe"}),
     ],
 )
-def test_what_is_no_device_is_refused_with_its_value(
-    devices: Any, error: type[Exception], shown: str
-) -> None:
-    with pytest.raises(error, match=f"devices.*{shown}"):
-        made([2, 2], devices=devices)
+def test_train_batch_uses_the_schedule_of_the_call_or_else_of_the_pipe(own, asked):
+    pipe, expected = counted(**own, **NEVER), rows_of(counted(**NEVER), **asked)
+    assert rows_of(pipe) == expected != rows_of(counted(**NEVER), schedule="naive")
+    assert rows_of(counted(schedule="naive", **NEVER), **asked) == expected
+    for way in COPIES[:2]:
+        assert rows_of(way(pipe)) == expected
+    pipe.schedule = "naive"  # and forgets slots
+    assert pipe.schedule == "naive"
+    assert rows_of(pipe) == rows_of(counted(**NEVER), schedule="naive")
+    with pytest.raises(ValueError, match=r"slots=\[2, 1\] has 2 numbers.*4 stages"):
+        pipe.schedule = partial(one_f_one_b, slots=[2, 1])
+    assert pipe.schedule == "naive"
 
 
-@pytest.mark.parametrize("chunks", [0, -1, True])
-def test_a_number_of_chunks_below_one_is_refused(chunks: Any) -> None:
-    with pytest.raises(ValueError, match=f"chunks={chunks}.*at least 1"):
-        made([4], chunks=chunks)
+def test_a_function_can_be_the_schedule_and_is_asked_once():
+    asked = []
+
+    def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
+        asked.append((m, device_of))
+        return gpipe(m, device_of)
+
+    pipe, expected = counted(**NEVER), rows_of(counted(**NEVER), schedule="gpipe")
+    assert rows_of(pipe, schedule=mine) == expected
+    pipe.schedule = mine
+    assert rows_of(pipe) == expected
+    assert asked == [(4, (0, 1, 2, 3))]
 
 
-@pytest.mark.parametrize("chunks", [1.0, "2", None])
-def test_chunks_must_be_an_integer(chunks: Any) -> None:
-    with pytest.raises(TypeError, match=f"chunks.*{chunks!r}"):
-        made([4], chunks=chunks)
+def test_a_function_that_fails_loses_nothing():
+    def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
+        raise ZeroDivisionError("its own")
 
-
-@pytest.mark.parametrize("checkpoint", ["allways", "", None, True, ["nevr"]])
-def test_an_unknown_checkpoint_mode_is_refused_with_the_known_ones(checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"checkpoint={checkpoint!r}")) as caught:
-        made([4], checkpoint=checkpoint)
-    assert all(repr(mode) in str(caught.value) for mode in CHECKPOINT_MODES)
-
-
-def tied_model() -> nn.Sequential:
-    model = linear_model(3)
-    model[2].weight = model[0].weight
-    return model
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize(
-    ("balance", "devices"),
-    [([3], ["cpu:0"]), ([1, 2], ["cpu:0", "cpu:0"])],
-)
-def test_layers_on_one_device_may_share_parameters(
-    balance: list[int], devices: list[str], checkpoint: str
-) -> None:
-    x = torch.randn(5, 3, requires_grad=True)
-    arguments: dict[str, Any] = {"devices": devices, "chunks": 3, "checkpoint": checkpoint}
-    assert_equals_plain(tied_model(), x, balance, **arguments)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parameters_shared_around_another_device_have_the_same_gradients(checkpoint: str) -> None:
-    model, x = tied_model(), torch.randn(5, 3, requires_grad=True)
-    plain = copy.deepcopy(model)
-    devices = ["cpu:0", "cpu:1", "cpu:0"]
-    pipe = Pipe(model, [1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint)
-    expected = step(in_turn(plain, 3), plain, x)
-    assert_same(step(pipe, pipe, x), expected)
+    pipe, inputs = counted(**NEVER), iter([(torch.randn(2, 3), None)] * 4)
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)
+    before = [p.grad.clone() for p in pipe.parameters()]
+    with pytest.raises(ZeroDivisionError, match="its own") as caught:
+        pipe.train_batch(data_iter=inputs, loss_fn=lambda y, _: y.mean(), schedule=mine)
+    [note] = caught.value.__notes__
+    assert "mine when called with m=4, device_of=(0, 1, 2, 3)" in note
+    assert all(torch.equal(p.grad, old) for p, old in zip(pipe.parameters(), before, strict=True))
+    assert len(list(inputs)) == 4
+    pipe.train_batch(torch.randn(8, 3), loss_fn=torch.mean)

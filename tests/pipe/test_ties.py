@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import threading
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.support.ties import WIDTH, Block, language_model, modes, words
 from tests.training.train_batch.test_ties import loss_of, specs
 
 DEVICES = [f"cpu:{k}" for k in range(5)]
+every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 
 
 def tied_pipe(model: nn.Sequential | None = None, **options: Any) -> Pipe:
@@ -37,6 +38,20 @@ def linears(count: int = 3) -> nn.Sequential:
     return model
 
 
+def assert_trains_alike(pipe: Pipe, plain: nn.Sequential, x: Tensor, *, exact: bool) -> None:
+    """Under both drivers; what a cell uses twice it adds up by itself."""
+    same = assert_same if exact else assert_close
+    same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
+    for module in (pipe, plain):
+        module.zero_grad()
+    pipe.train_batch(x, loss_fn=lambda y: y.square().mean())
+    for piece in x.chunk(2):
+        (plain(piece).square().mean() / 2).backward()
+    limits = {"rtol": 0, "atol": 0} if exact else {}
+    grads = [[p.grad for p in module.parameters()] for module in (pipe, plain)]
+    torch.testing.assert_close(*grads, **limits)
+
+
 @settings(max_examples=150)
 @given(
     spec=specs,
@@ -49,46 +64,41 @@ def linears(count: int = 3) -> nn.Sequential:
 )
 def test_pipe_equals_the_plain_model(spec, chunks, size, cuts, several, by_hand, checkpoint):
     count = len(spec.kinds) + 2
-    edges = sorted({0, count} | {cut for cut in cuts if cut < count})
-    balance = [b - a for a, b in pairwise(edges)]
+    balance = [b - a for a, b in pairwise(sorted({0, count} | {c for c in cuts if c < count}))]
     devices = DEVICES[: len(balance)] if several else ["cpu"] * len(balance)
     if isinstance(checkpoint, list):
         checkpoint = checkpoint[:count]
     pipe = Pipe(spec.build(), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
     plain, x = spec.build(), words(size)
+    often = several and (spec.ties or "twice" in spec.kinds)
     for _ in range(2):
-        if by_hand:
-            with inline():
-                actual = step(pipe, pipe, x)
-        else:
+        with inline() if by_hand else nullcontext():
             actual = step(pipe, pipe, x)
-        expected = step(in_turn(plain, chunks), plain, x)
-        # What a cell uses twice it adds up by itself.
-        often = several and (spec.ties or "twice" in spec.kinds)
-        (assert_close if often else assert_same)(actual, expected)
-        for module in (pipe, plain):
-            module.zero_grad()
+        (assert_close if often else assert_same)(actual, step(in_turn(plain, chunks), plain, x))
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_a_tied_head_is_exact_in_pipe_of_x_whoever_is_late(checkpoint):
     plain, pipe = language_model(), tied_pipe(chunks=4, checkpoint=checkpoint)
     x = words(8)
     expected = step(in_turn(plain, 4), plain, x)
     for _ in range(20):
-        pipe.zero_grad()
         assert_same(step(pipe, pipe, x), expected)
 
 
-def test_there_is_one_parameter():
-    pipe, plain = tied_pipe(), language_model()
+def test_there_is_one_parameter_also_for_copies_another_balance_and_clipping():
+    pipe, plain, x = tied_pipe(), language_model(), words(4)
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert dict(pipe.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    pipe(words(4)).sum().backward()
-    assert pipe[0].weight is pipe[4].weight
-    norm = nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
-    in_turn(plain, 2)(words(4)).sum().backward()
-    assert torch.equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    other = copy.deepcopy(pipe)
+    assert other[4].weight is other[0].weight is not pipe[0].weight
+    for balance in ([1] * 5, [3, 2], [5], [1, 1, 1, 2]):
+        pipe.balance = balance
+        assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
+        assert pipe[0].weight is pipe[4].weight
+    assert torch.equal(other(x), pipe(x))
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (pipe, plain)]
+    assert torch.equal(*norms)
 
 
 def test_the_loss_sees_the_parameter_while_a_cell_runs():
@@ -112,7 +122,7 @@ def test_the_loss_sees_the_parameter_while_a_cell_runs():
     seen: list[list[Tensor]] = []
     model = nn.Sequential(nn.Identity(), nn.Linear(3, 3), Waits(3, 3), nn.ReLU())
     model[2].weight = model[1].weight
-    pipe = Pipe(model, [2, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2, checkpoint="never")
+    pipe = Pipe(model, [2, 1, 1], devices=DEVICES[:3], chunks=2, checkpoint="never")
     x = torch.zeros(2, 3)
     with torch.no_grad():
         model[1].weight.zero_()
@@ -124,31 +134,32 @@ def test_the_loss_sees_the_parameter_while_a_cell_runs():
         assert list(map(id, parameters)) == list(map(id, model.parameters()))
 
 
-def test_the_gradient_of_a_tied_weight_can_be_asked_for_and_differentiated():
-    plain, pipe = linears(), None
+def second_derivative(module, x):
+    weight = module[0].weight
+    (grad,) = torch.autograd.grad(module(x).square().sum(), weight, create_graph=True)
+    return [grad, *torch.autograd.grad(grad.square().sum(), weight)]
+
+
+def by_functional_call(module, x):
+    given = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+    result = torch.func.functional_call(module, given, (x,))
+    return torch.autograd.grad(result.square().sum(), list(given.values()))
+
+
+def hooked(module, x):
+    sums = []
+    module[0].weight.register_hook(lambda grad: sums.append(grad.clone()) or grad * 2)
+    module(x).sum().backward()
+    assert len(sums) == 1  # on the whole gradient
+    return [*sums, module[0].weight.grad]
+
+
+@pytest.mark.parametrize("use", [second_derivative, by_functional_call, hooked])
+def test_uses_of_the_gradient_of_a_tied_weight(use):
+    plain, x = linears(), torch.randn(4, WIDTH)
     plain.insert(1, nn.Tanh())
     pipe = tied_pipe(copy.deepcopy(plain), checkpoint="never")
-    x = torch.randn(4, WIDTH)
-    found = []
-    for module, call in ((pipe, pipe), (plain, plain)):
-        weight = module[0].weight
-        (grad,) = torch.autograd.grad(call(x).square().sum(), weight, create_graph=True)
-        (again,) = torch.autograd.grad(grad.square().sum(), weight)
-        found.append((grad.detach(), again))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-def test_hooks_of_a_tied_weight_run_once_on_the_whole_gradient():
-    pipe, plain, sums = linears(), linears(), []
-    plain.load_state_dict(pipe.state_dict())
-    for module in (pipe, plain):
-        module[0].weight.register_hook(lambda grad: sums.append(grad.clone()) or grad * 2)
-    pipe, x = tied_pipe(pipe), torch.randn(4, WIDTH)
-    pipe(x).sum().backward()
-    plain(x).sum().backward()
-    assert len(sums) == 2
-    torch.testing.assert_close(*sums)
-    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    torch.testing.assert_close(use(pipe, x), use(plain, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -164,17 +175,6 @@ def test_evaluation_computes_with_the_weight(mode):
     torch.testing.assert_close(loss, loss_of(plain(x), words(4, 1)))
 
 
-def test_copies_and_pickles_stay_tied():
-    pipe = tied_pipe()
-    pipe(words(4)).sum().backward()
-    buffer = io.BytesIO()
-    torch.save(pipe, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(pipe), torch.load(buffer, weights_only=False)):
-        assert other[4].weight is other[0].weight is not pipe[0].weight
-        assert torch.equal(other(words(4)), pipe(words(4)))
-
-
 def test_several_threads_may_call_one_pipe():
     pipe, x = tied_pipe(), words(6)
     expected = step(in_turn(language_model(), 2), language_model(), x)
@@ -188,22 +188,7 @@ def test_several_threads_may_call_one_pipe():
     in_threads(call, *range(4))
 
 
-def test_gradients_come_by_functional_call_too():
-    pipe, plain, x = tied_pipe(linears()), linears(), torch.randn(4, WIDTH)
-    plain.load_state_dict(pipe.state_dict())
-    found = []
-    for module in (pipe, plain):
-        given = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
-        result = torch.func.functional_call(module, given, (x,))
-        found.append(torch.autograd.grad(result.square().sum(), list(given.values())))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-# -- ties that come and go
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@every_mode
 def test_a_tie_made_or_undone_later_is_noticed_at_the_next_call(checkpoint):
     plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
     pipe = tied_pipe(copy.deepcopy(plain), checkpoint=checkpoint)
@@ -218,27 +203,10 @@ def test_a_tie_made_or_undone_later_is_noticed_at_the_next_call(checkpoint):
     for change in (tied, untied, tied):
         for module in (pipe, plain):
             change(module)
-            module.zero_grad()
-        assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
-        for module in (pipe, plain):
-            module.zero_grad()
-        pipe.train_batch(x, loss_fn=lambda y: y.square().mean())
-        for piece in x.chunk(2):
-            (plain(piece).square().mean() / 2).backward()
-        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        assert_trains_alike(pipe, plain, x, exact=True)
 
 
-def test_another_balance_and_one_partition_keep_the_tie():
-    pipe, plain, x = tied_pipe(), language_model(), words(4)
-    for balance in ([3, 2], [5], [1, 1, 1, 2]):
-        pipe.balance = balance
-        pipe.zero_grad()
-        plain.zero_grad()
-        assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
-
-
-# -- modules
+# --- modules ---------------------------------------------------------------------------------
 
 
 def test_one_module_at_two_places_runs_there_as_itself():
@@ -330,38 +298,27 @@ def _hooked() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: _twice(Recurrent()),
-        lambda: _twice(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)),
-        _parametrized,
-        *[functools.partial(_compiled, how) for how in ("forward", "module", "wrapped")],
-        _wrapped,
-        _hooked,
-    ],
-    ids=[
-        "lstm", "transformer", "parametrized", "compiled_forward", "compiled_module",
-        "wrapped_by_compile", "forward_by_hand", "hooks",
-    ],
-)  # fmt: skip
-def test_modules_of_all_kinds_can_be_tied(make, checkpoint):
+KINDS = {
+    "lstm": lambda: _twice(Recurrent()),
+    "transformer": lambda: _twice(
+        nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
+    ),
+    "parametrized": _parametrized,
+    **{f"compiled {how}": functools.partial(_compiled, how)
+       for how in ("forward", "module", "wrapped")},
+    "forward by hand": _wrapped,
+    "hooks": _hooked,
+}  # fmt: skip
+
+
+@every_mode
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_of_all_kinds_can_be_tied(kind, checkpoint):
     torch._dynamo.reset()
-    plain, pipe = make(), tied_pipe(make(), checkpoint=checkpoint)
+    plain, pipe = KINDS[kind](), tied_pipe(KINDS[kind](), checkpoint=checkpoint)
     plain.load_state_dict(pipe.state_dict())
-    x = torch.randn(4, WIDTH)
-    expected = step(in_turn(plain, 2), plain, x)
-    assert_close(step(pipe, pipe, x), expected)
-    leaked = [name for name, p in pipe.named_parameters() if not isinstance(p, nn.Parameter)]
-    assert not leaked
-    pipe.zero_grad()
-    plain.zero_grad()
-    pipe.train_batch(x, loss_fn=lambda y: y.square().mean())
-    for piece in x.chunk(2):
-        (plain(piece).square().mean() / 2).backward()
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    assert_trains_alike(pipe, plain, torch.randn(4, WIDTH), exact=False)
+    assert all(isinstance(p, nn.Parameter) for p in pipe.parameters())
     copy.deepcopy(pipe)
 
 

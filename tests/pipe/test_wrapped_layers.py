@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -30,10 +31,6 @@ def one_process(tmp_path):
     distributed.destroy_process_group()
 
 
-def ddp(layer: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(layer)
-
-
 def sharded(layer: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -42,7 +39,7 @@ def sharded(layer: nn.Module) -> nn.Module:
     return layer
 
 
-WRAPPERS = {"DistributedDataParallel": ddp, "FSDP": sharded}
+WRAPPERS = {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "FSDP": sharded}
 
 
 @needs_gloo
@@ -75,68 +72,24 @@ def test_layers_in_data_parallel_train(run):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-class Twice(Pipe):
-    """A pipe with a forward of its own."""
-
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
-def of_a_subclass() -> Pipe:
-    return Twice(layers(), [1] * 4, devices=FOUR)
-
-
-def of_an_instance() -> Pipe:
-    pipe = Pipe(layers(), [1] * 4, devices=FOUR)
-    forward = pipe.forward
-    pipe.forward = lambda input: 2 * forward(input)
-    return pipe
-
-
-class CalledTwice(Pipe):
-    """One that is called in another way."""
-
-    def __call__(self, input):
-        return 2 * super().__call__(input)
-
-
-class ImplementedTwice(Pipe):
-    """By the method that PyTorch's tools override."""
-
-    def _call_impl(self, *args):
-        return 2 * super()._call_impl(*args)
-
-
-def called() -> Pipe:
-    return CalledTwice(layers(), [1] * 4, devices=FOUR)
-
-
-def implemented() -> Pipe:
-    return ImplementedTwice(layers(), [1] * 4, devices=FOUR)
-
-
-def implemented_by_an_instance() -> Pipe:
-    pipe = Pipe(layers(), [1] * 4, devices=FOUR)
-    call = pipe._call_impl
-    pipe._call_impl = lambda *args: 2 * call(*args)
-    return pipe
+def doubling(method: str):
+    """A method that calls that of ``Pipe`` and doubles the result."""
+    return lambda self, *args: 2 * getattr(Pipe, method)(self, *args)
 
 
 @pytest.mark.parametrize(
-    ("made", "method"),
-    [
-        (of_a_subclass, "forward"),
-        (of_an_instance, "forward"),
-        (called, "__call__"),
-        (implemented, "_call_impl"),
-        (implemented_by_an_instance, "_call_impl"),
-    ],
-)
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_forward_of_its_own_is_refused_where_it_would_not_run(made, method, call):
-    pipe = made()
-    with pytest.raises(RuntimeError, match=rf"has a {method} of its own.*pipe\(x\)"):
-        getattr(pipe, call)(X, TARGET, loss_fn=F.mse_loss)
+    ("on", "method"),
+    [*[("class", name) for name in ("forward", "__call__", "_call_impl")],
+     ("instance", "forward"), ("instance", "_call_impl")],
+)  # fmt: skip
+def test_a_forward_of_its_own_is_refused_where_it_would_not_run(method, on):
+    kind = type("Own", (Pipe,), {method: doubling(method)} if on == "class" else {})
+    pipe = kind(layers(), [1] * 4, devices=FOUR)
+    if on == "instance":
+        setattr(pipe, method, MethodType(doubling(method), pipe))
+    for call in pipe.train_batch, pipe.eval_batch:
+        with pytest.raises(RuntimeError, match=rf"has a {method} of its own.*pipe\(x\)"):
+            call(X, TARGET, loss_fn=F.mse_loss)
     assert torch.equal(pipe(X), 2 * pipe[:](X))
 
 

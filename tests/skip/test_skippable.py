@@ -1,21 +1,24 @@
-"""The decorator: what it makes of a class, what a forward may do, and namespaces."""
+"""The decorator: what it makes of a class, what a forward may do, namespaces, where values wait."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import re
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import syncpipe.skip
 from syncpipe import Pipe
 from syncpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from syncpipe.skip.skippable import is_skippable, pops, stashes
 from syncpipe.skip.store import use_store
+from tests.support.running import in_threads
 from tests.support.skips import (
     Around,
     Many,
@@ -34,14 +37,10 @@ NS = Namespace()
 def stashed_by(layer: nn.Module, x: Any = X) -> dict[Any, Any]:
     """What a layer stashes when it is called."""
     store: dict[Any, Any] = {}
-    with use_store(store):
+    with use_store(store) as entered:
+        assert entered is store
         layer(x)
     return store
-
-
-def test_public_names():
-    expected = {"skippable", "stash", "pop", "verify_skippables", "Namespace"}
-    assert set(syncpipe.skip.__all__) == expected
 
 
 # --- what it makes of a class --------------------------------------------------------------------
@@ -66,20 +65,6 @@ def test_class_is_changed_in_place():
     assert inspect.signature(Layer.forward) == signature
     assert torch.equal(Layer()(X, 1, 2, scale=3), X * 3 + 3)
     assert "0.conv.weight" in nn.Sequential(SendConv()).state_dict()
-
-
-def test_declared_skips_in_order():
-    assert stashes(Many()) == [(None, "a"), (None, "b")]
-    assert pops(Many()) == [(None, "c")]
-    around = Around(inner=Send())
-    assert stashes(around) == pops(around) == []
-    assert [is_skippable(m) for m in (around, around.inner)] == [False, True]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, roundtrip])
-def test_copies_work(duplicate):
-    model = nn.Sequential(SendConv().isolate(NS), Receive().isolate(NS))
-    assert torch.equal(duplicate(model)(X), model(X))
 
 
 @skippable(stash=["other", "skip"])
@@ -141,32 +126,6 @@ def test_classes_and_subclasses_stash_what_they_declare(kind, names):
     assert is_skippable(layer)
 
 
-def test_a_forward_that_overrides_one_with_skips_has_to_be_decorated():
-    class Child(Send):
-        def forward(self, x):
-            return super().forward(2 * x)
-
-    class Grandchild(Child):
-        pass
-
-    for layer in Child(), Grandchild():
-        with pytest.raises(TypeError, match=rf"decorate {type(layer).__name__} with @skippable"):
-            Pipe(nn.Sequential(layer, Twice(), Receive()), [1, 1, 1])
-
-
-def test_a_skip_that_a_subclass_does_not_stash_is_a_clear_error():
-    @skippable(stash=["skip"])
-    class Says(Send):
-        def forward(self, x):
-            return 2 * x
-
-    pipe = Pipe(nn.Sequential(Says(), Twice(), Receive()), [1, 1, 1], devices=["cpu:0"] * 3)
-    with pytest.raises(
-        RuntimeError, match=r"layer 0 \('0': Says\).*did not stash 'skip'.*@skippable"
-    ):
-        pipe(X)
-
-
 def test_new_names_keep_what_is_wrapped_around_the_generator():
     class Base(nn.Module):
         name = "first"
@@ -182,10 +141,32 @@ def test_new_names_keep_what_is_wrapped_around_the_generator():
     class Child(Base):
         name = "second"
 
-    x = X.clone().requires_grad_()
-    assert not Child()(x).requires_grad
+    assert not Child()(X.clone().requires_grad_()).requires_grad
     assert set(stashed_by(Base())) == {(None, "first")}
     assert set(stashed_by(Child())) == {(None, "second")}
+
+
+def test_what_a_pipe_makes_of_overrides():
+    class Child(Send):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    class Grandchild(Child):
+        pass
+
+    for layer in Child(), Grandchild():
+        with pytest.raises(TypeError, match=rf"decorate {type(layer).__name__} with @skippable"):
+            Pipe(nn.Sequential(layer, Twice(), Receive()), [1, 1, 1])
+
+    @skippable(stash=["skip"])
+    class Says(Send):
+        def forward(self, x):
+            return 2 * x
+
+    pipe = Pipe(nn.Sequential(Says(), Twice(), Receive()), [1, 1, 1], devices=["cpu:0"] * 3)
+    message = r"layer 0 \('0': Says\).*did not stash 'skip'.*@skippable"
+    with pytest.raises(RuntimeError, match=message):
+        pipe(X)
 
 
 NO_NAMES: Any = [[1], ["x", None], [b"x"], 7, None, nn.Module]
@@ -206,14 +187,16 @@ NO_NAMES: Any = [[1], ["x", None], [b"x"], 7, None, nn.Module]
             TypeError,
             r"Layer.*not a generator function",
         ),
+        (lambda: Many().isolate(NS, only="a"), TypeError, r"only=\['a'\]"),
         (
-            lambda: skippable()(type("Layer", (nn.Module,), {"isolate": None})),
-            TypeError,
-            "'isolate', which @skippable adds",
+            lambda: Many().isolate(NS, only=["a", "z"]),
+            ValueError,
+            r"Many does not declare \['z'\]",
         ),
+        (lambda: Many().isolate("ns"), TypeError, "Namespace"),
     ],
 )
-def test_wrong_decorations_are_refused(decorate, error, message):
+def test_wrong_arguments_are_refused(decorate, error, message):
     with pytest.raises(error, match=message):
         decorate()
 
@@ -242,11 +225,6 @@ def test_any_value_can_be_stashed_and_yield_stash_gives_none(value):
     assert model(X) is value
 
 
-def test_bare_stash_and_pop_do_nothing():
-    assert stashed_by(nn.Sequential(), stash("skip", X)) == {}
-    pop("skip")
-
-
 def test_layers_inside_a_skippable_layer_share_its_store():
     def forward(self, x):
         yield stash("skip", x)
@@ -269,41 +247,27 @@ def test_compiled_models_and_layers_give_the_same():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("thing", [None, X, "x", stash, pop])
-def test_yielding_something_else(thing):
-    def forward(self, x):
-        yield thing
-
-    with pytest.raises(TypeError, match=r"Culprit\.forward yielded"):
-        layer_of(forward)(X)
-
-
 @pytest.mark.parametrize(
-    ("commands", "declared", "message"),
+    ("commands", "declared", "error", "message"),
     [
-        ([stash("b", 0)], {"stash": ["a"]}, r"stashes 'b' .*stash=\['a', 'b'\]"),
-        ([pop("a")], {"stash": ["a"]}, r"pops 'a' .*pop=\['a'\]"),
-        ([stash("a", 0), stash("a", 0)], {"stash": ["a"]}, "stashes 'a' twice"),
-        ([pop("a"), pop("a")], {"pop": ["a"]}, "pops 'a' twice"),
-        ([], {"stash": ["a"]}, r".*did not stash \['a'\] \(stash None"),
-        ([], {"pop": ["a"]}, r".*did not pop \['a'\]"),
+        *[([no], {}, TypeError, r"Culprit\.forward yielded") for no in (None, X, "x", stash, pop)],
+        ([stash("b", 0)], {"stash": ["a"]}, RuntimeError, r"stashes 'b' .*stash=\['a', 'b'\]"),
+        ([pop("a")], {"stash": ["a"]}, RuntimeError, r"pops 'a' .*pop=\['a'\]"),
+        ([stash("a", 0)] * 2, {"stash": ["a"]}, RuntimeError, "Culprit stashes 'a' twice"),
+        ([pop("a")] * 2, {"pop": ["a"]}, RuntimeError, "Culprit pops 'a' twice"),
+        ([], {"stash": ["a"]}, RuntimeError, r"Culprit.*did not stash 'a': stash None"),
+        ([], {"pop": ["a"]}, RuntimeError, r"Culprit.*did not pop 'a'"),
     ],
 )
-def test_what_is_yielded_must_be_what_is_declared(commands, declared, message):
+def test_what_is_yielded_must_be_what_is_declared(commands, declared, error, message):
     def forward(self, x):
         for command in commands:
             _ = yield command  # `yield from` a list could not be sent a value
         return x
 
     store = {(None, "a"): X} if "pop" in declared else {}
-    with use_store(store), pytest.raises(RuntimeError, match=f"Culprit {message}"):
+    with use_store(store), pytest.raises(error, match=message):
         layer_of(forward, **declared)(X)
-
-
-def test_pop_of_what_nobody_stashed_names_the_skip():
-    with use_store({(None, "skip"): X}), pytest.raises(RuntimeError) as caught:
-        Receive().isolate(NS)(X)
-    assert f"Receive pops skip 'skip' in {NS!r}, but no layer before it" in str(caught.value)
 
 
 def test_exceptions_travel_unchanged_and_the_generator_is_closed():
@@ -329,19 +293,12 @@ def test_exceptions_travel_unchanged_and_the_generator_is_closed():
             closed.append(True)
 
     with pytest.raises(RuntimeError) as failed:
-        layer_of(pops_nothing, pop=["nothing"])(X)
-    assert closed == [True, True], f"open for as long as the traceback of {failed.value!r} is"
+        layer_of(pops_nothing, pop=["nothing"]).isolate(NS)(X)
+    assert f"pops skip 'nothing' in {NS!r}, but no layer before it" in str(failed.value)
+    assert closed == [True, True], "open for as long as the traceback is"
 
 
 # --- namespaces ----------------------------------------------------------------------------------
-
-
-def test_namespaces_differ_and_draw_nothing():
-    before = torch.get_rng_state()
-    assert len({Namespace() for _ in range(100)}) == 100
-    assert repr(Namespace()) != repr(NS)
-    assert repr(NS).startswith("Namespace(")
-    assert torch.equal(before, torch.get_rng_state())
 
 
 PICKLES = [
@@ -350,41 +307,38 @@ PICKLES = [
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, *PICKLES])
-def test_copy_of_a_namespace_equals_it(duplicate):
+def test_namespaces_differ_but_for_their_copies_and_draw_nothing(duplicate):
+    before = torch.get_rng_state()
+    assert len({Namespace() for _ in range(100)}) == 100
+    assert torch.equal(before, torch.get_rng_state())
     assert duplicate(NS) == NS
     assert hash(duplicate(NS)) == hash(NS)
     assert duplicate(Namespace()) != NS
+    assert repr(Namespace()) != repr(NS)
 
 
 def test_isolate_moves_some_names_or_all_of_one_layer():
     other, layer = Namespace(), Many()
+    assert stashes(layer) == [(None, "a"), (None, "b")]
     assert layer.isolate(NS, only=["a"]).isolate(other, only=["c"]) is layer
     assert stashes(layer) == [(NS, "a"), (None, "b")]
     assert pops(layer) == [(other, "c")]
     assert stashes(layer.isolate(NS)) == [(NS, "a"), (NS, "b")]
     assert stashes(Send().isolate(NS, only=[])) == stashes(Send()) == [(None, "skip")]
     assert Send().isolate(NS).state_dict() == {}
+    around = Around(inner=Send())
+    assert stashes(around) == pops(around) == []
+    assert [is_skippable(m) for m in (around, around.inner)] == [False, True]
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, roundtrip])
 def test_isolated_layers_match_after_they_were_copied_one_by_one(duplicate):
     send, receive = (duplicate(layer.isolate(NS)) for layer in (Send(), Receive()))
-    verify_skippables(nn.Sequential(send, receive))
+    model = nn.Sequential(send, receive)
+    verify_skippables(model)
+    assert torch.equal(model(X), 2 * X)
     other = duplicate(send).isolate(Namespace())
     assert stashes(send) == [(NS, "skip")] != stashes(other)
-
-
-@pytest.mark.parametrize(
-    ("namespace", "only", "error", "message"),
-    [
-        (NS, "a", TypeError, r"only=\['a'\]"),
-        (NS, ["a", "z"], ValueError, r"Many does not declare \['z'\]"),
-        ("ns", None, TypeError, "Namespace"),
-    ],
-)
-def test_isolate_refuses(namespace, only, error, message):
-    with pytest.raises(error, match=message):
-        Many().isolate(namespace, only=only)
 
 
 def test_namespaces_keep_equal_names_apart():
@@ -395,3 +349,115 @@ def test_namespaces_keep_equal_names_apart():
     )  # fmt: skip
     verify_skippables(model)
     assert torch.equal(model(X), 7 * X)
+
+
+# --- where values wait, and for how long ---------------------------------------------------------
+
+
+def test_stores_nest_and_lose_what_is_popped():
+    outer: dict[Any, Any] = {}
+    inner: dict[Any, Any] = {}
+    with use_store(outer):
+        with use_store(inner):
+            Send()(1)
+        Send()(2)
+    with pytest.raises(ZeroDivisionError), use_store(inner):
+        raise ZeroDivisionError
+    Send()(X)  # into no store
+    with use_store({}), pytest.raises(RuntimeError):
+        Receive()(X)
+    assert (inner, outer) == ({(None, "skip"): 1}, {(None, "skip"): 2})
+    with use_store(outer):
+        assert Receive()(1) == 3
+    assert outer == {}
+
+
+def test_threads_use_their_own_stores():
+    send, receive = Send(), Receive()
+
+    def work(number: int) -> int:
+        for _ in range(50):
+            if number % 2:
+                send(number)
+                result = receive(0)
+            else:
+                with use_store({}):
+                    send(number)
+                    result = receive(0)
+        return result
+
+    assert in_threads(work, *range(4)) == [0, 1, 2, 3]
+
+
+class Value:
+    """Something that can be weakly referenced."""
+
+
+def test_a_value_outside_of_a_pipe_dies_with_the_layer_or_when_another_one_stashes():
+    layer, value = Send().isolate(namespace := Namespace()), Value()
+    layer(value)
+    seen, name = weakref.ref(value), weakref.ref(namespace)
+    del value, namespace
+    gc.collect()
+    assert seen() is not None
+    del layer
+    gc.collect()
+    assert seen() is None
+    assert name() is None
+    with pytest.raises(RuntimeError, match="no layer before it"):
+        Receive()(0)
+    first, second, value = Send(), Send(), Value()
+    seen = weakref.ref(value)
+    first(value)
+    second(1)
+    del value
+    gc.collect()
+    assert seen() is None
+    assert Receive()(0) == 1
+
+
+# --- checkpoints of torchgpipe, which put a wrapper around layers with skips ---------------------
+
+
+@skippable(pop=["skip"])
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = SendConv()
+
+    def forward(self, x):
+        return self.inner(x) + (yield pop("skip"))
+
+
+class Member(SendConv):
+    """Has a real member of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "wrapped"),
+    [
+        ([SendConv, Twice, Receive], ["0."]),
+        ([SendConv, Twice, Receive], []),  # the keys of today
+        ([Outer], ["0.inner.", "0."]),
+        ([Member, Receive], []),
+    ],
+)
+def test_old_and_new_keys_load(layers, wrapped):
+    models = [nn.Sequential(*(kind() for kind in layers)) for _ in range(2)]
+    source, target = (Pipe(model, [len(layers)], devices=["cpu"]) for model in models)
+    source(X)
+    old = source.state_dict()
+    for prefix in wrapped:
+        old = {re.sub(f"^{prefix}", f"{prefix}module.", key): old[key] for key in old}
+    keys = list(old)
+    target.load_state_dict(old)
+    assert list(old) == keys
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value)
+    for extra in "0.module.conv.extra", "0.module.conv.bias":  # it does not replace a new one
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            source.load_state_dict({**source.state_dict(), extra: X})

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from syncpipe.distributed.pipelining.carried import Boundary, start
 from syncpipe.runtime.errors import annotate
 from syncpipe.skip.layout import SkipLayout
-from syncpipe.skip.namespace import SkipKey
-from syncpipe.skip.store import use_store
+from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.stages.stage import Partition
 
 __all__ = ["StageModule", "passing_skips"]

@@ -23,6 +23,7 @@ from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import Call, Fault, Tracer, guard, leaves_of, map_tree
 from syncpipe.layers.time_first import is_time_first, time_first_message
 from syncpipe.runtime.random_numbers import is_compiled
+from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State
 
 __all__ = ["HOOKS", "Inlined", "Whole"]
@@ -422,14 +423,14 @@ def _reason(one: fx.Node | Call | None, two: fx.Node | Call | None) -> str:
 def _must_be_leaf(module: nn.Module) -> str:
     """Why a module is more than its forward and its children; empty if it is not."""
     kind = type(module)
-    skips = ("_syncpipe_skips_are_internal", "_syncpipe_skippable")
     reasons = {
         "it has no modules inside": not module._modules
         and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)),
         "PyTorch's layer takes a faster way in evaluation, or is looked for by its class":
             isinstance(module, _LAYERS),
         "it is a ScriptModule": isinstance(module, torch.jit.ScriptModule),
-        "it is a Pipe, or has skips of its own": any(getattr(kind, name, False) for name in skips),
+        "it is a Pipe, or has skips of its own": is_skippable(module)
+        or hasattr(kind, "_syncpipe_skips_are_internal"),
         "it has hooks": any(getattr(module, name, None) for name in HOOKS),
         "it saves a state of its own":
             any(getattr(kind, name) is not getattr(nn.Module, name) for name in _STATE_METHODS),

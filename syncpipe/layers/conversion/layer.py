@@ -290,8 +290,6 @@ class ConvertedLayer(Holder):
     one are skips. The first layer has the signature of the model.
     """
 
-    _syncpipe_skippable = True
-
     def __init__(
         self,
         segment: _Segment,

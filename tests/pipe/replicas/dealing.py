@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -38,10 +39,9 @@ def shapes(draw: st.DrawFn, layers: int) -> tuple[list[int], list[int]]:
     return balance, draw(counts)
 
 
-def stage_of(pipe: Pipe, name: str) -> int:
-    """The stage of a parameter."""
-    stages = [j for j, size in enumerate(pipe.balance) for _ in range(size)]
-    return stages[int(name.split(".")[0])]
+def copied(pipe: Pipe) -> nn.Sequential:
+    """A plain copy of its layers."""
+    return copy.deepcopy(pipe[:])
 
 
 def plain_train(pipe: Pipe, plain: nn.Sequential, x: Any, target: Any, **options: Any) -> Any:
@@ -66,8 +66,9 @@ def plain_forward(pipe: Pipe, plain: nn.Sequential, x: Tensor) -> Result:
     loss = loss_of(output)
     if loss is not None:
         loss.backward()
+    replicas = [r for r, size in zip(pipe.replicas, pipe.balance, strict=True) for _ in range(size)]
     for name, parameter in named.items():
-        r = pipe.replicas[stage_of(pipe, name)]
+        r = replicas[int(name.split(".")[0])]
         whole = torch.empty_like(parameter, requires_grad=True)
         for k in range(r):
             total = torch.empty_like(parameter, requires_grad=True)

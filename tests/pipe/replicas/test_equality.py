@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from syncpipe import Pipe, inline
 from syncpipe.schedules import one_f_one_b
 from tests.fuzz.layers import Dawdle
-from tests.pipe.replicas.dealing import KINDS, dealt, plain_forward, plain_train, shapes
+from tests.pipe.replicas.dealing import KINDS, copied, dealt, plain_forward, plain_train, shapes
 from tests.pipe.test_equivalence import batch
 from tests.support.models import (
     CHECKPOINT_MODES,
@@ -32,25 +32,26 @@ from tests.support.training import any_schedule, assert_same_step, pipe_step, we
 
 specs = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6).map(tuple).map(Spec)
 HALVES = ("zb_h1", "zb_h2", "any")
+COMMON = {
+    "data": st.data(),
+    "chunks": st.integers(1, 6),
+    "size": st.integers(1, 7),
+    "checkpoint": st.sampled_from([*CHECKPOINT_MODES, [0]]),
+    "input_grad": st.booleans(),
+    "by_hand": st.booleans(),
+}
 
 
 @settings(max_examples=100)
 @given(
-    data=st.data(),
     spec=specs,
-    chunks=st.integers(1, 6),
-    size=st.integers(1, 7),
     schedule=st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1", "zb_h2", "any"]),
-    checkpoint=st.sampled_from([*CHECKPOINT_MODES, "layer"]),
-    input_grad=st.booleans(),
-    by_hand=st.booleans(),
+    **COMMON,
 )
 def test_train_batch_equals_the_plain_loop(
     data, spec, chunks, size, schedule, checkpoint, input_grad, by_hand
 ):
     balance, replicas = data.draw(shapes(len(spec.layers)))
-    if checkpoint == "layer":
-        checkpoint = [0]
     pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
     plain, x = spec.build(), batch(size, input_grad)
     exact = schedule not in HALVES
@@ -71,27 +72,19 @@ def test_train_batch_equals_the_plain_loop(
 
 @settings(max_examples=100)
 @given(
-    data=st.data(),
     spec=specs.filter(lambda spec: isinstance(spec.build()(batch(1, False)), torch.Tensor)),
-    chunks=st.integers(1, 6),
-    size=st.integers(1, 7),
-    checkpoint=st.sampled_from([*CHECKPOINT_MODES, "layer"]),
-    input_grad=st.booleans(),
-    by_hand=st.booleans(),
+    **COMMON,
 )
 def test_pipe_of_x_equals_the_plain_model(
     data, spec, chunks, size, checkpoint, input_grad, by_hand
 ):
     balance, replicas = data.draw(shapes(len(spec.layers)))
-    if checkpoint == "layer":
-        checkpoint = [0]
     pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
     plain, x = spec.build(), batch(size, input_grad)
     for _ in range(2):
         expected = plain_forward(pipe, plain, x)
         with inline() if by_hand else nullcontext():
-            actual = step(pipe, pipe, x)
-        assert_same(actual, expected)
+            assert_same(step(pipe, pipe, x), expected)
 
 
 ROUND = [[0, 1], [2, 3], [0, 1], [2, 3]]
@@ -101,30 +94,20 @@ V = [[0, 1], [2, 3], [2, 3], [0, 1]]
 @pytest.mark.parametrize(
     ("schedule", "stages"),
     [
-        ("looped_bfs", ROUND),
-        ("interleaved_1f1b", ROUND),
-        ("interleaved_zero_bubble", ROUND),
-        ("zbv", V),
-        ("v_half", V),
-        ("v_min", V),
-        ("dualpipev", V),
+        *[(name, ROUND) for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")],
+        *[(name, V) for name in ("zbv", "v_half", "v_min", "dualpipev")],
         (one_f_one_b, [[0, 1], [0, 2], [3, 4], [0, 4]]),
+        ("1f1b", [[0, 1, 2, 3], [4, 5, 6, 7], [8], [9]]),  # more of them than micro-batches
     ],
 )
 def test_several_stages_on_each_device(schedule, stages):
     devices = [f"cpu:{k}" for those in stages for k in those]
-    pipe = Pipe(linear_model(), [1] * 4, replicas=2, devices=devices, chunks=8)
+    replicas, chunks = list(map(len, stages)), 2 if len(stages[0]) > 2 else 8
+    pipe = Pipe(linear_model(), [1] * 4, replicas=replicas, devices=devices, chunks=chunks)
     x = torch.randn(16, 3)
-    expected = plain_train(pipe, linear_model_like(pipe), x, None, loss_fn=weigh, schedule=schedule)
+    expected = plain_train(pipe, copied(pipe), x, None, loss_fn=weigh, schedule=schedule)
     actual = pipe_step(pipe, x, loss_fn=weigh, schedule=schedule, verify=False)
     assert_same_step(actual, expected, exact=False)
-
-
-def linear_model_like(pipe: Pipe) -> nn.Sequential:
-    """A plain copy of its layers."""
-    plain = linear_model()
-    plain.load_state_dict(pipe.state_dict())
-    return plain
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -135,10 +118,9 @@ def test_gradients_are_the_same_whoever_is_late(schedule, replicas):
     x, found = batch(12, True), []
     for _ in range(8):
         pipe.zero_grad()
-        how = {"loss_fn": weigh, "schedule": schedule, "verify": False}
-        found.append([pipe_step(pipe, x, **how), None])
+        trained = pipe_step(pipe, x, loss_fn=weigh, schedule=schedule, verify=False)
         pipe.zero_grad()
-        found[-1][1] = step(pipe, pipe, x)
+        found.append((trained, step(pipe, pipe, x)))
     for trained, result in found[1:]:
         assert_same_step(trained, found[0][0])
         assert_same(result, found[0][1])
@@ -154,31 +136,18 @@ def test_what_random_layers_draw_depends_on_no_replica(replicas):
 
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.RReLU(), nn.Linear(8, 3))
     x = torch.randn(10, 3)
-    plain = Pipe(model, [2, 2], devices=["cpu:0", "cpu:1"], chunks=5, checkpoint="always")
-    expected = outputs(plain)
+    expected = outputs(dealt(model, [2, 2], [1, 1], chunks=5, checkpoint="always"))
     for checkpoint in CHECKPOINT_MODES:
         pipe = dealt(model, [2, 2], replicas, chunks=5, checkpoint=checkpoint)
         assert_same_tree(outputs(pipe), expected, checkpoint)
 
 
-def test_a_replica_may_have_nothing_to_do():
-    pipe = dealt(linear_model(), [2, 2], [4, 3], chunks=2)
-    x = torch.randn(2, 3)
-    expected = plain_train(pipe, linear_model_like(pipe), x, None, loss_fn=weigh)
-    assert_same_step(pipe_step(pipe, x, loss_fn=weigh, verify=False), expected)
-
-
 def test_micro_batches_of_an_iterator_come_in_order():
     pipe, asked = dealt(linear_model(), [2, 2], [3, 2], chunks=6), []
     pairs = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(6)]
-
-    def items():
-        for i, pair in enumerate(pairs):
-            asked.append(i)
-            yield pair
-
+    items = (asked.append(i) or pair for i, pair in enumerate(pairs))
     loss_fn = nn.functional.mse_loss
-    loss, output = pipe.train_batch(data_iter=items(), loss_fn=loss_fn, return_outputs=True)
+    loss, output = pipe.train_batch(data_iter=items, loss_fn=loss_fn, return_outputs=True)
     assert asked == list(range(6))
     x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     found = [p.grad.clone() for p in pipe.parameters()]
@@ -192,9 +161,7 @@ def test_micro_batches_of_an_iterator_come_in_order():
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_threads_may_call_one_pipe_at_once(checkpoint):
     """Each gets the gradients of its own input."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
-    plain = nn.Sequential(*layers).double()
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     pipe = dealt(copy.deepcopy(plain), [1, 2], [2, 2], chunks=4, checkpoint=checkpoint)
     together = threading.Barrier(3, timeout=60)
 
@@ -205,8 +172,7 @@ def test_threads_may_call_one_pipe_at_once(checkpoint):
         try:
             for _ in range(40):
                 together.wait()
-                output = pipe(leaf)
-                (found,) = torch.autograd.grad(output.square().sum(), leaf)
+                (found,) = torch.autograd.grad(pipe(leaf).square().sum(), leaf)
                 torch.testing.assert_close(found, expected.grad)
         except BaseException:
             together.abort()

@@ -1,1 +1,0 @@
-"""Re-materialization by layer, by operation, and to the host."""
