@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -290,15 +288,6 @@ def test_what_draws_in_backward_draws_anew_for_each_layer_micro_batch_and_call()
     assert len(drawn) == len(set(drawn)) == 24
 
 
-def test_looking_at_a_layer_leaves_no_profile_function_behind():
-    found = []
-    pipe = pipe_of(nn.Sequential(Noise(), Do(lambda x: found.append(sys.getprofile()) or None)))
-    pipe(X)
-    pipe(X)
-    assert [look is not None for look in found] == [True, False, False, False] * 2
-    assert sys.getprofile() is None
-
-
 class Starts(nn.Linear):
     """Begins to draw in backward in a later call, by a hook that it did not have before."""
 
@@ -419,36 +408,6 @@ def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
     with drawing():
         for _ in range(40):
             assert_same(trained(pipe, pipe, X), expected)
-
-
-FRESH = """
-import sys, threading, torch
-from torch import nn
-from tests.support.running import another_thread, pipe_of
-
-class Interrupted(nn.Module):
-    def forward(self, x):
-        thread = threading.Thread(target=torch.rand, args=(50,))
-        thread.start()
-        thread.join()
-        return nn.functional.dropout(x)
-
-with another_thread():
-    pipe = pipe_of(nn.Sequential(Interrupted(), Interrupted()), checkpoint="always")
-    for _ in range(3):
-        x = torch.ones(4, 64, requires_grad=True)
-        y = pipe(x)
-        y.sum().backward()
-        assert torch.equal(y != 0, x.grad != 0)
-"""
-
-
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["fresh", "dynamo imported"])
-def test_a_thread_that_draws_changes_nothing_from_the_first_call_of_a_process_on(first):
-    done = subprocess.run(
-        [sys.executable, "-c", first + FRESH], capture_output=True, text=True, timeout=260
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def quiet(x):

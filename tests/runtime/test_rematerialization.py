@@ -323,19 +323,6 @@ def test_buffers_and_gradients_are_those_of_the_plain_loop(kind, mode):
             assert_same(result, trained(run, other, x))
 
 
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_buffers_and_gradients_are_those_of_the_plain_loop_in_train_batch(kind):
-    if kind == "all in one":
-        pytest.skip("draws")
-    layers = nn.Sequential(nn.Linear(6, 6), STATEFUL[kind](), nn.Linear(6, 6))
-    other = copy.deepcopy(layers)
-    pipe = pipe_of(layers, [2, 1], chunks=1, checkpoint="always")
-    x = torch.randn(12, 6)
-    pipe.train_batch(x, x, loss_fn=lambda y, _: weigh(y), loss_reduction="sum")
-    ours = [*(p.grad for p in layers.parameters()), *layers.buffers()]
-    assert_same(ours, trained(lambda x: one_by_one(other, x, 1), other, x)[2:])
-
-
 # Layers that do not keep the rules
 
 
