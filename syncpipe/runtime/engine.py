@@ -7,9 +7,9 @@ it:
     worker 0   run(0) --put--> inbox 1      run(1) --put--> inbox 1
     worker 1        take(...) run(0)             take(...) run(1)
 
-Who owns what: an engine owns its threads and stops them when it is collected; an idle thread holds
-nothing but its queue of jobs. A call owns its inboxes and everything in them, and is over when
-every worker that got it has finished its list, been cancelled, or failed.
+An engine owns its threads and stops them when it is collected; an idle thread holds nothing but its
+queue of jobs. A call owns its inboxes and everything in them, and is over when every worker that
+got it has finished its list, been cancelled, or failed.
 """
 
 from __future__ import annotations

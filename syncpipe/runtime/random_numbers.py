@@ -5,21 +5,18 @@ device. So what a layer draws is seeded from
 
     (one draw from the caller's generator per call, index of the layer, index of the micro-batch)
 
-and nothing else: not the balance, the devices, the schedule or the checkpoint mode. While it draws
-it holds the generators (a lock for each), and they get back the states that they had. It holds them
-for its whole forward, or, where PyTorch's own modules draw and nothing else does (``nn.Dropout`` in
-a block), for theirs; between two of these its own states are put aside:
+and nothing else. While it draws it holds the generators (a lock for each), and they get back the
+states that they had. It holds them for its whole forward, or, where PyTorch's own modules draw and
+nothing else does (``nn.Dropout`` in a block), for theirs; between two of these its own states are
+put aside:
 
     block of stage 0   Linear  [Dropout]  Linear  GELU      Linear                [ ]: holds them
     block of stage 1       Linear  GELU  [Dropout]  Linear  GELU
 
-A recomputation seeds the same way, so it draws what was drawn before. Which layers draw is learned
-anew in each call from the first micro-batch, for which layers that nobody knows hold all
-generators; those that do not draw then run freely.
-
-A thread of the user's may draw meanwhile, and a layer for the first time in a later micro-batch.
-Neither can be seen while it happens. But what counts is whether a recomputation gives what the
-forward gave, and that is compared (:func:`fingerprint`).
+Which layers draw is learned anew in each call from the first micro-batch, for which layers that
+nobody knows hold all generators; those that do not draw then run freely. A thread of the user's may
+draw meanwhile, and a layer for the first time in a later micro-batch, unseen. But what counts is
+whether a recomputation gives what the forward gave, and that is compared (:func:`fingerprint`).
 """
 
 from __future__ import annotations
@@ -153,8 +150,8 @@ def is_random(operation: Any) -> bool:
 class Turn:
     """What a layer draws for one micro-batch, and who it holds the generators from meanwhile.
 
-    A layer or a loss function may itself use a pipe. While that one runs, the generators are given
-    up: it takes locks of stages, and these come before the locks of generators.
+    While a pipe runs that the layer itself uses, the generators are given up: that pipe takes locks
+    of stages, and these come before the locks of generators.
 
     Attributes:
         draws: the generators that it draws from, or whose states it uses, as far as was observed.

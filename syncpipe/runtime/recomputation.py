@@ -6,19 +6,17 @@
 Both runs record a graph: a forward without one may take other kernels, with other last bits. The
 second one computes from what the first one used, and leaves no trace. Of what is in modules,
 
-* modes, parameters and most buffers are only read. They are noted. If there is something else in
-  its place at the recomputation (``eval()``, a parameter that was frozen), the old one is put back
-  meanwhile. A tensor that was modified in place is lost, and refused, and so is another module.
-* BatchNorm's statistics, a codebook, ... are changed by forwards. They are copied before each one,
-  and the recomputation works on copies of the copies. Which buffers these are is seen after each
-  forward. Until one changes, a copy in a call is enough: it is what was before that forward.
+* modes, parameters and most buffers are only read. They are noted. What is in their place at the
+  recomputation (``eval()``, a parameter that was frozen) gives way to them meanwhile. A tensor that
+  was modified in place is lost, and refused, and so is another module.
+* BatchNorm's statistics, a codebook, ... are changed by forwards, which are looked at for it. They
+  are copied before each one, and the recomputation works on copies of the copies. Until a buffer
+  changes, a copy in a call is enough.
+* the weight of ``nn.Embedding(max_norm=...)`` may be changed by forwards, for the rows that a cell
+  used stay what they were; its recomputation changes no row again.
 
-The parameter of ``nn.Embedding(max_norm=...)`` may be changed by forwards, for the rows that a cell
-used stay what they were; its recomputation changes no row again.
-
-What is in a module is seen by all threads, so whoever recomputes such a stage has it to itself:
-forwards and recomputations take its lock. A pipe inside a layer is covered by the lock of the
-outermost stage, which makes one order of locks: stage before random state.
+All threads see what is in a module, so forwards and recomputations of such a stage take its lock. A
+pipe inside a layer is covered by the lock of the outermost stage: that comes before random state.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
 Grad mode, autocast, the default device and a dozen other things belong to the thread that set
 them. A layer must not notice that it runs on another thread, so each call captures the state of
 its caller once and every worker applies it while it serves that call. Dispatch modes and PyTorch's
-profiler cannot go to another thread, because one object of theirs must not be entered by two
-threads at a time. Where one of them is active, or the caller asks for it by :class:`inline`, the
-call runs on the caller's thread.
+profiler must not be entered by two threads at a time: where one of them is active, or the caller
+asks for it by :class:`inline`, the call runs on the caller's thread.
 
-One thing is never the caller's: what goes back inside of an action, or of a recomputation, does so
-on that very thread (:func:`backward_here`). Those hold locks, and autograd's only thread for an
-accelerator may be waiting for these: it recomputes as well. As nobody who holds a lock waits for a
-thread of autograd's, these may wait for locks.
+What goes back inside of an action, or of a recomputation, does so on that very thread
+(:func:`backward_here`). Those hold locks, and autograd's only thread for an accelerator may be
+waiting for these: it recomputes as well. As nobody who holds a lock waits for a thread of
+autograd's, these may wait for locks.
 """
 
 from __future__ import annotations

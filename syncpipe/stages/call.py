@@ -97,9 +97,8 @@ class Call(MiniBatch):
     """One mini-batch on its way through a pipeline; to be made on the caller's thread.
 
     Here and in the drivers ``j`` is the number of a stage *or replica*: the index in
-    ``pipeline.stages``, and in all lists that are kept for each of these.
-
-    If there is a ``graph``, gradients are captured, and given back by a node of the caller's.
+    ``pipeline.stages``, and in all lists that are kept for each of these. With a ``graph``
+    gradients are captured, and given back by a node of the caller's.
 
     Attributes:
         lanes: for each worker its device and streams.
@@ -201,7 +200,10 @@ class Call(MiniBatch):
                     if tensor is None or not tensor.requires_grad or is_lazy(tensor):
                         continue
                     if tensor._backward_hooks or not tensor.is_leaf:
-                        leaf = self.instead[stage.number].setdefault(id(tensor), _leaf(tensor))
+                        leaf = tensor.detach().requires_grad_()  # counts the same versions
+                        if isinstance(tensor, nn.Parameter):
+                            leaf = torch.Tensor._make_subclass(type(tensor), leaf.detach(), True)
+                        leaf = self.instead[stage.number].setdefault(id(tensor), leaf)
                         self.originals[id(leaf)] = tensor
 
     def run(self, steps: Steps, task: Any, input: Any) -> None:
@@ -331,9 +333,7 @@ class Call(MiniBatch):
         self, tree: Any, j: int, after: Mapping[torch.device, EntryEvent] | None = None
     ) -> Any:
         """What came from outside of the pipeline, where stage ``j`` is; for its worker to call.
-
-        ``after`` says when it is there, if it did not come with the call.
-        """
+        ``after`` says when it is there, if it did not come with the call."""
         lane, after = self.lane_of[j], self._entry_events if after is None else after
         return map_tensors(lambda tensors: [self._brought(t, lane, after) for t in tensors], tree)
 
@@ -353,10 +353,8 @@ class Call(MiniBatch):
         return copies[0]
 
     def as_caller(self) -> AbstractContextManager[Any]:
-        """The context for what is the caller's own: it works on the caller's streams.
-
-        Without it a worker's thread would use the default stream of every device but its own.
-        """
+        """The context for what works on the caller's streams; without it a worker's thread would
+        use the default stream of every device but its own."""
         stack = ExitStack()
         for caller in reversed(self._callers):  # the first one's device becomes current
             stack.enter_context(caller.active())
@@ -425,14 +423,6 @@ def needs_graph() -> bool:
         or torch._C._current_graph_task_id() != -1  # computed again in somebody's backward
         or (hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
     )
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """A leaf of the same memory, which counts the same versions."""
-    leaf = tensor.detach()
-    if isinstance(tensor, nn.Parameter):
-        return torch.Tensor._make_subclass(type(tensor), leaf, True)
-    return leaf.requires_grad_()
 
 
 _accelerators = lru_cache(maxsize=1)(accelerators)

@@ -1,17 +1,15 @@
 """Layers that write into their inputs, and those who must not see it.
 
-What a cell is given may belong to somebody else, too:
-
 * The mini-batch is the caller's, and its micro-batches share one version counter; and what a cell
   is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
   it was handed on to: a cell that writes into it works on a copy.
 * What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
   is written, but would not, and so it is refused.
 
-All other inputs are the cell's own, and it gets them as they are. A layer may write in one call of
-a thousand, so nothing is concluded from those before: what is lent is copied in each call, unless
-the layers that see it are of kinds that never write. ``inference_mode`` counts no versions: there a
-layer writes into what it was lent, as in the plain model, and what is aliased is compared.
+All other inputs are the cell's own. A layer may write in one call of a thousand, so what is lent is
+copied in each call, unless the layers that see it are of kinds that never write. ``inference_mode``
+counts no versions: there a layer writes into what it was lent, as in the plain model, and what is
+aliased is compared.
 """
 
 from __future__ import annotations

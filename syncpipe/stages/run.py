@@ -2,10 +2,9 @@
 
     (input, skips in)  -->  layer, layer, layer  -->  (output, skips out)
 
-Each run is a *cell* (micro-batch ``i``, stage ``j``). It is more than a loop over layers: they get
-their random numbers, skips come and go, deferred BatchNorm collects its statistics, exceptions get
-a note. What the caller still needs stays as it is, and a cell that is re-materialized is told how
-to be computed again.
+Each run is a *cell* (micro-batch ``i``, stage ``j``). Layers get their random numbers, skips come
+and go, deferred BatchNorm collects its statistics, exceptions get a note. What the caller still
+needs stays as it is, and a cell that is re-materialized is told how to be computed again.
 
 By a ``Selective`` mode some operations are not recomputed: PyTorch has a dispatch mode around the
 forward that saves, and one around the recomputation that gives back what was saved. But a random
@@ -15,7 +14,7 @@ numbers the second time. So the state of the generators after each one is noted 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -201,8 +200,11 @@ class StageRun:
         self._count()
         cell.cell = partial(run, again=True)
         cell.keep(detached)
-        if compared and not cell.mutates_inputs:
-            cell.stored = self._stored(outputs, begins)
+        if compared and self.stage.compares_later:  # a script compiles itself in its second run,
+            self.stage.compares_later, self._compared = False, 1  # and stores other tensors then
+        elif compared and not cell.mutates_inputs:  # in the first call with shapes
+            mode = ("stored", self.stage.partition.training)
+            cell.stored = stored_by(outputs, begins, shapes=self.stage.is_new(mode))
         return outputs, cell
 
     def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
@@ -296,14 +298,6 @@ class StageRun:
         self.through[0] += self._counts
         if self.stage.commits and self.through[0] == self.m and self.statistics is not None:
             self.statistics.commit()
-
-    def _stored(self, outputs: Inputs, begins: list[Any]) -> Counter[Any] | None:
-        """What a cell stored; in the first call with shapes."""
-        if self.stage.compares_later:  # a script compiles itself in its second run, and stores
-            self.stage.compares_later, self._compared = False, 1  # other tensors then
-            return None
-        training = self.stage.partition.training
-        return stored_by(outputs, begins, shapes=self.stage.is_new(("stored", training)))
 
     def _run(
         self,

@@ -58,7 +58,7 @@ _MISSING = object()
 
 
 def stand_in(run: StageRun, others: dict[int, Tensor], shallow: dict[Stage, ShallowCopy]) -> None:
-    """Lets the cells of a stage compute with other tensors, on shallow copies if there are any."""
+    """Lets the cells of a stage compute with other tensors."""
     for each in run.all:
         each.others, each.shallow = others, shallow.get(each.stage)
         each.swaps = [] if each.shallow else swaps_of(each.partition, others)
@@ -152,7 +152,7 @@ class ShallowCopy:
 
 
 class _Copy(NamedTuple):
-    """A copy of a tensor on another device, when it is there, and in which version it was made."""
+    """Of a tensor on another device; when it is there, and in which version it was made."""
 
     tensor: Tensor
     copy: Tensor
@@ -234,13 +234,11 @@ class CallTies:
     caller's thread. Fills ``instead`` and ``originals`` of the call.
 
     Attributes:
-        edges: over which gradients go back, from a stage to the one before it that has the weight;
-            their numbers come after those of the pipeline.
+        edges: over which gradients go back, from a stage to the one before it that has the weight.
         leaves: for each stage those of these that get gradients.
         receivers: for each stage, and each of ``edges`` that leaves it, the leaves that its
             gradients are for.
-        senders: for each stage the ``edges`` that come to it, with the leaves whose gradients go
-            back.
+        senders: for each stage the ``edges`` that come to it, with the leaves they are from.
     """
 
     def __init__(self, call: Any, ties: Sequence[Tie], *, in_order: bool) -> None:
@@ -314,8 +312,7 @@ class Replica:
         return self._copy.partition
 
     def follow(self, tensors: Sequence[Tensor], owner: Lane, lane: Lane) -> None:
-        """Makes it, on ``lane``, what the partition is now, whose parameters and buffers these are
-        on the lane of its ``owner``."""
+        """Makes it what the partition is now, whose parameters and buffers these are."""
         with self._lock:  # several threads may call the pipe
             made, leaves = _Leaves(), {}
             for tensor in tensors:

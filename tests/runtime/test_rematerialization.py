@@ -180,7 +180,8 @@ def test_recomputed_activations_are_freed_as_backward_goes_on():
     count = Do(lambda x: x.register_hook(lambda _: most.append(alive(watch.made))) and None)
     pipe = pipe_of(nn.Sequential(count, watch, nn.Tanh()), [2, 1], chunks=8, checkpoint="always")
     pipe(torch.randn(16, 3, requires_grad=True)).sum().backward()
-    assert 0 < max(most) <= 2  # the cell that goes back, and the next one, recomputed early
+    assert most
+    assert max(most) <= 2  # the cell that goes back, and the next one that is recomputed early
 
 
 @pytest.mark.parametrize("mode", MODES)
