@@ -133,7 +133,6 @@ DETECTORS: dict[str, Detector] = {
             "pipe/test_equivalence.py",
             "training/train_batch/test_equivalence.py",
             "runtime/test_failures.py",
-            "runtime/test_workers_die.py",
             "runtime/test_ctrl_c.py",
             "runtime/test_processes.py",
             "runtime/test_thread_state.py",

@@ -117,10 +117,6 @@ class _Execution:
         for inbox in self.inboxes:
             inbox.put((None, None))
 
-    def deliver(self, to: Sequence[int], numbers: Sequence[int], values: Sequence[Any]) -> None:
-        for w, number, value in zip(to, numbers, values, strict=True):
-            self.inboxes[w].put((number, value))
-
     def work(self, w: int, device: torch.device, state: CallerState) -> None:
         """The steps of worker ``w``, on its thread. Never raises."""
         step: Step | None = None
@@ -137,7 +133,9 @@ class _Execution:
                     received = [take(needs)]
                     # The task gets the only reference to what it receives.
                     made = [self.runs[what](i, received.pop())]
-                    self.deliver(to, sends, made.pop())
+                    for there, number, value in zip(to, sends, made.pop(), strict=True):
+                        self.inboxes[there].put((number, value))
+                        del value  # it is the receiver's now
         except _Cancelled:
             pass
         except BaseException as error:

@@ -270,13 +270,25 @@ class Recomputation:
                     modules.original(buffer, version_of(buffer))
             self._noted.append((module, noted))
 
-    def forward(self, run: Callable[[Any], Any], inputs: Any) -> Any:
-        """Runs the cell for the first time; then sees which buffers that changed."""
+    def forward(
+        self, run: Callable[[Any], Any], inputs: Any, shapes: bool | None, *, guard: bool = False
+    ) -> Any:
+        """Runs the cell for the first time; then sees which buffers that changed.
+
+        What it stored is noted, with shapes or without (None: not at all). If it may write into its
+        inputs, objects in these, which cannot be copied, are guarded.
+        """
+        begins = [] if shapes is None else [tensor.grad_fn for tensor in tensors_in(inputs)]
+        objects = [(each, _attributes(each)) for each in objects_in(inputs)] if guard else []
         token = _CHECKPOINTING.set(True)
         try:
             outputs = run(inputs)
         finally:
             _CHECKPOINTING.reset(token)
+        for thing, then in objects:
+            _check_object(thing, then, self._where)
+        if shapes is not None:
+            self.stored = _stored_by(outputs, begins, shapes=shapes)
         made: dict[int, Tensor] = {}
         changes = self.modules.changes
         for module, noted in self._noted:
@@ -298,9 +310,9 @@ class Recomputation:
             self._copies[module, name] = _copy(module._buffers[name], made)
         return outputs
 
-    def keep(self, inputs: Any) -> None:
-        """Keeps the detached inputs until the cell is computed again."""
-        self.inputs = inputs
+    def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
+        """Keeps the detached inputs until they are given to the cell again."""
+        self.cell, self.inputs = cell, inputs
         self._tracked = list(filterfalse(Tensor.is_inference, tensors_in(inputs)))
         self._versions = list(map(_VERSION, self._tracked))
 
@@ -327,7 +339,7 @@ class Recomputation:
             _RECOMPUTING.reset(token)
         if self.stored is not None:
             shapes = any(len(key) > 1 for key in self.stored)
-            self._compare(self.stored, stored_by(outputs, begins, shapes=shapes))
+            self._compare(self.stored, _stored_by(outputs, begins, shapes=shapes))
         return outputs
 
     def _input_modified(self) -> RuntimeError:
@@ -378,7 +390,7 @@ def _same_tensors(now: list[_Noted], then: list[_Noted] | None) -> bool:
     )
 
 
-def stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
+def _stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
     """The operations in the graph of a cell, which say what was stored.
 
     It ends at its outputs, and begins after the nodes that its inputs had; ``shapes`` are those of
@@ -398,27 +410,17 @@ def stored_by(outputs: Any, begins: list[Any], *, shapes: bool) -> Counter[Any]:
 _OURS = {"_CrossBackward", "CloneBackward0", "_ExactBackward", "AccumulateGrad", "ToCopyBackward0"}
 
 
-#: Objects, and their attributes by name.
-_Objects = list[tuple[Any, dict[str, tuple[Any, ...]]]]
-
-
-def noted_objects(inputs: Any) -> _Objects:
-    """Objects in the inputs of a cell, which cannot be copied, for :func:`check_objects`."""
-    return [(thing, _attributes(thing)) for thing in objects_in(inputs)]
-
-
-def check_objects(noted: _Objects, where: object) -> None:
+def _check_object(thing: Any, then: dict[str, tuple[Any, ...]], where: object) -> None:
     """Raises a ``RuntimeError`` if a forward set an attribute, or modified one's tensor."""
-    for thing, then in noted:
-        now = _attributes(thing)
-        for name in then.keys() | now.keys():
-            if then.get(name, ())[1:] != now.get(name, ())[1:]:
-                raise RuntimeError(
-                    f"{where} changed the attribute {name!r} of the {type(thing).__name__} "
-                    "that it was given, so that it cannot be recomputed: let the layer return "
-                    "a new object, pass tensors in tuples or dicts (or in a class registered "
-                    "with torch.utils._pytree), or use checkpoint='never'"
-                )
+    now = _attributes(thing)
+    for name in then.keys() | now.keys():
+        if then.get(name, ())[1:] != now.get(name, ())[1:]:
+            raise RuntimeError(
+                f"{where} changed the attribute {name!r} of the {type(thing).__name__} that it was "
+                "given, so that it cannot be recomputed: let the layer return a new object, pass "
+                "tensors in tuples or dicts (or in a class registered with torch.utils._pytree), "
+                "or use checkpoint='never'"
+            )
 
 
 def _attributes(thing: Any) -> dict[str, tuple[Any, ...]]:

@@ -46,9 +46,6 @@ from syncpipe.runtime.recomputation import (
     OUTERMOST,
     ModuleState,
     Recomputation,
-    check_objects,
-    noted_objects,
-    stored_by,
 )
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.store import SkipKey, current_store, describe, use_store
@@ -175,36 +172,31 @@ class StageRun:
         marks: Sequence[int],
         target: Any,
     ) -> tuple[Inputs, Recomputation]:
-        where = f"{self.words} {i}"
+        stage, where = self.stage, f"{self.words} {i}"
         cell, drawn = Recomputation(modules, where), Drawn()
         saved = None if self.policy is None else (self.policy.contexts(), deque[list[Tensor]]())
         run = partial(self._run, i, drawn=drawn, saved=saved)
         if self.first and self.writes:
             marks = entering(inputs[0], target)
-        # The first cell of a call is compared with its recomputation.
-        compared = i <= self._compared
-        begins = [tensor.grad_fn for tensor in tensors_in(inputs)] if compared else []
+        shapes = None  # the first cell of a call is compared with its recomputation
+        if i <= self._compared and stage.compares_later:  # a script compiles itself in its second
+            stage.compares_later, self._compared = False, 1  # run, and stores other tensors then
+        elif i <= self._compared:  # in the first call with shapes
+            shapes = stage.is_new(("stored", stage.partition.training))
         if self.writes or any(marks):
             given = Given(inputs, marks, copy=self.writes, again=True)
-            objects = noted_objects(inputs)
-            outputs = cell.forward(run, given.tree)
-            cell.mutates_inputs = given.written(where)
-            check_objects(objects, where)
+            outputs = cell.forward(run, given.tree, shapes, guard=True)
+            if given.written(where):
+                cell.mutates_inputs, cell.stored = True, None
         else:
-            outputs = cell.forward(run, inputs)
+            outputs = cell.forward(run, inputs, shapes)
         if self._new or modules.lazy:  # it may have made its parameters only now
             self._new = False
             after = ModuleState(self.stage.partition, self.stage.changes)
             if modules.lazy or not after.like(modules):
                 cell.modules = self.modules = after
         self._count()
-        cell.cell = partial(run, again=True)
-        cell.keep(detached)
-        if compared and self.stage.compares_later:  # a script compiles itself in its second run,
-            self.stage.compares_later, self._compared = False, 1  # and stores other tensors then
-        elif compared and not cell.mutates_inputs:  # in the first call with shapes
-            mode = ("stored", self.stage.partition.training)
-            cell.stored = stored_by(outputs, begins, shapes=self.stage.is_new(mode))
+        cell.keep(partial(run, again=True), detached)
         return outputs, cell
 
     def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:

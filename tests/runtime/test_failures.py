@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
-import signal
 import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 
 import pytest
 import torch
 from torch import nn
 
+from syncpipe.runtime.worker import FREE_THREADED
 from syncpipe.skip import skippable, stash
+from tests.conftest import our_threads
 from tests.support.running import (
-    MODES,
     Do,
     assert_same,
-    on_gradient,
     pipe_of,
     plain,
     trained,
@@ -77,20 +78,6 @@ def test_the_note_names_the_layer(inlined):
     assert notes_of(caught.value) == f"in layer 2 ('third': Do) of {stage}, micro-batch 0"
 
 
-def test_of_several_failures_that_of_the_earliest_clock_cycle_is_raised():
-    both = threading.Barrier(2)
-
-    def fail(message):
-        both.wait()
-        raise ValueError(message)
-
-    late = Do(lambda x: fail("late") if x[0, 0] == 2 else x)
-    pipe = pipe_of(nn.Sequential(late, Do(lambda x: fail("early"))), chunks=CHUNKS)
-    for _ in range(20):
-        with pytest.raises(ValueError, match="early"):
-            pipe(numbered(CHUNKS))
-
-
 def test_other_workers_stop_at_their_next_action():
     reached = threading.Event()
     seen, failing = [], []
@@ -120,46 +107,6 @@ def is_busy(thread):
         ours += frame.f_globals["__name__"].startswith("syncpipe")
         frame = frame.f_back
     return ours > 1
-
-
-@pytest.mark.parametrize("how", ["from a layer", "while waiting"])
-def test_ctrl_c_while_the_caller_waits(how):
-    main = threading.main_thread().ident
-    seen = []
-
-    def interrupt(x):
-        seen.append(threading.get_ident())
-        if len(seen) == 2:
-            if how == "from a layer":
-                signal.raise_signal(signal.SIGINT)
-            else:
-                signal.pthread_kill(main, signal.SIGINT)
-
-    pipe = pipe_of(nn.Sequential(nn.Linear(2, 2), Do(interrupt), nn.Linear(2, 2)))
-    x = torch.randn(4, 2)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come in any of some calls
-        while True:
-            pipe(x)
-    assert main not in seen
-    assert torch.equal(pipe(x), plain(nn.Sequential(*pipe), x))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ctrl_c_during_backward(mode):
-    once = []
-
-    def interrupt(grad):
-        if not once:
-            once.append(1)
-            signal.raise_signal(signal.SIGINT)
-
-    layer = Do(lambda x: on_gradient(x, interrupt))
-    layers = nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2))
-    pipe = pipe_of(layers, checkpoint=mode)
-    x = torch.randn(4, 2)
-    with pytest.raises(KeyboardInterrupt):
-        weigh(pipe(x)).backward()
-    assert_same(trained(pipe, pipe, x), trained(lambda x: plain(layers, x), layers, x))
 
 
 # Nothing is left behind
@@ -216,3 +163,42 @@ def test_an_exception_keeps_nothing_alive_once_it_is_dropped(phase):
     # PyTorch itself keeps the roots of a backward that failed until the next one.
     weigh(pipe(numbered(CHUNKS).requires_grad_())).backward()
     assert_freed(alive)
+
+
+# Threads that somebody kills: the call fails, and the next one has a new thread
+
+
+class Killed(BaseException):
+    """Nothing that anybody expects."""
+
+
+def kill(thread: threading.Thread) -> None:
+    """Raises an exception in a thread, wherever it is, as debuggers and time limits do."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(Killed)
+    )
+
+
+@pytest.fixture
+def hooks_in_c(monkeypatch):
+    """pytest's own, in Python, may be killed while they look at a thread that is dying."""
+    monkeypatch.setattr(threading, "excepthook", deque(maxlen=0).append)
+    monkeypatch.setattr(sys, "unraisablehook", deque(maxlen=0).append)
+
+
+@pytest.mark.usefixtures("hooks_in_c")
+@pytest.mark.parametrize("w", range(3))
+def test_a_thread_that_was_killed_while_it_had_nothing_to_do(w):
+    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    x = torch.randn(8, 4)
+    expected = pipe(x)
+    before = our_threads()
+    kill(before[w])
+    if FREE_THREADED:  # there idle threads look around, and so it finds out before the next call
+        before[w].join()
+    else:
+        with pytest.raises(RuntimeError, match=rf"cpu:{w}.*died"):
+            pipe(x)
+    assert torch.equal(pipe(x), expected)
+    assert len(our_threads()) == 3
+    assert before[w] not in our_threads()
