@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import lcm
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from syncpipe.layers.batchnorm import MiniBatchStatistics
 from syncpipe.layers.ties import check_replicas
 from syncpipe.options import Selective, StageMode
 from syncpipe.runtime.engine import RUNNING, Run
+from syncpipe.runtime.interrupts import Swap, swapped
 from syncpipe.runtime.offload import Offload
 from syncpipe.runtime.random_numbers import draw_seed, outside_of_turn
 from syncpipe.runtime.recomputation import is_checkpointing, is_recomputing
@@ -31,6 +32,8 @@ from syncpipe.runtime.streams import AcceleratorStreams, Lane, accelerators, sam
 from syncpipe.runtime.thread_state import CallerState, settled
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import Edge, Steps
+from syncpipe.skip.store import SkipKey
+from syncpipe.stages.inplace import handed_on
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import CallReplicas, CallTies, knows_itself, stand_in
@@ -91,6 +94,81 @@ class MiniBatch:
                 statistics = MiniBatchStatistics()
                 for each in chain.from_iterable(self.runs[number].all for number in numbers):
                     each.statistics = statistics
+
+
+def plain(
+    pipeline: Pipeline,
+    micro_batches: Sequence[Any],
+    checkpoint: Sequence[StageMode],
+    *,
+    seed: int | None = None,
+    swaps: Sequence[Swap] = (),
+) -> list[Any]:
+    """``pipe(x)`` as a plain graph: the stages one after another on the calling thread.
+
+    For whoever needs the graph of the layers itself: ``inline(graph=True)``, ``create_graph``,
+    forward-mode AD, transforms of functions, modes that see operations. Values go between devices
+    by ordinary copies, and what is computed again is so by ``torch.utils.checkpoint``.
+
+    Args:
+        pipeline: the pipeline.
+        micro_batches: trees on the first device.
+        checkpoint: for each stage its mode.
+        seed: of the random numbers; None: drawn from the caller's generator.
+        swaps: what to put into modules meanwhile.
+
+    Returns:
+        For each micro-batch its output, on the last device.
+    """
+    call = MiniBatch(pipeline, len(micro_batches), checkpoint=checkpoint, inline=True, seed=seed)
+    runs = call.runs[: pipeline.n]
+    ties = pipeline.shared.find()
+    for run in runs:
+        there = {
+            id(tie.tensor): tie.tensor.to(run.stage.device)
+            for tie in ties
+            if run.stage.j in tie.stages[1:]
+            and not same_memory(tie.tensor.device, run.stage.device)
+        }
+        if there:
+            stand_in(run, there, {})
+
+    def cell(i: int, value: Any, marks: Sequence[int], store: dict[SkipKey, Any], j: int) -> Any:
+        run, stage = runs[j], runs[j].stage
+        there = tuple([store.pop(key) for key in stage.pops])
+        inputs = map_tensors(
+            lambda tensors: [_placed(t, stage.device) for t in tensors],
+            (value, tuple([skip for skip, _ in there])),
+        )
+        marks = [*marks, *[mark for _, own in there for mark in own]]
+        again = i < call.rematerialized[j]
+        with pipeline.workers[pipeline.worker_of[j]].caller_lane().active():
+            outputs = (run.checkpointed if again else run.forward)(i, inputs, marks)
+        lent = handed_on(inputs, marks, outputs, all_lent=again or j == 0)
+        following = iter(lent or [0] * len(tensors_in(outputs)))
+        value, stashed = outputs
+        marks = [next(following) for _ in tensors_in(value)]
+        for key, skip in zip(stage.stashes, stashed, strict=True):
+            store[key] = skip, [next(following) for _ in tensors_in(skip)]
+        return value, marks
+
+    def run_all() -> list[Any]:
+        found = []
+        for i, value in enumerate(micro_batches):
+            store: dict[SkipKey, Any] = {}
+            marks: Sequence[int] = ()
+            for j in range(pipeline.n):
+                value, marks = cell(i, value, marks, store, j)
+            found.append(value)
+        return found
+
+    # Inside another call's layer or loss: the order of locks is stage before random state.
+    return outside_of_turn(partial(swapped, swaps, run_all) if swaps else run_all)
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; gradients find back."""
+    return tensor if same_memory(tensor.device, device) else tensor.to(device)
 
 
 class Call(MiniBatch):

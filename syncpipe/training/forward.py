@@ -29,9 +29,8 @@ from syncpipe.runtime.streams import moved
 from syncpipe.schedules.build import build
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
-from syncpipe.stages.call import Call, needs_graph
+from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.stages.plain import plain
 from syncpipe.training.cell import ANCHOR, CROSSING, FOREIGN, Border, Cell, is_shared
 from syncpipe.training.sources import Source
 from syncpipe.training.train import TrainingTask
