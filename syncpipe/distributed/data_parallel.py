@@ -41,9 +41,9 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import numbers_of
-from syncpipe.training.leaves import Gradients, Leaves
-from syncpipe.training.loss.objective import Objective
-from syncpipe.training.task import Watch
+from syncpipe.training.cell import Gradients, Leaves
+from syncpipe.training.loss import Objective
+from syncpipe.training.train import Watch
 
 __all__ = ["broadcast_buffers", "data_parallel"]
 
@@ -273,7 +273,7 @@ class _Call:
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]
         agreed = owner.syncs and self._sizes == owner.agreed
         known = objective.assumed
-        if not agreed or plan.n != len(owner.groups) or known is None or not known[1]:
+        if not agreed or plan.n != len(owner.groups) or known is None or known[1] is not None:
             return lambda kind, j, run: run  # the caller starts them
         own = float(known[0])
         replicated = [len(numbers) > 1 for numbers in numbers_of(plan.device_of)]
@@ -281,14 +281,6 @@ class _Call:
         for _, j in plan.splits:
             left[j] += 1
         left = [1 if replicated[j] else count for j, count in enumerate(left)]
-
-        def is_complete(j: int) -> bool:
-            """Nothing is added later, and nothing was there, which counts by the weight of all."""
-            aside = {id(leaf) for leaves in extra.values() for leaf in leaves}
-            stage = self._stages[j]
-            return not any(
-                id(leaf) in aside or gradients.before(leaf) is not None for leaf in stage
-            )
 
         def watch(kind: Kind, j: int, run: Run) -> Run:
             last = ("reduce",) if j < plan.n and replicated[j] else _BACKWARD
@@ -298,7 +290,8 @@ class _Call:
             def counting(i: int, given: list[Any]) -> Sequence[Any]:
                 made = run(i, given)
                 left[j] -= 1
-                if not left[j] and is_complete(j):
+                # What was there before counts by the weight of all, which nobody knows yet.
+                if not left[j] and all(gradients.before(x) is None for x in self._stages[j]):
                     self._start(j, own)
                 return made
 
@@ -391,9 +384,9 @@ def _write(leaves: Sequence[Tensor], flat: Tensor, used: set[int]) -> None:
 
 def _weights(objective: Objective) -> tuple[float, float]:
     """What gradients were divided by, and what the mini-batch weighs."""
-    assumed, total = objective.assumed, objective.total
-    assert assumed is not None
-    return float(assumed[0]), float(assumed[0] if total is None else total)
+    assert objective.assumed is not None
+    assumed, total = objective.assumed
+    return float(assumed), float(assumed if total is None else total)
 
 
 def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:

@@ -21,9 +21,8 @@ from torch.distributed import pipelining
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
 from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
-from syncpipe.training.loss.known import Loss
+from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
-from syncpipe.training.train import objective_of
 
 if TYPE_CHECKING:
     from syncpipe.distributed.stage import Stages
@@ -184,8 +183,8 @@ class _MiniBatch(Source):
     def __init__(
         self, run: Run, args: Any, kwargs: Any, target: Any, backward: bool, keep: bool
     ) -> None:
-        super().__init__(run.chunks)
         owner, m = run.owner, run.chunks
+        super().__init__([None] * m, [None] * m, [owner.size] * m)
         first, last = owner.first, owner.last
         self._keep, self._calls = keep, 0
         self.outputs: list[Any] = []
@@ -218,9 +217,8 @@ class _MiniBatch(Source):
             return
         if target is not None:
             self._targets = scatter_pair(target, None, m)[0]
-        self._sizes, self.total = [owner.size] * m, owner.size * m
         loss = run.loss if backward or target is not None else None
-        self._objective = None if loss is None else objective_of(loss, self)
+        self._objective = None if loss is None else Objective(loss, self)
         self._scale = 1
         if self._objective is not None and run.group is not None:
             ranks = dist.get_world_size(run.group)
@@ -246,7 +244,7 @@ class _MiniBatch(Source):
                 "loss_fn returned a tuple: between processes it returns the loss alone. Weights "
                 "are given by weight=... of schedule(), which can be counted before anything runs"
             )
-        root = self._objective.root(i, result, self.size(i), output, target) * self._scale
+        root = self._objective.root(i, result, output, target) * self._scale
         self.shares.append(root)
         return torch.stack([root.to(torch.float32)])
 

@@ -38,11 +38,10 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import SkipLayout, inspect_layout
-from syncpipe.skip.namespace import SkipKey
-from syncpipe.skip.store import use_store
+from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.stages.stage import Partition
 from syncpipe.state import unchanged
-from syncpipe.training.loss.known import known_loss
+from syncpipe.training.loss import known_loss
 
 __all__ = ["Stages", "stage"]
 

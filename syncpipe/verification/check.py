@@ -29,12 +29,8 @@ from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
-from syncpipe.training.leaves import leaves_of
-from syncpipe.training.loss.check import LossCheck
-from syncpipe.training.loss.known import Loss, known_loss
-from syncpipe.training.loss.objective import Objective
-from syncpipe.training.sources import FromMiniBatch, Source, input_and_target
-from syncpipe.training.train import objective_of
+from syncpipe.training.loss import Loss, LossCheck, Objective, known_loss
+from syncpipe.training.sources import Source, input_and_target, mini_batch
 from syncpipe.verification.plain import Observation, PlainRun, by_name, layers_of, observe, placed
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 

@@ -216,7 +216,7 @@ def test_train_batch_in_three_processes(three, case):
 
 
 def loss_with_parameters() -> None:
-    """A loss has parameters of its own, and one of another stage."""
+    """A loss has parameters of its own, and one of the last stage."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     pipe, plain = pipe_of()
     ours, theirs = Weighted(pipe[-1]), Weighted(plain[-1])
