@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from syncpipe.layers.conversion.sequential import call_input
 from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
-
-if TYPE_CHECKING:
-    from syncpipe.distributed.stage import Stages
 
 __all__ = ["Run", "schedule_of"]
 
@@ -49,7 +46,7 @@ _NEEDS = {
 class Run(NamedTuple):
     """What the steps of a schedule have in common; gradients are averaged over ``group``."""
 
-    owner: Stages
+    owner: Any  # the `Stages` of this rank
     name: str
     chunks: int
     loss: Loss | None
