@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from syncpipe.state import same_bits
 
 __all__ = ["load", "reader", "save"]
 
@@ -44,25 +46,23 @@ def reader(
 ) -> Callable[[nn.Module], None]:
     """Make an ``init_fn`` for a ``Pipe`` that fills the modules of its layers from a checkpoint.
 
-    A module gets its tensors by its own ``_load_from_state_dict``, as of any checkpoint. So one
-    that has its weights in another form, such as quantized ones, makes that of them there.
+    A module gets its tensors by its own ``_load_from_state_dict``, so that quantized ones, say,
+    make theirs of them.
 
     Args:
-        layers: what the pipe will be made of, on ``meta``: the layers of
-            :func:`syncpipe.sequential`, or an ``nn.Sequential``. (Not a ``LayerSpec``, which knows
-            no names yet: :func:`load` the pipe.)
+        layers: what the pipe will be made of, on ``meta``. (Not a ``LayerSpec``, which knows no
+            names yet: :func:`load` the pipe.)
         path: the folder, or a file of safetensors.
         init_fn: called before with each module that the checkpoint does not fill by itself, for
-            adapters or for buffers that are not saved. For a model of ``transformers`` that is
-            ``model._init_weights``.
+            adapters or for buffers that are not saved; ``model._init_weights`` of ``transformers``.
         names: takes a name of the model to that in the checkpoint, where they differ.
         strict: whether the checkpoint has to have all that is in the model, but for what
             ``init_fn`` sets, and nothing else.
 
     Raises:
-        ImportError: safetensors is not installed.
         FileNotFoundError: there is no checkpoint, or a shard of it is missing.
-        ValueError: ``strict``, and names are missing, or too many.
+        ValueError: a file is broken; ``strict``, and names are missing, or too many. And when it
+            fills: names of one tensor have different values, or a tensor has NaN in it.
     """
     return _Reader(layers, Path(path), init_fn, names or str, strict)
 
@@ -76,17 +76,10 @@ def load(
 ) -> None:
     """Load a checkpoint into a pipe, or any module, that has values, one tensor at a time.
 
-    Args:
-        module: the pipe.
-        path: as for :func:`reader`.
-        names: as for :func:`reader`.
-        strict: as for :func:`reader`.
-
-    Raises:
-        ImportError, FileNotFoundError, ValueError: as :func:`reader`.
-        RuntimeError: a tensor has another shape.
+    Arguments and errors are those of :func:`reader`.
     """
-    fill = reader(module, path, names=names, strict=strict)
+    fill = _Reader(module, Path(path), None, names or str, strict)
+    fill.takes_nan = True
     for part in module.modules():
         fill(part)
 
@@ -94,19 +87,19 @@ def load(
 def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float = 5e9) -> None:
     """Write the tensors of a pipe, or of any module, as ``save_pretrained`` does; tied ones once.
 
-    The host holds a shard at a time.
-
     Args:
         module: the pipe.
         path: the folder, which is made if need be. What else is in it stays there.
-        shard_size: bytes of each file, at most, if no tensor is larger.
+        shard_size: bytes of each file, at most, if no tensor is larger; the host holds as many.
 
     Raises:
-        ImportError: safetensors is not installed.
-        TypeError: what the module saves is not all tensors.
-        ValueError: a tensor is on ``meta``.
+        TypeError, ValueError: something to save is no tensor, or one on ``meta``; ``shard_size`` is
+            no number of bytes.
     """
-    write = _safetensors().torch.save_file
+    from safetensors.torch import save_file
+
+    if not (isinstance(shard_size, int | float) and shard_size > 0):
+        raise ValueError(f"shard_size={shard_size!r}: give the bytes of a file, such as 5e9")
     shards: list[dict[str, Tensor]] = [{}]
     seen: set[Any] = set()
     held = total = 0
@@ -131,7 +124,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
         file = _ONE if one else f"model-{k:05}-of-{len(shards):05}.safetensors"
         here = {n: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
                 for n, t in shard.items()}  # fmt: skip
-        write(here, folder / file, metadata={"format": "pt"})
+        save_file(here, folder / file, metadata={"format": "pt"})
         files.update(dict.fromkeys(shard, file))
     if not one:
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -139,34 +132,39 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, shard_size: float =
     (folder / (_INDEX if one else _ONE)).unlink(missing_ok=True)  # of a checkpoint before
 
 
-def _safetensors() -> Any:
+def _opened(file: Path, device: torch.device | str = "cpu") -> Any:
+    from safetensors import safe_open
+
     try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install safetensors") from error
-    return safetensors
+        with suppress(Exception):  # safetensors may not know the device
+            return safe_open(file, "pt", device=str(device))
+        return safe_open(file, "pt")
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{file} is broken, or no file of safetensors: {error}") from error
 
 
 def _files(path: Path) -> dict[str, Path]:
     """For each tensor of a checkpoint its file."""
-    if path.is_dir() and not (path / _ONE).exists():
-        if not (path / _INDEX).exists():
-            raise FileNotFoundError(f"{path} has neither {_ONE} nor {_INDEX}")
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-        found = {name: path / file for name, file in index["weight_map"].items()}
-        for file in set(found.values()):
-            if not file.exists():
-                raise FileNotFoundError(f"{file} is missing, a shard of {path / _INDEX}")
-        return found
-    file = path / _ONE if path.is_dir() else path
-    if not file.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    with _safetensors().safe_open(file, "pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
+    index = path / _INDEX
+    if not index.exists() or (path / _ONE).exists():
+        file = path / _ONE if path.is_dir() else path
+        return dict.fromkeys(_opened(file).keys(), file)
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: path / file for name, file in found.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{index} is broken ({type(error).__name__}: {error})") from error
+    for file in set(files.values()):
+        _opened(file)
+    return files
 
 
 class _Reader:
     """Fills modules; see :func:`reader`."""
+
+    takes_nan = False
 
     def __init__(
         self,
@@ -177,107 +175,88 @@ class _Reader:
         strict: bool,
     ) -> None:
         self._files, self._path, self._init_fn = _files(path), path, init_fn
-        self._opened: tuple[Any, Any] = (None, None)
-        #: What is not in the checkpoint, as it was before init_fn was called.
-        self._whole = set(map(id, layers.children()))
-        self._before: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
-        #: For each module, by id, how its tensors are called there, and in the checkpoint.
-        self._sources: dict[int, dict[str, str]] = {}
+        self._file: tuple[Any, Any] = (None, None)  # what is open
         self._modules = list(layers.named_modules())  # kept, or ids would be those of others
+        #: For each module, by id, how its tensors are called there, and in the checkpoint.
+        self._sources: dict[int, dict[str, list[str]]] = {}
+        self._to_be_set: set[tuple[int, str]] = set()  # by init_fn
         places: dict[int, list[str]] = {}
         for prefix, module in layers.named_modules(remove_duplicate=False):
-            for name, tensor in _own(module):
+            for name, tensor in _own(module).items():
                 places.setdefault(id(tensor), []).append(names(f"{prefix}.{name}".lstrip(".")))
-        missing = []
-        self._strict, self._missing = strict, dict[tuple[int, str], str]()
+        missing, known = [], {*chain.from_iterable(places.values())}
         for prefix, module in self._modules:
+            itself = _loads_by_itself(module)
             own = self._sources[id(module)] = {}
-            for name, tensor in _own(module):
-                source = next((x for x in places[id(tensor)] if x in self._files), None)
-                if source is not None:
-                    own[name] = source
+            for name, tensor in _own(module).items():
+                if found := [source for source in places[id(tensor)] if source in self._files]:
+                    own[name] = found
                 elif name not in module._non_persistent_buffers_set:
-                    missing.append(names(f"{prefix}.{name}".lstrip(".")))
-                    if not _loads_by_itself(module):
-                        self._missing[id(module), name] = missing[-1]
-            if _loads_by_itself(module):
-                mark = names(f"{prefix}.x".lstrip("."))[:-1]
-                children = tuple(f"{mark}{name}." for name, _ in module.named_children())
-                for source in self._files:
-                    if source.startswith(mark) and not source.startswith(children or "\0"):
-                        own.setdefault(source.removeprefix(mark), source)
-        used = {*chain.from_iterable(own.values() for own in self._sources.values())}
-        known = used | {*chain.from_iterable(places.values())}
-        unknown = [name for name in self._files if name not in known]
+                    missing.append(places[id(tensor)][0])
+                    if strict and not itself:
+                        self._to_be_set.add((id(module), name))
+            mark = names(f"{prefix}.x".lstrip("."))[:-1]
+            children = tuple(f"{mark}{name}." for name, _ in module.named_children())
+            for source in self._files if itself else ():
+                if source.startswith(mark) and not source.startswith(children or "\0"):
+                    own.setdefault(source.removeprefix(mark), [source])
+                    known.add(source)
         if init_fn is not None or any(map(_loads_by_itself, layers.modules())):
             missing = []
+        unknown = [name for name in self._files if name not in known]
         if strict and (missing or unknown):
             words = [f"it has no {_some(missing)}"] * bool(missing)
             words += [f"the model has no {_some(unknown)}"] * bool(unknown)
             raise ValueError(
-                f"{path} is not a checkpoint of these layers: {', and '.join(words)}. names= says "
-                "how names of the model are called there, init_fn= sets what it has not, and "
-                "strict=False loads what there is"
+                f"{path} is not a checkpoint of these layers: {', and '.join(words)}. names= takes "
+                "names of the model to its own, init_fn= sets others, strict=False loads what fits"
             )
 
     def __call__(self, module: nn.Module) -> None:
-        own = [name for name, _ in _own(module)]
+        own, sources = _own(module), self._sources.get(id(module), {})
         if own and id(module) not in self._sources:
             raise ValueError(
-                f"{self._path} cannot be read for a {type(module).__name__} that is none of the "
-                "modules that reader() was given: give it those of the pipe, after adapters were "
-                "added, and make another one instead of a copy"
+                f"{self._path}: a {type(module).__name__} is none of the modules that reader() was "
+                "given: give it those of the pipe, after adapters were added, and no copy"
             )
-        sources = self._sources.get(id(module), {})
-        if self._init_fn is not None and not (own and all(name in sources for name in own)):
-            self._init(module, self._init_fn)
-        if not sources:
-            return
-        place = next((tensor.device for _, tensor in _own(module)), torch.device("cpu"))
-        state = {name: self._read(source, place) for name, source in sources.items()}
+        if self._init_fn is not None and not (own and own.keys() <= sources.keys()):
+            for name, tensor in own.items():
+                if (id(module), name) in self._to_be_set and tensor.is_floating_point():
+                    tensor.fill_(torch.nan)  # which the pipe refuses if init_fn leaves it
+            self._init_fn(module)
+        place = next((tensor.device for tensor in _own(module).values()), torch.device("cpu"))
+        state = {name: self._read(found, place) for name, found in sources.items()}
         errors: list[str] = []
-        module._load_from_state_dict(state, "", {}, False, [], [], errors)
+        if state:
+            module._load_from_state_dict(state, "", {}, False, [], [], errors)
         if errors:
-            raise RuntimeError(
-                f"{self._path}, {_some(list(sources.values()))}: {'; '.join(errors)}"
+            read = _some([*chain.from_iterable(sources.values())])
+            raise RuntimeError(f"{self._path}, {read}: {'; '.join(errors)}")
+
+    def _read(self, names: list[str], place: torch.device) -> Tensor:
+        """A tensor that has all these names, straight to its device."""
+        found: list[Tensor] = []
+        for name in names:
+            if self._file[0] != (self._files[name], place):
+                self._file = (self._files[name], place), _opened(self._files[name], place)
+            found.append(self._file[1].get_tensor(name))
+            if not same_bits(found[0], found[-1]):
+                raise ValueError(
+                    f"{self._path}: {names[0]} and {name} have different values there, but are one "
+                    "tensor of the model: untie them, or take one out of the checkpoint"
+                )
+        wide = found[0].is_floating_point() and found[0].itemsize > 1
+        if wide and not self.takes_nan and found[0].isnan().any():
+            raise ValueError(
+                f"{self._files[names[0]]}: {names[0]} has NaN in it, which also marks what is not "
+                "set: load() the checkpoint into a pipe that has values"
             )
-
-    def _init(self, module: nn.Module, init_fn: Callable[[nn.Module], Any]) -> None:
-        """Lets ``init_fn`` set what the checkpoint does not have, here or in a module below."""
-        for part in module.modules():
-            for name, tensor in _own(part):
-                if self._strict and (id(part), name) in self._missing:
-                    old = tensor, tensor._version, tensor.detach().clone()
-                    self._before.setdefault((id(part), name), old)
-        init_fn(module)
-        if id(module) not in self._whole:
-            return  # init_fn is called for children first, and may set them with their parent
-        for part in module.modules():
-            for name, tensor in _own(part):
-                before, version, values = self._before.pop((id(part), name), (None, 0, tensor))
-                if before is tensor and tensor._version == version and torch.equal(tensor, values):
-                    raise ValueError(
-                        f"{self._path} has no {self._missing[id(part), name]}, and init_fn does "
-                        "not set it: names= says how it is called there, and strict=False leaves "
-                        "it as the reset_parameters() of its module does"
-                    )
-
-    def _read(self, name: str, place: torch.device) -> Tensor:
-        """A tensor, straight to its device where safetensors knows that."""
-        file = self._files[name]
-        if self._opened[0] != (file, place):
-            opened = None
-            with suppress(Exception):
-                opened = _safetensors().safe_open(file, "pt", device=str(place))
-            self._opened = (file, place), opened or _safetensors().safe_open(file, "pt")
-        tensor: Tensor = self._opened[1].get_tensor(name)
-        return tensor
+        return found[0]
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    tensors = chain(module._parameters.items(), module._buffers.items())
+    return {name: tensor for name, tensor in tensors if tensor is not None}
 
 
 def _loads_by_itself(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ _CANCELLED = 1e-2
 
 
 class Comparison(NamedTuple):
-    """The result of a comparison; the default says that there was nothing to compare.
+    """The result of a comparison.
 
     Attributes:
         status: ``"equal"`` to the bit, equal to ``"rounding"``, ``"different"``; ``"none"`` if
@@ -47,7 +47,6 @@ class Comparison(NamedTuple):
         return self.status != "different"
 
     def __str__(self) -> str:
-        """In a few characters."""
         if self.status == "rounding":
             return f"to {self.distance:.0e}"
         if self.status == "different":
@@ -60,12 +59,8 @@ def compare(
 ) -> Comparison:
     """Compares values by name: tensors of any device, and other values by ``==``.
 
-    Args:
-        actual: what was computed.
-        expected: what it should be. A name that only one of the two has counts as None in the
-            other.
-        rounding: a relative difference that counts as rounding, where that of the dtype is
-            smaller.
+    A name that only one of the two has counts as None in the other. A relative difference up to
+    ``rounding`` counts as rounding, where that of the dtype is smaller.
     """
     if not expected and not actual:
         return Comparison()
@@ -81,16 +76,15 @@ def compare(
         return Comparison("equal")
     different = tuple([name for name, (far, limit, _) in found.items() if not far <= limit])
     at = max(different or found, key=lambda name: found[name][0])
-    status: Status = "different" if different else "rounding"
-    return Comparison(status, found[at][0], at, different, found[at][2])
+    distance, _, words = found[at]
+    return Comparison("different" if different else "rounding", distance, at, different, words)
 
 
 def _difference(a: Any, b: Any, largest: float, rounding: float) -> tuple[float, float, str]:
     """The relative difference, what would be rounding, and words where there is no number."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if not both or a.dtype != b.dtype or a.shape != b.shape:
         return math.inf, 0.0, f"{_words(a)} instead of {_words(b)}"
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return math.inf, 0.0, f"{described(a)} instead of {described(b)}"
     if not (a.is_floating_point() or a.is_complex()):
         return math.inf, 0.0, f"{int((a != b).sum())} of {a.numel()} values"
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -118,5 +112,4 @@ def _largest(value: Any) -> float:
 def _words(value: Any) -> str:
     if isinstance(value, Tensor):
         return described(value)
-    text = "no value" if value is None else repr(value)
-    return text if len(text) < 40 else f"{text[:37]}..."
+    return "no value" if value is None else f"{value!r:.40}"

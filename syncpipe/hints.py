@@ -15,38 +15,37 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from syncpipe.runtime.errors import annotate
+
 __all__ = ["explained", "outside", "refuse_backward", "target_hint", "unknown_attribute"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_STAGES = (
-    "the number of stages is that of balance=[...], or of devices=[...] with balance='parameters'"
-)
 _LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
-_CHUNKS = "the number of micro-batches is chunks="
-_CHECKPOINT = (
-    "checkpoint='always', 'except_last' or 'never' says which micro-batches are recomputed, "
-    "checkpoint=lambda layer: ... or a list which layers"
-)
-_SEED = "what a layer draws depends on its index anyway; seed= is for the weights of specs"
 _OPTIMIZER = "the optimizer is yours: call optimizer.step() after train_batch"
 #: Arguments of other libraries, for which there is a sentence.
 _ARGUMENTS = {
-    **dict.fromkeys(("num_stages", "n_stages", "stages", "topology"), _STAGES),
-    **dict.fromkeys(("micro_batches", "microbatches", "n_microbatches"), _CHUNKS),
-    **dict.fromkeys(("num_microbatches", "num_chunks", "gradient_accumulation_steps"), _CHUNKS),
+    **dict.fromkeys(
+        ("num_stages", "n_stages", "stages", "topology"),
+        "there are as many stages as in balance=[...], or in devices= with balance='parameters'",
+    ),
+    **dict.fromkeys(
+        ("micro_batches", "microbatches", "n_microbatches", "num_microbatches", "num_chunks",
+         "gradient_accumulation_steps"),
+        "the number of micro-batches is chunks=",
+    ),
+    **dict.fromkeys(
+        ("activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers"),
+        "checkpoint='always', 'except_last' or 'never' says which micro-batches are recomputed, "
+        "checkpoint=lambda layer: ... or a list which layers",
+    ),
+    "seed_layers": "draws depend on the index of the layer; seed= is for the weights of specs",
     "partition_method": "balance='parameters', 'uniform', 'type:regex' or 'time'",
     "loss_fn": "the loss function is given to pipe.train_batch(input, target, loss_fn=...)",
-    "activation_checkpoint_interval": _CHECKPOINT,
-    "activation_checkpoint_func": _CHECKPOINT,
-    "checkpointable_layers": _CHECKPOINT,
-    "seed_layers": _SEED,
-    "base_seed": _SEED,
-    "dynamic_shape": "it is not needed: shapes may change from call to call",
     "layers": "the layers are the first argument, Pipe(layers, ...)",
     "optimizer": _OPTIMIZER,
-}
+}  # fmt: skip
 #: Other words for an argument, where the function has it.
 _WORDS = {
     **dict.fromkeys(("criterion", "loss", "loss_function", "objective"), "loss_fn"),
@@ -56,30 +55,25 @@ _WORDS = {
     **dict.fromkeys(("device", "device_ids"), "devices"),
     **dict.fromkeys(("scaler", "gradscaler"), "grad_scaler"),
     **dict.fromkeys(("recompute", "rematerialize", "remat"), "checkpoint"),
-    "model": "module",
-    "accumulation_steps": "accumulate",
-    "reduction": "loss_reduction",
+    **{"model": "module", "accumulation_steps": "accumulate", "reduction": "loss_reduction"},
 }
+_OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
 _ATTRIBUTES = {
     "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
     "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
-    "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
-    "train_micro_batch_size_per_gpu": "the batch size divided by pipe.chunks",
-    "train_batch_size": "it is that of the input of pipe.train_batch",
-    "micro_batches": "pipe.chunks is the number of micro-batches",
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "micro_batches", "train_micro_batch_size_per_gpu"),
+        "pipe.chunks is the number of micro-batches",
+    ),
     "backward": "pipe.train_batch runs backward by itself; after pipe(input) it is loss.backward()",
     "step": _OPTIMIZER,
     "num_stages": "len(pipe.balance)",
-    "set_dataiterator": "pipe.train_batch(data_iter=...)",
     **dict.fromkeys(("append", "extend", "insert", "pop"), _LAYERS),
-    "is_gradient_accumulation_boundary": "each pipe.train_batch takes a whole mini-batch",
     "device": "pipe.devices has one for each stage; inputs belong on pipe.devices[0]",
     "stages": "pipe.partitions has the layers of each stage, pipe.devices their devices",
     "layers": "a pipe is a list of its layers: [*pipe], pipe[k], len(pipe)",
     "evaluate": "pipe.eval_batch(input, target, loss_fn=...), or without loss_fn for the outputs",
     "verify": "syncpipe.verify(pipe, input, target, loss_fn=...)",
-    "fit": "pipe.train_batch(input, target, loss_fn=...) in a loop of yours",
-    "plan": "syncpipe.plan(model, input, devices=..., batch_size=...) comes before the pipe",
 }
 
 
@@ -122,10 +116,6 @@ def _unknown(function: str, name: str, names: set[str]) -> TypeError:
     return TypeError(f"{text}: {answer}" if answer else text)
 
 
-#: What is set on a pipe, and not given to a call.
-_OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
-
-
 def _closest(name: str, names: Iterable[str], answer: str) -> str:
     found = get_close_matches(name.lower(), names, 1, 0.75)
     return answer.format(found[0]) if found else ""
@@ -133,8 +123,7 @@ def _closest(name: str, names: Iterable[str], answer: str) -> str:
 
 def unknown_attribute(name: str, names: Iterable[str], error: AttributeError) -> AttributeError:
     """The error for an attribute that a pipe does not have."""
-    answer = _ATTRIBUTES.get(name)
-    if answer is None and not name.startswith("_"):
+    if (answer := _ATTRIBUTES.get(name)) is None and not name.startswith("_"):
         answer = _closest(name, names, "did you mean pipe.{}?")
     return AttributeError(f"{error}: {answer}", name=name) if answer else error
 
@@ -170,25 +159,19 @@ def target_hint(input: Any, target: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        hint = _missing_target(input) if target is None else ""
-        if hint and hasattr(error, "__notes__") and hint not in error.__notes__:
-            error.add_note(hint)
+        hint = ""
+        if isinstance(input, Mapping):
+            hint = (
+                f"one of {', '.join(map(repr, input))}, name it: train_batch(batch, target='labels'"
+            )
+        elif isinstance(input, tuple | list) and len(input) > 1:
+            hint = "its last part: train_batch("
+            hint += "*pair" if len(input) == 2 else "batch[:-1], batch[-1]"
+        if hint and target is None and hasattr(error, "__notes__"):
+            kind = f"{type(input).__name__} of {len(input)}"
+            note = f"the input is a {kind}, and there is no target. If that is {hint}, loss_fn=...)"
+            annotate(error, note)
         raise
-
-
-def _missing_target(input: Any) -> str:
-    if isinstance(input, Mapping):
-        return (
-            f"the input is a dict with {', '.join(map(repr, input))}, and there is no target. If "
-            "one of these is the target, name it: train_batch(batch, target='labels', loss_fn=...)"
-        )
-    if isinstance(input, tuple | list) and len(input) > 1:
-        apart = "*pair" if len(input) == 2 else "batch[:-1], batch[-1]"
-        return (
-            f"the input is a {type(input).__name__} of {len(input)}, and there is no target. If "
-            f"its last part is the target: train_batch({apart}, loss_fn=...)"
-        )
-    return ""
 
 
 def outside() -> int:

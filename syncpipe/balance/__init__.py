@@ -5,10 +5,10 @@ from syncpipe.balance.balances import (
     balance_by_size,
     balance_by_time,
     balance_by_type,
+    balance_cost,
     balance_uniform,
     param_scale_of,
 )
-from syncpipe.balance.cut import balance_cost
 from syncpipe.balance.estimate import DEVICES, DeviceSpec
 from syncpipe.balance.measure import EFFICIENCY, estimated, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile

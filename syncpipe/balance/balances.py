@@ -1,14 +1,23 @@
 """Balances: by what layers cost, measured on a sample, or by their parameters, number or type.
 
-The latter three are the methods of DeepSpeed's ``PipelineModule`` (``parameters``, ``uniform``,
-``type:regex``), with exact cuts.
+The latter three are the methods of DeepSpeed's ``PipelineModule``, with exact cuts. Bisection finds
+the smallest bound that no stage has to exceed. Among the cuts within it a dynamic program over
+(stage, border) finds the most even one, in a window for each border::
+
+    stages, each filled up to the bound      the border after stage k is somewhere
+      from the left     |----|----|---|-|    between the two
+      from the right    |-|---|----|----|
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any
 
@@ -16,9 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from syncpipe.balance.cut import balance_cost
 from syncpipe.balance.measure import profile, samples_in
-from syncpipe.balance.profile import LayerProfile
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential, type_name
 
@@ -27,6 +34,7 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "balance_by_type",
+    "balance_cost",
     "balance_named",
     "balance_uniform",
     "param_scale_of",
@@ -36,6 +44,8 @@ __all__ = [
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _GRADIENT_AND_ITSELF = 2.0
+#: With more places for borders, stages are filled up to the bound and no more evened out.
+_MOST_PLACES = 300_000
 
 
 def balance_by_time(
@@ -47,7 +57,7 @@ def balance_by_time(
     device: torch.device | str | int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Balance the time that forward and backward of the layers take.
+    """Return the balance whose slowest stage takes as little time as can be, forward and backward.
 
     Example::
 
@@ -55,38 +65,24 @@ def balance_by_time(
         pipe = Pipe(model, balance, chunks=8)
 
     Args:
-        partitions: how many to make.
-        module: the model, as for ``Pipe``; it stays as it is.
-        sample: a batch, best of the size of a micro-batch: a tensor or a pytree.
-        timeout: seconds to measure for; slow layers take longer.
-        device: where to measure; default: where the layers are.
-        progress: see :func:`syncpipe.balance.profile`.
-
-    Returns:
-        The number of layers in each partition; the slowest one takes as little time as possible.
+        partitions: number of stages.
+        sample: a batch, best of the size of a micro-batch.
+        module, timeout, device, progress: see :func:`syncpipe.balance.profile`.
 
     Raises:
-        TypeError, ValueError: as :func:`syncpipe.balance.profile` and
-            :func:`syncpipe.balance.balance_cost`; or the model is on ``meta`` and takes no time.
+        TypeError, ValueError: as :func:`syncpipe.balance.profile` and :func:`balance_cost`; or the
+            model is on ``meta`` and takes no time.
     """
-    module = _checked(partitions, module)
+    module, size = _checked(partitions, module), samples_in(sample)
     found = profile(
-        module,
-        sample,
-        sizes=[samples_in(sample)],
-        timeout=timeout,
-        device=device,
-        progress=progress,
-    )
+        module, sample, sizes=[size], timeout=timeout, device=device, progress=progress
+    )  # fmt: skip
     if found.device == "meta":
         raise ValueError(
-            f"balance_by_time() measures time, but the model or the sample is on {found.device}, "
-            "where nothing is computed: use balance_by_size(), or a device that computes"
+            "balance_by_time() measures time, but the model or the sample is on meta, where "
+            "nothing is computed: use balance_by_size(), or a device that computes"
         )
-    (size,) = found.sizes
-    return balance_cost(
-        [layer.forward[size] + layer.backward[size] for layer in found.layers], partitions
-    )
+    return balance_cost([x.forward[size] + x.backward[size] for x in found.layers], partitions)
 
 
 def balance_by_size(
@@ -100,75 +96,53 @@ def balance_by_size(
     optimizer: MakeOptimizer | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Balance the memory of the layers: their parameters, buffers and what they store.
+    """Return the balance whose largest stage takes as little memory as can be.
 
-    Example::
-
-        balance = balance_by_size(4, model, batch, chunks=8, optimizer=torch.optim.Adam)
-
-    What a layer stores for backward is counted for one micro-batch. On ``meta`` (``device="meta"``,
-    or a model made there) no memory is taken, so the model may be too large for this machine.
+    That is parameters, buffers and what layers store for one micro-batch. A model on ``meta``, or
+    with ``device="meta"``, may be too large for this machine.
 
     Args:
-        partitions: how many to make.
-        module: the model, as for ``Pipe``; it stays as it is.
-        input: a mini-batch of the size to train with: a tensor or a pytree.
+        partitions: number of stages.
+        input: a mini-batch of the size to train with.
         chunks: into how many micro-batches it will be cut.
         param_scale: bytes for each byte of a parameter that is trained. 2 stands for itself and
             its gradient; SGD with momentum needs 3, Adam 4.
-        device: where to measure; default: where the layers are.
-        optimizer: measure ``param_scale``: an optimizer class, or ``functools.partial`` of one.
-        progress: see :func:`syncpipe.balance.profile`.
-
-    Returns:
-        The number of layers in each partition; the largest one is as small as possible.
+        optimizer: measure ``param_scale``: as for :func:`param_scale_of`.
+        module, device, progress: see :func:`syncpipe.balance.profile`.
 
     Raises:
-        TypeError, ValueError: as :func:`syncpipe.balance.profile`,
-            :func:`syncpipe.balance.balance_cost` and :func:`param_scale_of`; or both
-            ``param_scale`` and ``optimizer`` are given.
+        TypeError, ValueError: as :func:`syncpipe.balance.profile`, :func:`balance_cost` and
+            :func:`param_scale_of`; or both ``param_scale`` and ``optimizer`` are given.
     """
     module = _checked(partitions, module)
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch")
     if not (isinstance(param_scale, Real) and 0 <= param_scale < math.inf):
         raise ValueError(f"param_scale={param_scale!r}: it must be a number, 0 or more")
-    if optimizer is not None:
-        if param_scale != _GRADIENT_AND_ITSELF:
-            raise ValueError(
-                f"param_scale={param_scale} and optimizer are both given, and the optimizer says "
-                "what the scale is: leave one of them out"
-            )
-        param_scale = param_scale_of(optimizer)
+    if optimizer is not None and param_scale != _GRADIENT_AND_ITSELF:
+        raise ValueError(
+            f"param_scale={param_scale} and optimizer are both given, and the optimizer says "
+            "what the scale is: leave one of them out"
+        )
+    scale = param_scale if optimizer is None else param_scale_of(optimizer)
     size = -(-samples_in(input) // chunks)
     found = profile(module, input, sizes=[size], device=device, time=False, progress=progress)
-
-    def cost(layer: LayerProfile) -> float:
-        # What the layers before it keep already takes no memory again.
-        return layer.memory(param_scale) + layer.stored_bytes[size] - layer.shared_bytes[size]
-
-    return balance_cost([cost(layer) for layer in found.layers], partitions)
+    # What the layers before one keep already takes no memory again.
+    cost = [x.memory(scale) + x.stored_bytes[size] - x.shared_bytes[size] for x in found.layers]
+    return balance_cost(cost, partitions)
 
 
 def param_scale_of(optimizer: MakeOptimizer) -> float:
     """Return bytes of training for a byte of a parameter: itself, gradient, optimizer's state.
 
-    Measured on a small parameter. SGD: 2, with momentum 3, Adam: 4.
-
-    Args:
-        optimizer: an optimizer class, or anything that makes an optimizer of a list of parameters,
-            such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
+    ``optimizer`` is a class, or ``functools.partial(torch.optim.SGD, momentum=0.9)``; it is tried
+    on a small parameter. SGD: 2, with momentum 3, Adam: 4.
 
     Raises:
         TypeError: it does not make an optimizer, or one that cannot take a step by itself.
     """
     parameter = nn.Parameter(torch.zeros(256, 256, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r} must be a class such as torch.optim.Adam, or "
-            "functools.partial(torch.optim.SGD, momentum=0.9): it is tried on a small parameter"
-        )
     try:
         made = optimizer([parameter])
         made.step()
@@ -176,12 +150,11 @@ def param_scale_of(optimizer: MakeOptimizer) -> float:
     except Exception as error:
         raise TypeError(
             f"optimizer={optimizer!r} could not be tried on one parameter ({type(error).__name__}: "
-            f"{error}): give it all it needs (functools.partial(torch.optim.SGD, lr=0.1)), or give "
-            "param_scale as a number instead"
+            f"{error}): give a class with all it needs (functools.partial(torch.optim.SGD, lr=0.1))"
+            ", or give param_scale as a number instead"
         ) from error
-    size = parameter.numel() * parameter.element_size()
     kept = {id(t): t for t in tree_leaves(state) if isinstance(t, Tensor)}
-    return 2.0 + sum(t.nbytes for t in kept.values() if t.numel() > 1) / size  # steps are nothing
+    return 2.0 + sum(t.nbytes for t in kept.values() if t.numel() > 1) / parameter.nbytes
 
 
 def _checked(partitions: int, layers: Layers) -> nn.Sequential:
@@ -195,13 +168,8 @@ def _checked(partitions: int, layers: Layers) -> nn.Sequential:
 def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
     """Return the balance whose largest stage has as few parameters to train as can be.
 
-    Args:
-        partitions: number of stages.
-        module: the layers, as for ``Pipe``; they may be on ``meta``, and specs are looked at there.
-            A tied parameter counts where it comes first.
-
-    Returns:
-        For each stage the number of its layers.
+    The layers may be on ``meta``, and specs are looked at there. A tied parameter counts where it
+    comes first.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
@@ -210,52 +178,30 @@ def balance_by_parameters(partitions: int, module: Layers) -> list[int]:
     seen: set[int] = set()
     cost = []
     for name, layer in on_meta(module)._modules.items():  # named_children() has each once
-        count = 0
-        for parameter in layer.parameters():
-            if nn.parameter.is_lazy(parameter):
-                raise ValueError(
-                    f"layer {name!r} ({type(layer).__name__}) is lazy: its parameters have no "
-                    "shape before its first forward, so run the module once"
-                )
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                count += parameter.numel()
-        cost.append(count)
+        if any(map(nn.parameter.is_lazy, layer.parameters())):
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) is lazy: its parameters have no "
+                "shape before its first forward, so run the module once"
+            )
+        new = [p for p in layer.parameters() if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, new))
+        cost.append(sum(parameter.numel() for parameter in new))
     return balance_cost(cost, partitions)
 
 
 def balance_uniform(partitions: int, module: Layers) -> list[int]:
-    """Return the balance in which stages have as many layers, the first ones one more.
-
-    Args:
-        partitions: number of stages.
-        module: the layers, as for ``Pipe``.
-
-    Returns:
-        For each stage the number of its layers.
-
-    Raises:
-        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
-        ValueError: fewer layers than partitions.
-    """
+    """Return the balance in which stages have as many layers, the first ones one more."""
     return balance_cost([1] * len(as_sequential(module)), partitions)
 
 
 def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
     """Return the balance in which stages have the same number of layers of some type.
 
-    Args:
-        partitions: number of stages.
-        module: the layers, as for ``Pipe``.
-        regex: matched anywhere in the name of a layer's class (of a callable in its own), upper or
-            lower case alike, such as ``"block"`` or ``"^Linear$"``. Others count for nothing.
-
-    Returns:
-        For each stage the number of its layers.
+    ``regex`` is matched anywhere in the name of a layer's class (of a callable in its own), upper
+    or lower case alike, such as ``"block"`` or ``"^Linear$"``. Others count for nothing.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential`` and no list of layers.
-        ValueError: fewer layers than partitions, or no layer matches, or ``regex`` is none.
+        TypeError, ValueError: as :func:`balance_by_parameters`; no layer matches ``regex``.
     """
     try:
         pattern = re.compile(regex, re.IGNORECASE)
@@ -271,41 +217,143 @@ def balance_by_type(partitions: int, module: Layers, regex: str) -> list[int]:
 
 
 def balance_named(
-    how: Any,
+    how: str,
     module: Layers,
     partitions: int,
     *,
     sample: Any = None,
     device: torch.device | None = None,
 ) -> list[int]:
-    """What ``Pipe(balance=...)`` takes as a string.
-
-    Args:
-        how: ``"parameters"``, ``"uniform"``, ``"type:regex"`` or ``"time"``.
-        module: the layers, as for ``Pipe``.
-        partitions: number of stages.
-        sample: for ``"time"``, an input of the size of a micro-batch.
-        device: where that is measured.
+    """What ``Pipe(balance=...)`` takes as a string; ``sample`` and ``device`` are for ``"time"``.
 
     Raises:
-        ValueError: another string, or as the functions above.
+        ValueError: another string, a sample too many or too few, or as the functions above.
     """
+    if (sample is None) == (how == "time"):
+        raise ValueError(
+            "sample= is what balance='time' measures with, an input of the size of a micro-batch: "
+            + ("give Pipe a sample=" if how == "time" else f"balance={how!r} takes none")
+        )
     if how == "time":
-        if sample is None:
-            raise ValueError(
-                "balance='time' measures the layers: give Pipe a sample=, an input of the size of "
-                "a micro-batch"
-            )
         return balance_by_time(partitions, module, sample, device=device)
-    if sample is not None:
-        raise ValueError(f"sample= is what balance='time' measures with, not balance={how!r}")
     if how == "parameters":
         return balance_by_parameters(partitions, module)
     if how == "uniform":
         return balance_uniform(partitions, module)
-    if isinstance(how, str) and how.startswith("type:"):
-        return balance_by_type(partitions, module, how[len("type:") :])
+    if how.startswith("type:"):
+        return balance_by_type(partitions, module, how.removeprefix("type:"))
     raise ValueError(
         f"balance={how!r}: as a string it is 'parameters', 'uniform', 'type:regex' or 'time'; "
         "otherwise give it a number of layers for each device"
     )
+
+
+# --- the cut ------------------------------------------------------------------------------------
+
+
+def balance_cost(cost: Iterable[float], partitions: int) -> list[int]:
+    """Cut a chain of layers so that the largest stage costs as little as possible.
+
+    The minimum is exact. Among the cuts that reach it, it is the one with the smallest sum of
+    squares of all stages' costs, unless thousands of layers leave more than 300,000 places for
+    borders. A layer that costs nothing stays with the one before it, where there is a choice.
+
+    Args:
+        cost: of each layer, in any unit; finite numbers, not negative.
+        partitions: number of stages, each of which gets a layer at least.
+
+    Raises:
+        TypeError, ValueError: there are fewer layers than stages, or a cost is no such number.
+    """
+    whole = hasattr(partitions, "__index__") and not isinstance(partitions, bool)
+    n = operator.index(partitions) if whole else -1
+    if n < 1:
+        raise ValueError(f"partitions={partitions!r}: must be a whole number, at least 1")
+    costs = list(map(float, cost))
+    for index, number in enumerate(costs):
+        if not 0 <= number < math.inf:
+            raise ValueError(f"cost[{index}]={number}: costs are finite and not negative")
+    if len(costs) < n:
+        raise ValueError(
+            f"partitions={n}, but there are only {len(costs)} layers: every partition needs one, "
+            f"so ask for at most {len(costs)}"
+        )
+    # Whole numbers, as a float is one times a power of two: their sums are exact.
+    exact = list(map(Fraction, costs))
+    unit = math.lcm(*{number.denominator for number in exact})
+    sums = [0, *accumulate(number.numerator * (unit // number.denominator) for number in exact)]
+    bound = _smallest_bound(sums, n)
+    borders = [min(end, len(costs) - n + k) for k, end in enumerate(_filled(sums, n, bound))]
+    lows = [len(costs)]
+    for k in range(n - 1, -1, -1):
+        lows.append(max(bisect_left(sums, sums[lows[-1]] - bound, 0, lows[-1]), k))
+    windows = [range(low, end + 1) for low, end in zip(reversed(lows), borders, strict=True)]
+    if sum(map(len, windows)) <= _MOST_PLACES:
+        borders = _most_even(sums, windows, bound)
+    return [b - a for a, b in pairwise(borders)]
+
+
+def _filled(sums: list[int], n: int, bound: int) -> list[int]:
+    """Borders of stages that are filled up to a bound from the left."""
+    borders = [0]
+    for _ in range(n):
+        borders.append(bisect_right(sums, sums[borders[-1]] + bound, borders[-1]) - 1)
+    return borders
+
+
+def _smallest_bound(sums: list[int], n: int) -> int:
+    largest, mean = max(b - a for a, b in pairwise(sums)), -(-sums[-1] // n)
+    # Filling up to the mean, a stage ends within one layer of it.
+    low, high = max(largest, mean), mean + largest
+    while low < high:
+        middle = (low + high) // 2
+        enough = _filled(sums, n, middle)[-1] == len(sums) - 1
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
+
+
+def _most_even(sums: list[int], windows: list[range], bound: int) -> list[int]:
+    """The borders with the smallest sum of squares, in their windows and within a bound."""
+    best: dict[int, int] = {0: 0}  # for each place of the border: the squares to its left
+    came: list[dict[int, int]] = []  # and where the border before it is
+    for places in windows[1:]:
+        best, before = _next_border(sums, best, places, bound)
+        came.append(before)
+    borders = [len(sums) - 1]
+    for before in reversed(came):
+        borders.append(before[borders[-1]])
+    return borders[::-1]
+
+
+def _next_border(
+    sums: list[int], best: dict[int, int], places: Sequence[int], bound: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """One step of the dynamic program.
+
+    The further to the right a border, the further to the right the best one before it (the squares
+    meet the quadrangle inequality, Yao 1980), so that halving the places leaves little to try.
+    """
+    squares: dict[int, int] = {}
+    came: dict[int, int] = {}
+    starts = sorted(best)
+
+    def solve(first: int, last: int, low: int, high: int) -> None:
+        if first > last:
+            return
+        middle = (first + last) // 2
+        end = places[middle]
+
+        def value(start: int) -> int:
+            return best[start] + (sums[end] - sums[start]) ** 2
+
+        least = max(low, bisect_left(starts, sums[end] - bound, key=sums.__getitem__))
+        most = min(high, bisect_left(starts, end) - 1)
+        left, right = high, low
+        if least <= most:  # else no stage can end here
+            left = right = min(range(most, least - 1, -1), key=lambda s: value(starts[s]))
+            came[end], squares[end] = starts[left], value(starts[left])
+        solve(first, middle - 1, low, left)
+        solve(middle + 1, last, right, high)
+
+    solve(0, len(places) - 1, 0, len(starts) - 1)
+    return squares, came

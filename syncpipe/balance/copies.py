@@ -2,14 +2,14 @@
 
 Ctrl-C may come between any two lines. So nothing of the user's is ever changed and changed back,
 except what has no copy: the states of random generators and a few settings of the thread, which
-``syncpipe.state.sandboxed`` puts back by one call.
+``syncpipe.state.sandboxed`` puts back.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from types import CellType, FunctionType, MethodType
+import inspect
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -34,16 +34,9 @@ def described_layer(name: str, layer: nn.Module) -> str:
 def layer_to_run(
     name: str, layer: nn.Module, device: torch.device | None, home: torch.device
 ) -> nn.Module:
-    """A layer in train mode to try and to throw away: a copy; of a spec what it builds.
+    """A layer in train mode to try and to throw away: a copy, or what a spec builds.
 
-    Args:
-        name: of the layer.
-        layer: the layer, or a spec.
-        device: where it runs; None: where it is.
-        home: the device, if it has none yet.
-
-    Raises:
-        TypeError: as :func:`copy_of_layer`.
+    It runs on ``device``, or else where it is, or else, if it has no memory yet, at ``home``.
     """
     if isinstance(layer, LayerSpec):
         return build_alone(layer, home).train()
@@ -55,22 +48,17 @@ def layer_to_run(
 
 
 def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a layer in train mode, on a device.
+    """A copy of a layer in train mode, on a device; None: each tensor where it is.
 
-    Its parameters and buffers are copied straight to the device; on ``meta`` they take no memory,
-    and the layer runs without ``torch.compile``. Gradients are left behind, and so are hooks on
-    parameters. Tensors that some forward left in an attribute, the ``weight`` of the old
-    ``weight_norm`` for one, lose their graph.
-
-    Args:
-        name: of the layer.
-        layer: the layer.
-        device: None: each tensor stays where it is.
+    Parameters and buffers are copied straight to the device; on ``meta`` the layer runs without
+    ``torch.compile``. Gradients and hooks of parameters are left behind. Tensors that some forward
+    left in an attribute, the ``weight`` of the old ``weight_norm`` for one, lose their graph.
 
     Raises:
         TypeError: the layer cannot be copied.
     """
     memo: dict[int, Any] = {}
+    eager = device is not None and device.type == "meta"
     try:
         for module in layer.modules():
             for tensor in tensors_in(list(vars(module).values())):
@@ -82,7 +70,7 @@ def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> n
             if copied.requires_grad != own.requires_grad:
                 copied.requires_grad_(own.requires_grad)
         for old, new in zip(layer.modules(), made.modules(), strict=False):
-            _bind_forward(old, new, eager=device is not None and device.type == "meta")
+            _compile_as(old, new, eager=eager)
         if device is not None and any(p.device != device for p in made.parameters()):
             made.to(device)  # scripted layers keep their tensors to themselves
     except torch.OutOfMemoryError:
@@ -90,8 +78,8 @@ def copy_of_layer(name: str, layer: nn.Module, device: torch.device | None) -> n
     except Exception as error:
         raise TypeError(
             f"{described_layer(name, layer)} cannot be copied ({type(error).__name__}: {error}), "
-            "and layers are profiled on copies, so that the model stays as it is: give its class "
-            "a __deepcopy__, or set aside the attribute that cannot be copied meanwhile"
+            "and layers are profiled on copies: give its class a __deepcopy__, or set aside the "
+            "attribute that cannot be copied meanwhile"
         ) from error
     for module in made.modules():
         if isinstance(module, nn.RNNBase):
@@ -106,17 +94,18 @@ def copy_of_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
         kind: Any = type(tensor)
         lazy: Tensor = kind(requires_grad=tensor.requires_grad, device=target, dtype=tensor.dtype)
         return lazy
-    bare = tensor.detach()
-    if target.type == "meta":
-        made = torch.empty_like(bare, device=target)
-    else:
-        made = bare.clone() if target == tensor.device else bare.to(target, copy=True)
+    bare, needs = tensor.detach(), tensor.requires_grad
+    made = (
+        bare.to(target, copy=True)
+        if target.type != "meta"
+        else torch.empty_like(bare, device=target)
+    )
     if issubclass(type(tensor), nn.Parameter):
-        made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
+        made = torch.Tensor._make_subclass(type(tensor), made, needs)
     elif isinstance(tensor, nn.Parameter):  # of a tensor that is no plain one
-        made = nn.Parameter(made, tensor.requires_grad)
-    elif made.requires_grad != tensor.requires_grad:
-        made.requires_grad_(tensor.requires_grad)
+        made = nn.Parameter(made, needs)
+    elif needs:
+        made.requires_grad_()
     for name, value in vars(tensor).items():
         made.__dict__.setdefault(name, value)
     return made
@@ -132,41 +121,25 @@ def compiled(layer: nn.Module) -> bool:
     )
 
 
-def _bind_forward(old: nn.Module, new: nn.Module, *, eager: bool) -> None:
-    """Sees to it that a copy computes with its own parameters: functions are not copied.
+def _compile_as(old: nn.Module, new: nn.Module, *, eager: bool) -> None:
+    """Compiles a copy as its original is, or not at all.
 
-    Raises:
-        TypeError: a module has a forward of its own that is tied to the user's layer.
+    Functions are not copied: one that is its module's ``forward`` would go on with the original's
+    parameters.
     """
+    forward = vars(new).get("forward")
+    method = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if is_compiled(old) and not eager:
         new.compile()
-    if eager and isinstance(new, Function):
+    elif eager and isinstance(new, Function):
         new.function = getattr(new.function, _COMPILED_FROM, new.function)
-    if eager and "_orig_mod" in new._modules and "dynamo_ctx" in vars(new):
+    elif eager and "_orig_mod" in new._modules:
         vars(new)["forward"] = new._orig_mod  # made by torch.compile(module)
-    forward = vars(new).get("forward")
-    tied = [method for method in _methods(forward, set()) if method.__self__ is old]
-    if not tied:
-        return
-    if not hasattr(forward, _COMPILED_FROM):
-        raise TypeError(
-            f"the attribute 'forward' of {type(new).__name__} is a function tied to the "
-            "module itself, which a copy would go on to use"
-        )
-    plain = MethodType(tied[0].__func__, new)
-    vars(new)["forward"] = plain if eager else torch.compile(plain)
-
-
-def _methods(thing: Any, seen: set[int]) -> Iterator[MethodType]:
-    """The methods behind a function: itself, those in closures; a module in one as its forward."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, MethodType):
-        yield thing
-    elif isinstance(thing, nn.Module):
-        yield MethodType(type(thing).forward, thing)
-    elif isinstance(thing, FunctionType):
-        cells = [cell for cell in thing.__closure__ or () if cell != CellType()]
-        for inner in (*(cell.cell_contents for cell in cells), *vars(thing).values()):
-            yield from _methods(inner, seen)
+    elif hasattr(forward, _COMPILED_FROM) and getattr(method, "__self__", None) is old:
+        own = MethodType(method.__func__, new)  # type: ignore[union-attr]
+        vars(new)["forward"] = own if eager else torch.compile(own)
+    elif isinstance(method, FunctionType):
+        known = inspect.getclosurevars(method).nonlocals.values()
+        if any(value is old for value in known):
+            kind = type(new).__name__
+            raise TypeError(f"the 'forward' of this {kind} is a function tied to the module itself")

@@ -1,29 +1,60 @@
-"""What the layers of a model cost: measured on copies of them, or estimated."""
+"""What the layers of a model cost: measured on copies of them, or estimated.
+
+A layer that is run again and again finds its weights in the caches, where no training finds them.
+So layers are measured in rounds, forward one after another, and then back; and once the others take
+more memory than caches have, in windows, so that a model may be larger than the device.
+
+Of several sizes of the micro-batch each has two rounds in turn, of which the second counts: in
+training, micro-batches of one size follow each other. Then the largest goes back to inputs alone:
+what is missing is the weight half of zero-bubble schedules. The least of the rounds counts, as
+whatever else runs makes times longer, and times that cannot be are measured again.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
+import os
+import statistics
 import sys
 import time as clock
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from syncpipe.balance.copies import copy_of_tensor
+from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
 from syncpipe.balance.estimate import AsOnGPU, DeviceSpec, Roofline, device_spec
-from syncpipe.balance.profile import Profile
-from syncpipe.balance.run import Lane, Profiler, Timing
-from syncpipe.data import NoChunk, described, flatten, scatter, unflatten
+from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
+from syncpipe.balance.stored import Live, Saved, Stored, size_of
+from syncpipe.data import (
+    NoChunk,
+    clones,
+    described,
+    distinct,
+    flatten,
+    map_tensors,
+    scatter,
+    tensors_in,
+    unflatten,
+)
 from syncpipe.layers.building import on_meta
 from syncpipe.layers.listing import Layers, as_sequential
-from syncpipe.layers.unpack import unpacks
+from syncpipe.layers.unpack import Unpacked, call_note, unpacks
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.graph import go_back
 from syncpipe.skip import verify_skippables
+from syncpipe.skip.layout import inspect_layout
+from syncpipe.skip.store import SkipKey, use_store
 from syncpipe.state import sandboxed
 
 __all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
@@ -32,6 +63,21 @@ __all__ = ["EFFICIENCY", "estimated", "profile", "samples_in"]
 SIZES = 4
 #: The part of a device's peak that matrix products are taken to reach.
 EFFICIENCY = 0.5
+#: Rounds of each window: at least, unless all took ``PATIENCE`` times the timeout, and at most.
+LEAST, MOST, PATIENCE = 3, 200, 5
+#: Two rounds agree if the times of each layer differ by this factor at most, or by so many seconds;
+#: so many more rounds are tried until they do.
+AGREE, TINY, AGAIN = 1.2, 2e-5, 12
+#: More samples take so many times longer than in proportion, at most.
+OUT = 4
+#: Seconds that it takes to count an operator.
+COUNTING = 1.5e-6
+#: Bytes of layers that are measured together: several times the caches of processors and GPUs,
+#: and no more than an eighth of what is free on the device.
+WINDOW = 256_000_000
+
+#: Marks a moment; and the seconds from one to another, given the later first.
+Watch = tuple[Callable[[], Any], Callable[[Any, Any], float]]
 
 
 def profile(
@@ -47,58 +93,34 @@ def profile(
 ) -> Profile:
     """Measure how long each layer takes, forward and backward, and how much memory it needs.
 
-    Each layer runs in train mode on its real input, what the layers before it made of the sample,
-    skips included. It is a copy of the layer that runs, one layer after another: the model, its
-    gradients and the random generators are afterwards as they were, come what may. (Hooks of the
-    layers run as well. What a function, such as a hook, does to objects elsewhere stays done.)
-    Specs are built one after another, likewise, and layers on ``meta`` get memory if ``device``
-    is a real one.
-
-    Time is that of the device on accelerators, and that of the clock on the CPU, for the number of
-    intra-op threads that the calling thread has or for ``threads``; the least over the rounds, as
-    whatever else runs makes times longer. ``spread`` says by how much the median is longer.
-    What a layer stores for backward is what autograd saves; see
-    :mod:`syncpipe.balance.stored` for what layers share and how stages add up. Under
-    autocast the casts of the parameters count.
-
-    On ``meta`` there are sizes only: all times are 0, and no memory is taken, however large the
-    model.
+    Copies of the layers run in train mode on their real inputs, skips included: the model, its
+    gradients and the random generators are afterwards as they were. (What a hook does to objects
+    elsewhere stays done.) Time is that of the device, memory what autograd saves. On ``meta`` there
+    are sizes only: all times are 0, and no memory is taken, however large the model.
 
     Args:
         module: the model, as for ``Pipe``; its layers may be on several devices.
-        sample: a mini-batch, as one would give it to a pipe: a tensor, or any pytree with
-            ``NoChunk`` where need be. It goes where the layers are.
+        sample: a mini-batch, as one would give it to a pipe. It goes where the layers are.
         sizes: of the micro-batches to measure, in samples; each is a part of the sample. Default:
             the sample's own, a half, a quarter and an eighth of it, but no less than 2.
-        timeout: seconds to measure for, in all. Slow layers are run 3 times nevertheless, or at
-            the very least once, after once to warm up and a forward for their Python.
-        device: where to measure; the copies of the layers go there one by one, so that the model
-            may be larger than the device. ``"meta"`` measures sizes of a real model. Default:
-            where each layer is; of a spec, where the sample is.
-        threads: how many intra-op threads a CPU worker will have.
+        timeout: seconds to measure for, in all; slow layers are run once to three times anyway.
+        device: where the copies go, one by one, so that the model may be larger than the device.
+            Default: where each layer is, or the sample.
+        threads: how many intra-op threads a CPU worker will have; default: as the calling thread.
         time: False measures sizes only, which takes one forward of each layer.
-        progress: show a progress bar (it needs tqdm); None: if tqdm is there, stderr is a terminal,
-            and it takes longer than a second.
-
-    Returns:
-        The profile. ``device`` says where it was measured, ``"meta"`` for sizes.
+        progress: show a bar by tqdm; None: if there is a terminal, and it takes over a second.
 
     Raises:
         TypeError, ValueError: as ``Pipe`` does for the module; for arguments that make no sense;
             for a layer that cannot be copied.
         RuntimeError: a layer asks for values where there are sizes only.
-        ImportError: ``progress=True`` without tqdm.
-
-    An exception in a layer comes as itself, with a note that names the layer.
     """
     if not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise ValueError(f"timeout={timeout!r}: give the seconds to measure for, 0 or more")
     if threads is not None and operator.index(threads) < 1:
         raise ValueError(f"threads={threads}: a layer needs at least one")
-    timing = Timing(clock.monotonic() + timeout, timeout) if time else None
-    return _profiled(
-        module, sample, sizes, timing, device=device, threads=threads, progress=progress
-    )
+    seconds = timeout if time else None
+    return _Profiler(module, sample, sizes, seconds, device).run(progress, threads)
 
 
 def estimated(
@@ -112,136 +134,66 @@ def estimated(
 ) -> Profile:
     """Estimate what :func:`profile` would measure on a device that is not here.
 
-    Nothing is computed and no memory is taken, however large the model: its layers go through on
-    ``meta``, specs likewise. What they store is counted, as a GPU stores it. How long each operator
-    takes is a guess from the data sheet of the device, the larger of its arithmetic and its memory
-    traffic (:mod:`syncpipe.balance.estimate`)::
+    The layers go through on ``meta``. What they store is counted, as a GPU stores it. How long each
+    operator takes is a guess from the data sheet of the device: its arithmetic or its memory
+    traffic, whichever takes longer::
 
-        with torch.device("meta"):
-            model = nn.Sequential(...)
         profile = estimated(model, torch.empty(16, 2048, device="meta", dtype=int), on="A100-80GB")
         plan = syncpipe.plan(profile, devices="8 x 80GB, 300GB/s", batch_size=256)
 
-    Matrix products count by the type of their tensors: for training in ``bfloat16`` give a model
-    in ``bfloat16``. The way back of a custom ``autograd.Function`` must work without values.
+    For training in ``bfloat16`` give a model in ``bfloat16``. The way back of a custom
+    ``autograd.Function`` must work without values.
 
     Args:
-        module: the model, as for ``Pipe``.
-        sample: as for :func:`profile`, best on ``meta``.
-        on: the device: a name in ``syncpipe.balance.DEVICES``, or a
-            :class:`~syncpipe.balance.DeviceSpec`.
-        efficiency: the part of the peak that matrix products reach. The default, 0.5, is what
-            large models reach in training by published reports (Narayanan et al. 2021: 44 to 52 %
-            on A100; Chowdhery et al. 2022: 46 %). Memory traffic is taken at its peak.
-        sizes: as for :func:`profile`.
-        progress: as for :func:`profile`.
-
-    Returns:
-        The profile; ``source`` is ``"estimated"``.
+        on: a name in ``syncpipe.balance.DEVICES``, or a :class:`~syncpipe.balance.DeviceSpec`.
+        efficiency: the part of the peak that matrix products reach; a half is what large models
+            reach in training by published reports (Narayanan et al. 2021: 44 to 52 % on A100;
+            Chowdhery et al. 2022: 46 %). Memory traffic is taken at its peak.
+        module, sample, sizes, progress: as for :func:`profile`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`profile` on ``meta``; ``on`` is not known,
             or ``efficiency`` no part of 1.
     """
     spec = device_spec(on)
-    real = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
-    if not (real and 0 < efficiency <= 1):
+    if isinstance(efficiency, bool) or not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency!r}: a part of the peak, above 0 and at most 1")
     roofline = Roofline(spec, efficiency)
-    watch = roofline.now, lambda start, end: float(end - start)
-    found = _profiled(
-        module, sample, sizes, Timing(watch=watch), device="meta", mode=roofline, progress=progress
-    )
-    part = f"{100 * efficiency:.3g} % of its peak"
-    return replace(found, device=f"{spec.name}, {part}", source="estimated")
-
-
-def _profiled(
-    module: Layers,
-    sample: Any,
-    sizes: Iterable[int] | None,
-    timing: Timing | None,
-    *,
-    device: torch.device | str | int | None,
-    mode: AbstractContextManager[Any] | None = None,
-    threads: int | None = None,
-    progress: bool | None,
-) -> Profile:
-    """Takes the parts of a sample through copies of the layers."""
-    module = as_sequential(module)
-    known = on_meta(module)
-    verify_skippables(known)
-    if not len(module):
-        raise ValueError("module has no layers to measure")
-    samples = samples_in(sample)
-    chosen = _sizes(samples, sizes)
-    where, used = _place(module, sample, device)
-    on_nothing = where is not None and where.type == "meta"
-    if on_nothing and mode is None:
-        timing = None
-    bar = _bar(progress, len(module))
-
-    def run() -> Profile:
-        with AsOnGPU() if on_nothing else nullcontext(), mode or nullcontext():
-            unpack = unpacks(module)
-            lanes = [
-                Lane(size, _cut(sample, samples, size, where), len(module), unpack=unpack)
-                for size in chosen
-            ]
-            return Profiler(module, known, lanes, where, timing, bar).run()
-
-    try:
-        found = sandboxed(run, [device for device in used if device.type != "meta"], threads)
-    finally:
-        if bar is not None:
-            bar.close()
-    return replace(found, device=", ".join(map(_words, used)) or "cpu")
+    found = _Profiler(module, sample, sizes, 0.0, "meta", roofline).run(progress)
+    words = f"{spec.name}, {100 * efficiency:.3g} % of its peak"
+    return replace(found, device=words, source="estimated")
 
 
 def _place(
     module: nn.Module, sample: Any, device: torch.device | str | int | None
 ) -> tuple[torch.device | None, list[torch.device]]:
-    """Where layers are profiled: a device for all, None for each where it is; and all of them."""
-    own = list(chain(module.parameters(), module.buffers()))
+    """Where layers are profiled, None for each where it is; and all of these devices."""
     leaves = [leaf.tensor if isinstance(leaf, NoChunk) else leaf for leaf in flatten(sample)[0]]
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if any(isinstance(tensor, FakeTensor) for tensor in own + given):
+    tensors = [*module.parameters(), *module.buffers(), *given]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise ValueError(
-            "model or sample are made of fake tensors (FakeTensorMode), which are not measured: "
-            "make them on meta, with torch.device('meta'):, to count sizes without memory"
+            "fake tensors (FakeTensorMode) are not measured: make model and sample on meta, with "
+            "torch.device('meta'):, to count sizes without memory"
         )
-    target = None
+    target = torch.device("meta") if any(tensor.is_meta for tensor in tensors) else None
     if device is not None:
         try:
             target = torch.empty(0, device=device).device
-        except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             raise ValueError(f"device={device!r} cannot be used here: {error}") from error
-    elif any(tensor.is_meta for tensor in own + given):
-        target = torch.device("meta")
     if any(tensor.is_meta for tensor in given) and target != torch.device("meta"):
         raise ValueError(
             f"device={device!r}, but the sample is on meta and has no values to put there: leave "
             "device out to measure sizes, or make the sample elsewhere to measure time"
         )
-    if target is not None:
-        return target, [target]
-    return None, list(dict.fromkeys(tensor.device for tensor in own + given))
-
-
-def _words(device: torch.device) -> str:
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return f"{device}{name}"
+    return target, list(dict.fromkeys([target] if target else [t.device for t in tensors]))
 
 
 def samples_in(sample: Any) -> int:
-    """The length of the first tensor that is cut into micro-batches; 1 if there is none.
-
-    Raises:
-        ValueError: a tensor that cannot be cut, or one of length 0.
-    """
+    """The length of the first tensor that is cut into micro-batches; 1 if there is none."""
     scatter(sample, 1)  # refuses what a pipe refuses
-    cut = [leaf for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)]
-    samples = len(cut[0]) if cut else 1
+    samples = next((len(leaf) for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)), 1)
     if samples == 0:
         raise ValueError("the sample has no samples in it: dimension 0 has length 0")
     return samples
@@ -255,7 +207,7 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
     if isinstance(sizes, int):
         raise TypeError(f"sizes={sizes}: give a list of sizes, [{sizes}]")
     chosen = sorted({operator.index(size) for size in sizes})
-    if not chosen or not all(1 <= size <= samples for size in chosen):
+    if not chosen or not 1 <= chosen[0] <= chosen[-1] <= samples:
         raise ValueError(
             f"sizes={chosen}: a micro-batch has at least 1 sample, and no more than the sample, "
             f"which has {samples}; give a larger sample for larger micro-batches"
@@ -264,7 +216,7 @@ def _sizes(samples: int, sizes: Iterable[int] | None) -> list[int]:
 
 
 def _cut(sample: Any, samples: int, size: int, device: torch.device | None) -> Any:
-    """The first part of the sample, in memory of its own: what is cut off does not count."""
+    """The first part of the sample, in memory of its own."""
     leaves, spec = flatten(sample)
     made: dict[int, Tensor] = {}
     for leaf in leaves:
@@ -273,27 +225,422 @@ def _cut(sample: Any, samples: int, size: int, device: torch.device | None) -> A
             if rest:
                 raise ValueError(
                     f"{size} of {samples} samples are no whole number of rows of {described(leaf)} "
-                    "in the sample: give all its tensors one length in dimension 0, or name other "
-                    "sizes"
+                    "in the sample: make its tensors of one length, or name other sizes"
                 )
-            part = leaf if device is None else leaf.to(device)
-            made[id(leaf)] = part[:length].detach().clone().requires_grad_(leaf.requires_grad)
+            part = leaf.to(device or leaf.device)[:length]
+            made[id(leaf)] = part.detach().clone().requires_grad_(leaf.requires_grad)
         elif isinstance(leaf, NoChunk):
             made[id(leaf)] = copy_of_tensor(leaf.tensor, device)
     return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def _bar(progress: bool | None, layers: int) -> Any:
-    """A progress bar, or None where there is none to show."""
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        if progress is None:
-            return None
-        raise ImportError(
-            "progress=True shows a progress bar, which needs tqdm: pip install tqdm"
-        ) from error
-    delay = 1.0 if progress is None else 0.0
-    return tqdm(total=layers, desc="profile", unit="layer", delay=delay, leave=False)
+def _bar(progress: bool | None, layers: int) -> AbstractContextManager[Any]:
+    if progress is None and not (sys.stderr.isatty() and find_spec("tqdm")):
+        progress = False
+    if progress is False:
+        return nullcontext()
+    from tqdm import tqdm
+
+    options = {"desc": "profile", "unit": "layer", "leave": False}
+    bar: AbstractContextManager[Any] = tqdm(total=layers, delay=progress is None, **options)
+    return bar
+
+
+# --- one layer, and one size of the micro-batch -------------------------------------------------
+
+
+def stopwatch(device: torch.device) -> Watch:
+    """How time is measured on a device: by its own events, or by the clock on the CPU."""
+    if device.type in ("cpu", "meta"):
+        return clock.perf_counter, operator.sub
+
+    def mark() -> Any:
+        event = torch.Event(device, enable_timing=True)
+        return torch.accelerator.current_stream(device).record_event(event)
+
+    def between(end: Any, start: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return mark, between
+
+
+@dataclass(eq=False)
+class _Visit:
+    """One layer and its input, for one size of the micro-batch: to be run as often as need be."""
+
+    name: str  # in errors, as the size
+    size: str
+    layer: nn.Module
+    inputs: tuple[Any, list[Any]]  # the value from the layer before, and skips
+    popped: list[SkipKey]
+    device: torch.device
+    unpack: bool
+    watch: Watch
+    forward: list[float] = field(default_factory=list)  # seconds, for each round
+    backward: list[float] = field(default_factory=list)
+    to_inputs: list[float] = field(default_factory=list)  # backward without parameters
+    _marks: list[Any] = field(default_factory=list)
+    _graph: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def fresh(self) -> tuple[Any, list[Tensor]]:
+        """Copies of the inputs, which may be written into; and where backward ends.
+
+        It ends at what was copied, and at the parameters of the layer. Whatever else it gets hold
+        of, such as the user's own parameters by a function that knows them, is not touched.
+        """
+        leaves = map_tensors(_leaves, self.inputs)
+        ends = (*self.layer.parameters(), *tensors_in(leaves))
+        return map_tensors(clones, leaves), [tensor for tensor in ends if tensor.requires_grad]
+
+    def call(self, inputs: Any) -> tuple[Any, dict[SkipKey, Any]]:
+        """Runs the layer; returns its output and the skips that it stashes."""
+        value, popped = inputs
+        call: Any = Unpacked(self.layer) if self.unpack else self.layer
+        skips = dict(zip(self.popped, popped, strict=True))
+        with self._explained(), _current(self.device), use_store(skips) as store:
+            try:
+                return call(value), store
+            except TypeError as error:
+                if note := call_note(error, self.layer, value, unpack=self.unpack):
+                    annotate(error, note)
+                raise
+
+    def forth(self, given: tuple[Any, list[Tensor]] | None = None) -> tuple[Any, dict[Any, Any]]:
+        """Runs the layer on these inputs, or fresh ones; returns what :meth:`call` does."""
+        # The layer before has just written its input. So it is in the caches, unlike the weights.
+        inputs, leaves = given or self.fresh()
+        start = self.watch[0]()
+        output, store = self.call(inputs)
+        self._marks = [start, self.watch[0]()]
+        made = distinct((output, list(store.values())))
+        self._graph = [tensor for tensor in made if tensor.requires_grad], leaves
+        return output, store
+
+    def back(self, *, weights: bool = True) -> None:
+        """Runs it back, after :meth:`forth`; if it is told so, to its inputs alone."""
+        (roots, leaves), self._graph = self._graph, ([], [])
+        own = set() if weights else set(map(id, self.layer.parameters()))
+        leaves = [leaf for leaf in leaves if id(leaf) not in own]
+        with self._explained(), _current(self.device):
+            grads = list(map(torch.ones_like, roots))
+            self._marks.append(self.watch[0]())
+            if roots and leaves:
+                go_back(roots, grads, leaves)
+            self._marks.append(self.watch[0]())
+
+    def read(self, *, weights: bool) -> None:
+        """Notes how long both took."""
+        start, middle, back, end = self._marks
+        self.forward.append(self.watch[1](middle, start))
+        (self.backward if weights else self.to_inputs).append(self.watch[1](end, back))
+
+    def weight_share(self) -> float | None:
+        """The part of backward that is for parameters; None where it is unknown."""
+        if not any(parameter.requires_grad for parameter in self.layer.parameters()):
+            return 0.0
+        whole = min(self.backward)
+        return min(1.0, max(0.0, 1 - min(self.to_inputs) / whole)) if whole else None
+
+    def python(self, until: float) -> float:
+        """Seconds of Python in one forward of the layer, by the best of some runs.
+
+        An operator lets go of CPython's lock while it works or launches kernels. What is left is
+        Python, of which one process does no two at a time, however many devices there are. It is
+        CPU time: who sleeps holds no interpreter. Autograd's engine runs mostly without the lock.
+        """
+        found: list[float] = []
+        while len(found) < LEAST and not compiled(self.layer):
+            inputs, _ = self.fresh()
+            with _Operators() as operators:
+                start = clock.thread_time()
+                self.call(inputs)
+                found.append(max(0.0, clock.thread_time() - start - operators.seconds))
+            if clock.monotonic() > until:
+                break
+        return min(found, default=0.0)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says where an exception came from, and why, if the layer needs values on ``meta``."""
+        try:
+            yield
+        except BaseException as error:
+            needs_values = isinstance(error, NotImplementedError) or (
+                isinstance(error, RuntimeError) and "meta tensor" in str(error).lower()
+            )
+            if self.device.type == "meta" and needs_values:
+                raise RuntimeError(
+                    f"{self.name} needs the values of its tensors, and on meta are only sizes "
+                    f"({type(error).__name__}: {error}): measure this model where it has values "
+                    "(device='cpu', or a GPU), a smaller one of the same kind if it is too large"
+                ) from error
+            annotate(error, f"in {self.name}, profiled with {self.size}")
+            raise
+
+
+class _Operators(TorchFunctionMode):
+    """Counts the seconds inside of operators, and those that it takes to count."""
+
+    seconds = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = clock.thread_time()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.seconds += clock.thread_time() - start + COUNTING
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a device is the current one, as in the pipe."""
+    if device.type in ("cpu", "meta"):
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def _leaves(tensors: list[Tensor], device: torch.device | None = None) -> list[Tensor]:
+    """The tensors without their graph; those that are one stay one."""
+    made = {
+        id(tensor): tensor.detach().to(device or tensor.device).requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    }
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _round(lane: tuple[_Visit, ...], *, weights: bool = True, counts: bool = True) -> None:
+    """Runs layers forward, and then back; and notes how long that took."""
+    for visit in lane:
+        visit.forth()
+    for visit in reversed(lane):
+        visit.back(weights=weights)
+    for visit in lane if counts else ():
+        visit.read(weights=weights)
+
+
+# --- all layers ---------------------------------------------------------------------------------
+
+
+class _Profiler:
+    """Takes micro-batches from layer to layer; with a roofline it tells the time, and once."""
+
+    def __init__(
+        self,
+        module: Layers,
+        sample: Any,
+        sizes: Iterable[int] | None,
+        seconds: float | None,  # None for sizes only
+        device: torch.device | str | int | None,
+        roofline: Roofline | None = None,
+    ) -> None:
+        module = as_sequential(module)
+        known = on_meta(module)
+        verify_skippables(known)
+        if not len(module):
+            raise ValueError("module has no layers to measure")
+        self._sample, self._roofline, self._samples = sample, roofline, samples_in(sample)
+        self._sizes = _sizes(self._samples, sizes)
+        self._device, self._used = _place(module, sample, device)
+        given = [leaf.device for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)]
+        self._home = self._device or next(iter(given), torch.device("cpu"))
+        # Not named_children(), which has each once.
+        self._layers = [(k, layer) for k, layer in known._modules.items() if layer is not None]
+        self._given, self._unpack = list(module), unpacks(module)
+        self._layout = inspect_layout([[layer] for _, layer in self._layers])
+        meta = self._home.type == "meta" and roofline is None
+        self._timed, self._seconds = seconds is not None and not meta, seconds or 0.0
+        #: For each size what goes to the next layer: leaves, which require a gradient as they do in
+        #: training; the same of the skips on their way; and what the layers store.
+        self._values: dict[int, Any] = {}
+        self._skips: dict[int, dict[SkipKey, Any]] = {size: {} for size in self._sizes}
+        self._memory = {size: Stored() for size in self._sizes}
+        self._found_skips: list[SkipProfile] = []
+        self._counted: set[int] = set()  # parameters and buffers
+        #: Seconds of all layers at the largest size, forward and backward: the least, the median.
+        self._rounds: list[tuple[float, float]] = []
+
+    def run(self, progress: bool | None, threads: int | None = None) -> Profile:
+        """Measures, and puts random states and settings back."""
+
+        def run() -> Profile:
+            with AsOnGPU() if self._home.type == "meta" else nullcontext(), gpu or nullcontext():
+                return self._run(bar)
+
+        gpu, real = self._roofline, [device for device in self._used if device.type != "meta"]
+        with _bar(progress, len(self._layers)) as bar:
+            found = sandboxed(run, real, threads)
+        names = [
+            f"{x} ({torch.cuda.get_device_name(x)})" if x.type == "cuda" else str(x)
+            for x in self._used
+        ]
+        return replace(found, device=", ".join(names) or "cpu")
+
+    def _run(self, bar: Any) -> Profile:
+        self._deadline = clock.monotonic() + self._seconds
+        for size in self._sizes:
+            self._values[size] = _cut(self._sample, self._samples, size, self._device)
+        given = {size: size_of(value) for size, value in self._values.items()}
+        found: list[dict[str, Any]] = []  # what a LayerProfile is made of
+        window: list[list[_Visit]] = []
+        held, most = 0, _window(self._home)
+        for index in range(len(self._layers)):
+            numbers, visits = self._observed(index)
+            found.append(numbers)
+            window.append(visits)
+            held += numbers["parameter_bytes"] + numbers["buffer_bytes"]
+            held += sum(memory.last for memory in self._memory.values())
+            if held >= most or index == len(self._layers) - 1:
+                self._time(window, found[-len(window) :], len(self._layers) - index - 1)
+                window, held = [], 0
+            if bar is not None:
+                bar.update()
+        for size, memory in self._memory.items():  # only now: later layers share with earlier ones
+            for numbers, (stored, shared) in zip(found, memory.by_layer(), strict=True):
+                numbers.setdefault("stored_bytes", {})[size] = stored
+                numbers.setdefault("shared_bytes", {})[size] = shared
+        layers = tuple(LayerProfile(**numbers) for numbers in found)
+        made = Profile(layers, tuple(self._found_skips), given, source="sizes")
+        if not self._timed:
+            return made
+        least, median = (math.fsum(times) for times in zip(*self._rounds, strict=True))
+        spread = max(0.0, median / least - 1) if least else 0.0
+        return replace(made, source="measured", spread=spread, load_average=os.getloadavg()[0])
+
+    def _observed(self, index: int) -> tuple[dict[str, Any], list[_Visit]]:
+        """What can be said of a layer but its times; and how to run it for these."""
+        name, layer = self._layers[index]
+        popped, stashed = self._layout.incoming[index], self._layout.outgoing[index]
+        made = layer_to_run(name, self._given[index], self._device, self._home)
+        own = next((t.device for t in chain(made.parameters(), made.buffers())), None)
+        few = f"; sizes={self._sizes} were to be measured" if len(self._sizes) > 1 else ""
+        visits, peaks = [], {}
+        for size, value in self._values.items():
+            inputs = (value, [self._skips[size].pop(key, None) for key in popped])
+            given = [tensor.device for tensor in tensors_in(inputs)]
+            device = self._device or own or next(iter(given), torch.device("cpu"))
+            inputs = map_tensors(partial(_leaves, device=self._device or own), inputs)
+            words = described_layer(name, layer), f"a micro-batch of {size} samples{few}"
+            watch = self._roofline.watch if self._roofline else stopwatch(device)
+            visits.append(_Visit(*words, made, inputs, [*popped], device, self._unpack, watch))
+            peaks[size] = self._observe(size, visits[-1], stashed)
+        for k, (key, stash) in enumerate(popped.items()):
+            bytes = [size_of(visit.inputs[1][k]) for visit in visits]
+            of = dict(zip(self._sizes, bytes, strict=True))
+            self._found_skips.append(SkipProfile(key[1], stash, index, of))
+        numbers: dict[str, Any] = {"name": name, **self._own_bytes(layer, made)}
+        numbers["output_bytes"] = {size: size_of(value) for size, value in self._values.items()}
+        numbers["peak_bytes"] = {} if None in peaks.values() else peaks
+        return numbers, visits
+
+    def _observe(self, size: int, visit: _Visit, stashed: Iterable[SkipKey]) -> int | None:
+        """Runs a layer for the first time, and hands its outputs on.
+
+        Returns the most bytes that were alive at once, or None where torch.compile hides them.
+        """
+        layer, saved = visit.layer, Saved()
+        live = None if compiled(layer) else Live()
+        inputs, leaves = visit.fresh()
+        copies = tensors_in(inputs)
+        with live or nullcontext():
+            if live is not None:
+                live.watch(copies)
+            output, store = saved.during(lambda: visit.forth((inputs, leaves)))
+        own = [*layer.parameters(), *layer.buffers()]  # a layer that was lazy has them only now
+        skips = self._skips[size]
+        skips.update((key, map_tensors(_leaves, store.get(key))) for key in stashed)
+        going_on = tensors_in((output, list(skips.values())))
+        given = tensors_in(visit.inputs)
+        passing = self._memory[size].add(given, copies, saved.tensors(), going_on, own)
+        self._values[size] = map_tensors(_leaves, output)
+        for parameter in layer.parameters():
+            if parameter.requires_grad:  # as it is from the second micro-batch on
+                parameter.grad = torch.zeros_like(parameter)
+        peak = 0
+        if live is not None:
+            live.leave_aside(own)
+            peak = live.most - passing
+            live.leave_aside(p.grad for p in own if p.grad is not None)
+            live.only(saved.tensors())
+        del output, store, going_on
+        # Where nothing is timed, it need not be able to go back.
+        with nullcontext() if self._timed else suppress(Exception), live or nullcontext():
+            visit.back()
+        return None if live is None else max(peak, live.most)
+
+    def _own_bytes(self, layer: nn.Module, made: nn.Module) -> dict[str, int]:
+        """Bytes of parameters and buffers; what an earlier layer shares is counted there."""
+        bytes = {"parameter_bytes": 0, "frozen_bytes": 0, "buffer_bytes": 0}
+        originals = dict(chain(layer.named_parameters(), layer.named_buffers()))
+        parameters = dict(made.named_parameters())
+        for name, tensor in chain(parameters.items(), made.named_buffers()):
+            original = id(originals.get(name, tensor))
+            if original in self._counted or is_lazy(tensor):
+                continue
+            if name in originals:
+                self._counted.add(original)
+            size = tensor.numel() * tensor.element_size()
+            bytes["parameter_bytes" if name in parameters else "buffer_bytes"] += size
+            if name in parameters and not tensor.requires_grad:
+                bytes["frozen_bytes"] += size
+        return bytes
+
+    def _time(self, window: list[list[_Visit]], found: list[dict[str, Any]], behind: int) -> None:
+        """Measures the layers of a window for their share of the time, and notes their times."""
+        if self._timed:
+            begin = clock.monotonic()
+            share = (self._deadline - begin) / (len(window) + behind)
+            for k, visits in enumerate(window if self._roofline is None else ()):
+                found[k]["interpreter"] = visits[0].python(begin + share * (k + 1) / 4)
+            self._rotate(window, begin + share * len(window))
+        for numbers, visits in zip(found, window, strict=True):
+            for what in ("forward", "backward"):
+                times = [getattr(visit, what) for visit in visits]
+                least = [min(row, default=0.0) for row in times]
+                for k in reversed(range(len(least) - 1)):
+                    least[k] = min(least[k], least[k + 1])  # fewer samples never take longer
+                numbers[what] = dict(zip(self._sizes, least, strict=True))
+                if self._timed:
+                    self._rounds.append((min(times[-1]), statistics.median(times[-1])))
+            if self._timed:
+                numbers["weight_share"] = visits[-1].weight_share()
+
+    def _rotate(self, window: list[list[_Visit]], until: float) -> None:
+        """Runs rounds until the time is up and the times can be believed."""
+        lanes = list(zip(*window, strict=True))
+        for done in range(MOST):
+            now = clock.monotonic()
+            late = now > self._deadline + PATIENCE * self._seconds
+            enough = done >= LEAST and (self._agree(window) or done >= LEAST + AGAIN)
+            if now > until and (enough or (late and done >= 1)):
+                break
+            for lane in lanes:
+                # Micro-batches of one size follow each other: one of another leaves other caches.
+                if len(lanes) > 1 and not late:
+                    _round(lane, counts=False)
+                _round(lane)
+            _round(lanes[-1], weights=False)
+
+    def _agree(self, window: list[list[_Visit]]) -> bool:
+        """Whether another round comes near each least time, and more samples take neither less time
+        nor much more than in proportion.
+        """
+        for visits in window:
+            for what in ("forward", "backward"):
+                rows = [sorted(getattr(visit, what))[:2] for visit in visits]
+                if any(row[-1] > max(AGREE * row[0], row[0] + TINY) for row in rows):
+                    return False
+                for (few, (a, *_)), (many, (b, *_)) in pairwise(
+                    zip(self._sizes, rows, strict=True)
+                ):
+                    if a > max(AGREE * b, b + TINY) or b > OUT * many / few * a + TINY:
+                        return False
+        return True
+
+
+def _window(device: torch.device) -> float:
+    """Bytes of layers that are measured together on a device."""
+    if device.type not in ("cpu", "meta"):
+        with suppress(AttributeError, RuntimeError):
+            free: int = torch.get_device_module(device.type).mem_get_info(device)[0]
+            return min(WINDOW, free / 8)
+    return WINDOW

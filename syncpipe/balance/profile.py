@@ -1,8 +1,7 @@
 """What the layers of a model cost: the object that balancing and planning work from.
 
 Measured by :func:`syncpipe.balance.profile`, or loaded from a file. Times are in seconds, sizes in
-bytes, both for one micro-batch of so many samples; between the sizes that were measured they are
-interpolated.
+bytes, both for one micro-batch of so many samples.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,18 +21,11 @@ __all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
 BySize = Mapping[int, float]
 
 _T = TypeVar("_T")
-#: Where the times of a profile are from, empty if unknown.
 _SOURCES = ("measured", "estimated", "sizes", "")
 #: Of the files that are written and read.
 _VERSION = 2
-_ENTRY = (
-    "name",
-    "forward_ms",
-    "backward_ms",
-    "activation_bytes",
-    "parameter_bytes",
-    "stored_bytes",
-)
+#: What an entry of a plain list has beside its name.
+_ENTRY = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "stored_bytes")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 #: Seconds or bytes; more is a mistake, and sums of it would not be finite.
 _MOST = 1e30
@@ -41,25 +33,23 @@ _MOST = 1e30
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs.
+    """What one layer costs; where a mapping is meant, by samples in the micro-batch.
 
     Attributes:
         name: of the layer in its ``nn.Sequential``.
-        forward: seconds, by samples in the micro-batch.
-        backward: seconds, the same; without any recomputation.
-        output_bytes: what it hands to the next layer, the same.
-        stored_bytes: what it keeps for backward, the same; each storage once, views and what it
-            keeps of its input included, parameters and buffers not.
+        forward, backward: seconds, without any recomputation.
+        output_bytes: what it hands to the next layer.
+        stored_bytes: what it keeps for backward; each storage once, views and what it keeps of its
+            input included, parameters and buffers not.
         shared_bytes: the part of ``stored_bytes`` that the layers before it keep already.
         peak_bytes: the most bytes that are alive at once while it runs forward or back: of its
             inputs, what it stores, its outputs, what it makes meanwhile, and gradients, that of a
             weight until it is added to the one from before included. Its inputs do not count if
             the layers before it store them, and it does not. Empty where unknown.
-        parameter_bytes: its parameters.
-        frozen_bytes: the part of these that needs no gradient.
-        buffer_bytes: its buffers.
+        parameter_bytes, frozen_bytes, buffer_bytes: its parameters, the part of these that needs no
+            gradient, and its buffers.
         interpreter: seconds that its forward holds the interpreter's lock, for a micro-batch of any
-            size (:mod:`syncpipe.balance.run`); 0 where unknown.
+            size; 0 where unknown.
         weight_share: the part of its backward, from 0 to 1, that the gradients of its parameters
             take; None where unknown.
     """
@@ -80,9 +70,8 @@ class LayerProfile:
     def memory(self, param_scale: float) -> float:
         """Return the bytes that stay on its device however many micro-batches there are.
 
-        Args:
-            param_scale: bytes for each byte of a parameter that is trained: itself, its gradient
-                and the optimizer's state.
+        With ``param_scale`` for each byte of a parameter that is trained: itself, its gradient and
+        the optimizer's state.
         """
         trained = self.parameter_bytes - self.frozen_bytes
         return param_scale * trained + self.frozen_bytes + self.buffer_bytes
@@ -109,10 +98,10 @@ class Profile:
         device: where it was measured, or for what it was estimated, in words; empty if unknown.
         whole: how many samples were measured is unknown: sizes are in mini-batches, and all
             numbers are for 1.
-        spread: by what part of them measured times are uncertain; 0 if unknown.
-        load_average: processes that waited for a processor when it was measured; 0 if unknown.
         source: where the times are from: ``"measured"``, ``"estimated"``, ``"sizes"`` if only sizes
             were counted, and times, if there are any, were put in later; empty if unknown.
+        spread: by what part of them measured times are uncertain; 0 if unknown.
+        load_average: processes that ran when it was measured; 0 if unknown.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -131,10 +120,8 @@ class Profile:
             raise ValueError(f"source={self.source!r} of a profile: it is one of {_SOURCES}")
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
-        if not isinstance(self.whole, bool):
-            raise TypeError(f"whole={_shown(self.whole)} must be True or False")
         for index, layer in enumerate(self.layers):
-            self._check(f"layer {index} ({_shown(layer.name)})", layer)
+            self._check(f"layer {index} ({layer.name!r})", layer)
             if layer.frozen_bytes > layer.parameter_bytes:
                 raise ValueError(
                     f"frozen_bytes of layer {layer.name!r} is {layer.frozen_bytes}, more than its "
@@ -142,41 +129,32 @@ class Profile:
                 )
         self._check("a profile", self)
         for skip in self.skips:
-            self._check(f"skip {_shown(skip.name)}", skip)
-            if not (isinstance(skip.stash, int) and isinstance(skip.pop, int)):
-                raise TypeError(
-                    f"skip {skip.name!r} goes from {_shown(skip.stash)} to {_shown(skip.pop)}; "
-                    "give it the indices of two layers"
-                )
-            if not 0 <= skip.stash < skip.pop < len(self.layers):
+            self._check(f"skip {skip.name!r}", skip)
+            ends = isinstance(skip.stash, int) and isinstance(skip.pop, int)
+            if not (ends and 0 <= skip.stash < skip.pop < len(self.layers)):
                 raise ValueError(
-                    f"skip {skip.name!r} goes from layer {skip.stash} to {skip.pop}, but there are "
-                    f"{len(self.layers)} layers, and a skip leads to a later one"
+                    f"skip {skip.name!r} goes from layer {skip.stash!r} to {skip.pop!r}, but there "
+                    f"are {len(self.layers)} layers, and a skip leads to a later one"
                 )
 
     def _check(self, whose: str, thing: Any) -> None:
         """Refuses texts, numbers and numbers by size that are none."""
         for about in fields(thing):
-            what, value = f"{about.name} of {whose}", getattr(thing, about.name)
-            if about.type == "str" and not isinstance(value, str):
-                raise TypeError(f"{what} is {_shown(value)}; it must be text")
-            if about.type == "float" or (about.name.endswith("_bytes") and about.type == "int"):
-                _check_number(what, value)
-            if about.name == "weight_share" and value is not None:
-                _check_number(what, value, most=1)
-            if about.type != "BySize" or (about.default_factory is not MISSING and not value):
-                continue
-            if not isinstance(value, Mapping):
-                raise TypeError(f"{what} is {_shown(value)}, not a mapping of numbers by samples")
-            sizes = self.sizes
-            if tuple(sorted(value)) != sizes or sizes[:1] < (1,):
-                raise ValueError(
-                    f"{what} is given for micro-batches of {sorted(value)} samples, and the forward"
-                    f" time of the first layer for {[*sizes]}: all numbers are for the same sizes, "
-                    "from 1"
-                )
-            for number in value.values():
-                _check_number(what, number)
+            what, value, kind = f"{about.name} of {whose}", getattr(thing, about.name), about.type
+            if kind in ("str", "bool") and type(value).__name__ != kind:
+                raise TypeError(f"{what} is {value!r:.60}, no {kind}")
+            if kind in ("int", "float") or (kind == "float | None" and value is not None):
+                _check_number(what, value, 1 if about.name == "weight_share" else _MOST)
+            if kind == "BySize" and (value or about.default_factory is MISSING):
+                sizes = list(self.sizes)
+                known = isinstance(value, Mapping) and sorted(value) == sizes
+                if not known or not sizes or sizes[0] < 1:
+                    raise ValueError(
+                        f"{what} is {value!r:.60}: it must be numbers by samples in a micro-batch, "
+                        f"from 1, for the same ones as the forward of the first layer, {sizes}"
+                    )
+                for number in value.values():
+                    _check_number(what, number)
 
     @property
     def timed(self) -> bool:
@@ -201,18 +179,17 @@ class Profile:
 
     def of(self, samples: int) -> Profile:
         """Return a profile of one mini-batch of unknown size as one of so many samples."""
-        if not self.whole:
-            return self
         if samples < 1:
             raise ValueError(f"samples={samples}: a mini-batch has at least one sample")
 
         def relabelled(thing: _T, **more: Any) -> _T:
             made: Any = thing
             for key in _by_size(type(thing)):
-                numbers = getattr(thing, key)
-                more[key] = {size * samples: number for size, number in numbers.items()}
+                more[key] = {samples * n: number for n, number in getattr(thing, key).items()}
             return replace(made, **more)  # type: ignore[no-any-return]
 
+        if not self.whole:
+            return self
         layers, skips = (tuple(map(relabelled, some)) for some in (self.layers, self.skips))
         return relabelled(self, layers=layers, skips=skips, whole=False)
 
@@ -225,35 +202,27 @@ class Profile:
         Args:
             entries: each with ``name``, ``forward_ms``, ``backward_ms``, ``activation_bytes`` (its
                 output), ``parameter_bytes`` and ``stored_bytes``; anything else is left aside.
-            samples: how many samples were measured; None if unknown. The numbers are then
-                those of the mini-batch that is planned for.
+            samples: how many were measured; if unknown, those of the mini-batch to plan for.
 
         Raises:
             ValueError: an entry lacks something, or a number is none or negative.
         """
-        if samples is not None and samples < 1:
-            raise ValueError(f"samples={samples}: at least one was measured")
-        size = 1 if samples is None else samples
         layers = []
         for index, entry in enumerate(entries):
-            if not isinstance(entry, Mapping):
-                raise ValueError(f"entry {index} is {_shown(entry)}, not a mapping")
-            missing = [key for key in _ENTRY if key not in entry]
+            missing = [key for key in ("name", *_ENTRY) if key not in entry]
             if missing:
                 raise ValueError(f"entry {index} of the profile lacks {', '.join(missing)}")
-            for key in _ENTRY[1:]:
+            for key in _ENTRY:
                 _check_number(f"{key} of entry {index} ({entry['name']!r})", entry[key])
+            forward, backward, output, parameters, stored = (entry[key] for key in _ENTRY)
             layers.append(
                 LayerProfile(
-                    name=entry["name"],
-                    forward={size: entry["forward_ms"] / 1e3},
-                    backward={size: entry["backward_ms"] / 1e3},
-                    output_bytes={size: entry["activation_bytes"]},
-                    stored_bytes={size: entry["stored_bytes"]},
-                    parameter_bytes=entry["parameter_bytes"],
+                    entry["name"], {1: forward / 1e3}, {1: backward / 1e3}, {1: output},
+                    {1: stored}, parameter_bytes=parameters,
                 )
-            )
-        return cls(tuple(layers), whole=samples is None)
+            )  # fmt: skip
+        found = cls(tuple(layers), whole=True)
+        return found if samples is None else found.of(samples)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file that :meth:`load` reads."""
@@ -262,81 +231,54 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, samples: int | None = None) -> Profile:
-        """Read what :meth:`save` wrote, or a list as for :meth:`from_list`.
-
-        Args:
-            path: of a JSON file.
-            samples: for a list, how many samples were measured.
+        """Read what :meth:`save` wrote, or a list and ``samples`` as for :meth:`from_list`.
 
         Raises:
             OSError, ValueError: it cannot be read, or is neither; the message says why.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except RecursionError as error:
-            raise ValueError(f"{path} is not a profile: it is nested too deep") from error
-        except ValueError as error:  # no text, or no JSON
-            raise ValueError(f"{path} is not a JSON file: {error}") from error
-        if isinstance(data, list):
-            return cls.from_list(data, samples=samples)
-        version = data.pop("syncpipe_profile", None) if isinstance(data, dict) else None
-        if version is None:
+            if isinstance(data, list):
+                found = cls.from_list(data)
+            elif data.pop("syncpipe_profile") != _VERSION:
+                raise ValueError(f"syncpipe_profile is not {_VERSION}")
+            else:
+                for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
+                    data[key] = [_read(kind, entry) for entry in data[key]]
+                found = _read(cls, data)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is not a profile: neither one that Profile.save wrote nor a list of "
-                f"entries with {', '.join(_ENTRY)}"
-            )
-        if version != _VERSION:
-            raise ValueError(
-                f"{path} is not a profile that can be read here: it is of version "
-                f"{_shown(version)}, not {_VERSION}"
-            )
-        if samples is not None and not data.get("whole"):
+                f"{path} is no profile ({type(error).__name__}: {error}): it must be JSON that "
+                f"Profile.save wrote, or a list of entries with name, {', '.join(_ENTRY)}"
+            ) from error
+        if samples is not None and not found.whole:
             raise ValueError(f"samples={samples}: {path} says itself how many were measured")
-        try:
-            for key, kind in (("layers", LayerProfile), ("skips", SkipProfile)):
-                if not isinstance(data.get(key), list):
-                    raise ValueError(f"{key} is {_shown(data.get(key))}, not a list")
-                data[key] = [_read(kind, x, f"{key}[{k}]") for k, x in enumerate(data[key])]
-            found = _read(cls, data, "it")
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a whole profile: {error}") from error
         return found if samples is None else found.of(samples)
 
     def table(self) -> str:
         """Return a line for each layer, for the largest micro-batch that was measured."""
-        size = self.sizes[-1]
-        of = "one mini-batch" if self.whole else f"{size} sample{'s' * (size != 1)}"
-        where = f" on {self.device}" if self.device else ""
-        if self.source in ("estimated", "sizes"):
-            where = f", {self.how}"
-        lines = [["layer", "forward", "backward", "output", "stored", "parameters"]]
-        for layer in self.layers:
-            lines.append(
-                [
-                    layer.name,
-                    _in_ms(layer.forward[size]),
-                    _in_ms(layer.backward[size]),
-                    in_bytes(layer.output_bytes[size]),
-                    in_bytes(layer.stored_bytes[size]),
-                    in_bytes(layer.parameter_bytes),
-                ]
+        n, layers = self.sizes[-1], self.layers
+        of = "one mini-batch" if self.whole else f"{n} sample{'s' * (n != 1)}"
+        counted = self.source in ("estimated", "sizes")
+        where = f", {self.how}" if counted else f" on {self.device}" if self.device else ""
+        stored = sum(x.stored_bytes[n] - x.shared_bytes.get(n, 0) for x in layers)
+        rows = [("layer", "forward", "backward", "output", "stored", "parameters")]
+        for name, some, output, kept in [
+            *((x.name, [x], in_bytes(x.output_bytes[n]), x.stored_bytes[n]) for x in layers),
+            ("all", layers, "", stored),
+        ]:
+            forward, backward = (
+                f"{1e3 * math.fsum(getattr(x, what)[n] for x in some):.3f} ms"
+                for what in ("forward", "backward")
             )
-        shared = sum(layer.shared_bytes.get(size, 0) for layer in self.layers)
-        stored = sum(layer.stored_bytes[size] for layer in self.layers) - shared
-        lines.append(
-            [
-                "all",
-                _in_ms(math.fsum(layer.forward[size] for layer in self.layers)),
-                _in_ms(math.fsum(layer.backward[size] for layer in self.layers)),
-                "",
-                in_bytes(stored),
-                in_bytes(sum(layer.parameter_bytes for layer in self.layers)),
-            ]
-        )
-        text = [f"{of}{where}", *_aligned(lines)]
+            parameters = in_bytes(sum(x.parameter_bytes for x in some))
+            rows.append((name, forward, backward, output, in_bytes(kept), parameters))
+        width = max(len(row[0]) for row in rows)
+        text = [f"{of}{where}"]
+        text += [name.ljust(width) + "".join(f"{x:>13}" for x in cells) for name, *cells in rows]
         for skip in self.skips:
-            first, last = self.layers[skip.stash].name, self.layers[skip.pop].name
-            text.append(f"skip {skip.name}: {first} to {last}, {in_bytes(skip.bytes[size])}")
+            ends = f"{layers[skip.stash].name} to {layers[skip.pop].name}"
+            text.append(f"skip {skip.name}: {ends}, {in_bytes(skip.bytes[n])}")
         return "\n".join(text)
 
     def __str__(self) -> str:
@@ -346,9 +288,9 @@ class Profile:
 def interpolate(numbers: BySize, samples: float) -> float:
     """A number for a size that may not have been measured.
 
-    Between two measured sizes on the straight line through both; beyond all of them on from the
-    nearest one, with the slope of the line that fits all best; with one measured size in
-    proportion. Below all of them no less than in proportion: fewer samples are never quicker each.
+    Between two sizes on the straight line through both; beyond all of them on from the nearest one,
+    with the slope of the line that fits all best; with one size, and below all at least, in
+    proportion: fewer samples are never quicker each.
     """
     if samples in numbers:
         return numbers[int(samples)]
@@ -368,12 +310,7 @@ def interpolate(numbers: BySize, samples: float) -> float:
 
 
 def in_bytes(number: float, *, up: bool = False) -> str:
-    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000.
-
-    Args:
-        number: of bytes.
-        up: round up, as for what is needed.
-    """
+    """A size in a unit that fits: 12 B, 3.4 kB, 56.0 MB, 789 GB, powers of 1000; rounded ``up``."""
     unit = 0
     while abs(number) >= 999.5 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
@@ -385,58 +322,19 @@ def in_bytes(number: float, *, up: bool = False) -> str:
 
 def _by_size(kind: type) -> list[str]:
     """The fields of a dataclass that are numbers by samples."""
-    found: tuple[Field[Any], ...] = fields(kind)
-    return [about.name for about in found if about.type == "BySize"]
+    return [about.name for about in fields(kind) if about.type == "BySize"]
 
 
-def _read(kind: type[_T], data: Any, what: str) -> _T:
+def _read(kind: type[_T], data: dict[str, Any]) -> _T:
     """A dataclass from a mapping, in which JSON has sizes as strings."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{what} is {_shown(data)}, not a mapping")
-    converted = dict(data)
-    for key in _by_size(kind):
-        numbers = converted.get(key)
-        if isinstance(numbers, Mapping):
-            converted[key] = {_size(size, f"{key} of {what}"): numbers[size] for size in numbers}
-    try:
-        return kind(**converted)
-    except TypeError as error:  # Python's own says what is missing or unknown
-        raise ValueError(f"{what}: {error}") from error
-
-
-def _size(text: str, what: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise ValueError(f"{what} is for {_shown(text)} samples, no such number")
-    return int(text)
+    sizes = {
+        key: {int(n): x for n, x in data[key].items()} for key in _by_size(kind) if key in data
+    }
+    return kind(**{**data, **sizes})
 
 
 def _check_number(what: str, number: Any, most: float = _MOST) -> None:
     """Refuses what is no time and no size."""
     ok = isinstance(number, Real) and not isinstance(number, bool)
     if not (ok and 0 <= number <= most):
-        raise ValueError(
-            f"{what} is {_shown(number)}; it must be a finite number, not negative, "
-            f"and {most:g} at most"
-        )
-
-
-def _shown(value: Any) -> str:
-    """A value in a message, if it is not too long for it."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}.."
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Cells as columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    ]
+        raise ValueError(f"{what} is {number!r:.60}; it must be a number from 0 to {most:g}")

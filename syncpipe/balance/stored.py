@@ -1,21 +1,19 @@
-"""Counts what layers keep for backward: every piece of memory once, however many see it.
+"""Counts what layers store for backward: every piece of memory once, however many see it.
 
-Layers share memory. What a ReLU returned it keeps, and the linear layer after it keeps the same as
-its input. So ``stored_bytes`` of layers cannot be added up; what a stage of the layers ``i`` to
-``j - 1`` stores is
+Layers share memory. What a ReLU returned it stores, and the linear layer after it stores the same
+as its input. So what a stage of the layers ``i`` to ``j - 1`` stores is
 
     sum of (stored_bytes - shared_bytes) of its layers + shared_bytes of layer i
 
 To make that right wherever one cuts, memory that some layer has stored and that goes through others
-(as a view, or as it is) to one that stores it again counts as stored and shared for those between,
-too:
+(as a view, or as it is) to one that stores it again counts as stored and shared for those between:
 
-                  ReLU    Flatten   Linear         What the ReLU returned, x bytes, is kept by it
+                  ReLU    Flatten   Linear         What the ReLU returned, x bytes, is stored by it
         stored      x        x         x           and by the linear layer. Cut before Flatten, or
-        shared      0        x         x           behind it: both sides keep it. Not cut: x once.
+        shared      0        x         x           behind it: both sides store it. Not cut: x once.
 
-The same for a skip that is stored before it is stashed and after it is popped. So only a stage that
-lies all between two such layers, and stores nothing of it itself, is said to store too much.
+So only a stage that lies all between two such layers, and stores nothing of it itself, is said to
+store too much.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,52 +29,38 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from syncpipe.data import distinct, tensors_in
+from syncpipe.data import distinct
 
-__all__ = ["Keeping", "Live", "Saved", "blocks", "size_of"]
+__all__ = ["Live", "Saved", "Stored", "size_of"]
 
 _T = TypeVar("_T")
 
 
-def blocks(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """The pieces of memory behind a tensor: what tells each from others that live, and its bytes.
-
-    Mostly it is one, the tensor's storage.
+def _memory_of(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Any]]:
+    """The pieces of memory behind tensors: what tells each from others that live, its bytes, and
+    an object that lives as long.
     """
-    if is_traceable_wrapper_subclass(tensor):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif tensor.layout is torch.sparse_coo:
-        inner = [tensor._indices(), tensor._values()]
-    else:
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            yield from _memory_of(part for part in parts if isinstance(part, Tensor))
+            continue
         try:
             storage = tensor.untyped_storage()
-            yield int(storage._cdata), int(storage.nbytes())
-        except (NotImplementedError, RuntimeError):  # a layout without storages
-            yield id(tensor), tensor.numel() * tensor.element_size()
-        return
-    for part in inner:
-        if isinstance(part, Tensor):
-            yield from blocks(part)
+            yield storage._cdata, storage.nbytes(), storage
+        except (NotImplementedError, RuntimeError):  # a layout without storages, such as sparse
+            yield id(tensor), tensor.numel() * tensor.element_size(), tensor
 
 
 def size_of(tree: Any) -> int:
     """Bytes that go to another device with a tree; a tensor that is in it twice goes once."""
-
-    def size(tensor: Tensor) -> int:
-        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
-            return tensor.numel() * tensor.element_size()
-        return sum(size for _, size in blocks(tensor))
-
-    return sum(map(size, distinct(tree)))
-
-
-class _Held:
-    """What autograd holds instead of a tensor."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    size = 0
+    for tensor in distinct(tree):
+        if is_traceable_wrapper_subclass(tensor):
+            size += sum(part for _, part, _ in _memory_of([tensor]))
+        else:
+            size += tensor.numel() * tensor.element_size()
+    return size
 
 
 class Saved:
@@ -86,40 +71,36 @@ class Saved:
     """
 
     def __init__(self) -> None:
-        self._seen: list[weakref.ref[_Held]] = []
+        self._seen: list[weakref.ref[Tensor]] = []
 
     def during(self, call: Callable[[], _T]) -> _T:
         """Calls a function, and sees what is stored meanwhile."""
         hooks: Any = torch._C._autograd
-        hooks._push_saved_tensors_default_hooks(self._pack, lambda held: held.tensor)
+        hooks._push_saved_tensors_default_hooks(self._pack, lambda tensor: tensor)
         try:
             return call()
         finally:
             hooks._pop_saved_tensors_default_hooks()
 
-    def _pack(self, tensor: Tensor) -> _Held:
-        held = _Held(tensor.detach())  # else an output would keep its own graph, and itself
+    def _pack(self, tensor: Tensor) -> Tensor:
+        held = tensor.detach()  # else an output would keep its own graph, and itself
         self._seen.append(weakref.ref(held))
         return held
 
     def tensors(self) -> list[Tensor]:
         """What is stored now; what belonged to a graph that was dropped is not."""
-        return [held.tensor for held in (seen() for seen in self._seen) if held is not None]
+        return [tensor for tensor in (seen() for seen in self._seen) if tensor is not None]
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the results of all operators in its context, until these are let go of.
 
     What an operator takes and gives back inside of itself is not seen.
-
-    Attributes:
-        alive: bytes now.
-        most: the largest ``alive`` so far.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.alive = self.most = 0
+        self.alive = self.most = 0  # now, and at most so far
         self._known: dict[int, tuple[Any, int]] = {}
         self._aside: set[int] = set()
 
@@ -130,25 +111,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Counts the memory of tensors as well."""
-        for tensor in tensors:
-            try:
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self._known and key not in self._aside:
-                    self._known[key] = weakref.ref(storage, self._forget(key)), size
-                    self.alive += size
-                    self.most = max(self.most, self.alive)
-            except (NotImplementedError, RuntimeError):  # a layout without storages
-                continue
+        for key, size, thing in _memory_of(tensors):
+            if key not in self._known and key not in self._aside:
+                self._known[key] = weakref.ref(thing, partial(self._forget, key)), size
+                self.alive += size
+                self.most = max(self.most, self.alive)
 
-    def leave_aside(self, keys: Iterable[int]) -> None:
-        """Does not count some pieces of memory, by their keys; nor has it until now."""
-        for key in keys:
+    def leave_aside(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count the memory of some tensors; nor has it until now."""
+        for key, _, _ in _memory_of(tensors):
             self._aside.add(key)
-            if key in self._known:
-                size = self._known.pop(key)[1]
-                self.alive -= size
-                self.most -= size
+            size = self._known.pop(key, (None, 0))[1]
+            self.alive -= size
+            self.most -= size
 
     def only(self, tensors: Iterable[Tensor]) -> None:
         """Begins anew with these alone."""
@@ -156,90 +131,77 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive = self.most = 0
         self.watch(tensors)
 
-    def _forget(self, key: int) -> Callable[[Any], None]:
-        def forget(gone: Any) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is gone:
-                del self._known[key]
-                self.alive -= known[1]
-
-        return forget
+    def _forget(self, key: int, gone: Any) -> None:
+        known, size = self._known.get(key, (None, 0))
+        if known is gone:
+            del self._known[key]
+            self.alive -= size
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Memory:
-    """A piece of memory that goes from layer to layer, in the chain or as a skip.
-
-    Attributes:
-        bytes: its size.
-        stored: whether a layer so far stores it.
-        passed: the layers through which it went since, which do not store it themselves.
-    """
+    """A piece of memory that goes from layer to layer: its bytes, and the layers that store it."""
 
     bytes: int
-    stored: bool = False
-    passed: list[int] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
 
 
-class Keeping:
+class Stored:
     """What each layer of a chain stores, for one size of the micro-batch.
 
     Attributes:
-        stored: bytes, for each layer.
-        shared: the part that layers before it store already, for each layer.
+        last: bytes that the last layer stores.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.stored = [0] * layers
-        self.shared = [0] * layers
+    def __init__(self) -> None:
+        self.last = self._layers = 0
         self._live: dict[int, _Memory] = {}
+        self._stored: list[_Memory] = []
 
     def add(
         self,
-        layer: int,
         inputs: list[Tensor],
         copies: list[Tensor],
         saved: list[Tensor],
-        going_on: Any,
-        own: set[int],
+        going_on: list[Tensor],
+        own: Iterable[Tensor],
     ) -> int:
-        """Counts what a layer stores, after the layers before it.
+        """Counts what the next layer stores.
 
         Args:
-            layer: its index.
-            inputs: the tensors that it was meant to get.
-            copies: those that it got instead.
+            inputs, copies: what it was meant to get, and what it got instead.
             saved: what autograd stores for it.
-            going_on: the value that goes to the next layer, and the skips on their way.
-            own: the memory of its parameters and buffers, which is not counted.
+            going_on: what goes to the next layer, and the skips on their way.
+            own: its parameters and buffers, whose memory is not counted.
 
-        Returns:
-            Bytes of its inputs that layers before it store, and it does not.
+        Returns the bytes of its inputs that layers before it store, and it does not.
         """
         known = dict(self._live)
-        for original, given in zip(inputs, copies, strict=True):
-            for (key, size), (given_key, _) in zip(blocks(original), blocks(given), strict=True):
-                known[given_key] = known.setdefault(key, _Memory(size))
+        pairs = zip(_memory_of(inputs), _memory_of(copies), strict=True)
+        for (key, size, _), (copied, _, _) in pairs:
+            known[copied] = known.setdefault(key, _Memory(size))
+        aside = {key for key, _, _ in _memory_of(own)}
 
         def memories(tensors: list[Tensor]) -> dict[int, _Memory]:
-            pairs = [pair for tensor in tensors for pair in blocks(tensor) if pair[0] not in own]
-            return {key: known.setdefault(key, _Memory(size)) for key, size in pairs}
+            pieces = [(key, size) for key, size, _ in _memory_of(tensors) if key not in aside]
+            return {key: known.setdefault(key, _Memory(size)) for key, size in pieces}
 
         held = set(memories(saved).values())
-        passing = set(memories(inputs).values()) - held
-        unused = sum(memory.bytes for memory in passing if memory.stored)
-        for memory in held:
-            self.stored[layer] += memory.bytes
-            if memory.stored:
-                self.shared[layer] += memory.bytes
-                for between in memory.passed:
-                    self.stored[between] += memory.bytes
-                    self.shared[between] += memory.bytes
-            memory.stored = True
-            memory.passed.clear()
-
-        self._live = memories(tensors_in(going_on))
-        for memory in set(self._live.values()) - held:
-            if memory.stored:
-                memory.passed.append(layer)
+        unused = sum(piece.bytes for piece in {*memories(inputs).values()} - held if piece.layers)
+        self._stored += [piece for piece in held if not piece.layers]
+        self.last = sum(piece.bytes for piece in held)
+        for piece in held:
+            piece.layers.append(self._layers)
+        self._live = memories(going_on)
+        self._layers += 1
         return unused
+
+    def by_layer(self) -> list[tuple[int, int]]:
+        """For each layer what it stores, and the part of it that layers before it store already."""
+        stored, shared = [0] * self._layers, [0] * self._layers
+        for piece in self._stored:
+            first, last = piece.layers[0], piece.layers[-1]
+            for layer in range(first, last + 1):
+                stored[layer] += piece.bytes
+                shared[layer] += piece.bytes * (layer > first)
+        return list(zip(stored, shared, strict=True))

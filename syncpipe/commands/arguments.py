@@ -6,15 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["file_to_write", "whole_number"]
-
 
 def whole_number(least: int, most: float = float("inf")) -> Callable[[str], int]:
     """A type of arguments: whole numbers within bounds, both included."""
-    bounds = f"from {least}" if most == float("inf") else f"from {least} to {most}"
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
+            bounds = f"from {least}" + f" to {most}" * (most != float("inf"))
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
         return int(text)
 
@@ -28,10 +26,8 @@ def file_to_write(*suffixes: str) -> Callable[[str], Path]:
         path = Path(text)
         if path.suffix.lower() not in suffixes and suffixes:
             raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(suffixes)}")
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r} is a folder, not a file")
+        if not path.parent.is_dir() or path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that is there")
         return path
 
     return read

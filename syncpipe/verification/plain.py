@@ -16,11 +16,11 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import clones, flatten, gather, leaf_names, map_tensors, tensors_in
+from syncpipe.data import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked
 from syncpipe.runtime.errors import annotate
@@ -58,6 +58,7 @@ class Layer:
         return lambda value: torch.func.functional_call(holder, placed(away, here), (value,))
 
     def __str__(self) -> str:
+        """As in messages of the pipe."""
         return f"layer {self.index} ({self.name!r}: {type(self.module).__name__})"
 
 
@@ -85,7 +86,11 @@ def by_name(root: str, tree: Any) -> dict[str, Any]:
 class PlainRun:
     """One run of the plain model. It begins with a draw from the caller's generator, as a call.
 
-    ``drew`` has the layers that drew random numbers; the loss function comes after the last one.
+    Args:
+        layers: the layers.
+
+    Attributes:
+        drew: the layers that drew random numbers; the loss function comes after the last one.
     """
 
     def __init__(self, layers: list[Layer]) -> None:
@@ -144,6 +149,7 @@ class Observation(NamedTuple):
     """What is seen of a layer that runs plainly, on the mini-batch and on its micro-batches.
 
     Attributes:
+        layer: the layer.
         comparison: of its outputs for the micro-batches with that for the mini-batch.
         repeats: it gives the same twice for the same input and random numbers.
         draws: it draws random numbers as PyTorch's layers do, so that these have to differ.
@@ -163,20 +169,48 @@ class Observation(NamedTuple):
         """Whether a pipe can make it give something else."""
         return self.writes or (not self.repeats and "buffer" not in self.changed)
 
-    def reason(self) -> str:
-        """Why it gives something else."""
-        changed = _few([name for names in self.changed.values() for name in names])
-        if own := self.changed.get("generator"):
+    @property
+    def cut(self) -> bool:
+        """Whether it gives something else for micro-batches."""
+        return not (self.draws or self.comparison.same)
+
+    def reason(self, *, cut: bool) -> str:
+        """Why it gives something else.
+
+        Args:
+            cut: for micro-batches; otherwise in the pipe.
+        """
+        norms = [
+            f"{name!r}: {type(part).__name__}" if name else type(part).__name__
+            for name, part in self.layer.module.named_modules()
+            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        ]
+        if cut and norms:
+            deferred = all("Deferred" in norm for norm in norms)
             return (
-                f"it draws from a generator of its own ({_few(own)}): for each micro-batch anew, "
+                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own "
+                "mean and variance. That is what micro-batches mean, and often does no harm; "
+                + ("" if deferred else "deferred_batch_norm=True at least for running statistics; ")
+                + "LayerNorm and GroupNorm do not look at other samples, nor does BatchNorm in "
+                "eval()"
+            )
+        kinds = {kind: _few(names) for kind, names in self.changed.items()}
+        if own := kinds.get("generator"):
+            return (
+                f"it draws from a generator of its own ({own}): for each micro-batch anew, "
                 "and again when it is recomputed; let it draw from PyTorch's own generator "
                 "(torch.rand_like(x) and the like, no generator=)"
             )
-        if not self.repeats and changed:
+        if not self.repeats and (state := kinds.get("attribute")):
             return (
-                f"it keeps state ({changed} changes in forward) that its output depends on: each "
-                "micro-batch changes it, and recomputation once more; change it only if not "
-                "syncpipe.is_recomputing()"
+                f"it keeps state ({state} changes in forward), which depends on how often it "
+                "ran before, and recomputation runs it once more: register it as a buffer, or "
+                "change it only if not syncpipe.is_recomputing()"
+            )
+        if not self.repeats and kinds:
+            return (
+                f"it keeps state in parameters or buffers ({', '.join(kinds.values())}) that its "
+                "output depends on, and they change with each micro-batch"
             )
         if not self.repeats:
             return (
@@ -188,33 +222,33 @@ class Observation(NamedTuple):
                 "it works in place, on memory that others use as well: let it work on a copy (for "
                 "an activation: inplace=False)"
             )
-        norms = [
-            f"{name}: {type(part).__name__}".removeprefix(": ")
-            for name, part in self.layer.module.named_modules()
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-        ]
-        if norms:
+        if cut:
             return (
-                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own mean "
-                "and variance, which often does no harm; deferred_batch_norm=True keeps running "
-                "statistics those of mini-batches, LayerNorm and GroupNorm look at no other samples"
+                "its output for a sample depends on the other samples of the mini-batch: a mean, a "
+                "maximum or a softmax over dimension 0, attention between samples, a shape or a "
+                "number that it takes from the batch"
             )
-        return (
-            "its output for a sample depends on the other samples of the mini-batch: a mean, a "
-            "maximum or a softmax over dimension 0, attention between samples, a shape or a number "
-            "that it takes from the batch"
-        )
+        return "not found: by itself it gives the same for the same input"
 
 
 @torch.no_grad()
 def observe(
     layers: list[Layer], whole: Any, pieces: list[Any], leave: Any, seen: list[Observation]
-) -> Exception | None:
+) -> tuple[Any, Exception | None]:
     """Runs each layer on the mini-batch, and on the micro-batches that it consists of.
 
     A layer after one that draws or differs gets the joined micro-batches as its mini-batch, so each
-    is seen by itself. ``leave`` is no layer's own; ``seen`` gets what is seen. Returns what a layer
-    raised on a micro-batch.
+    is seen by itself.
+
+    Args:
+        layers: the layers.
+        whole: the mini-batch.
+        pieces: its micro-batches.
+        leave: what is no layer's own.
+        seen: gets an observation for each layer.
+
+    Returns:
+        The output for the mini-batch, and what a layer raised on a micro-batch.
     """
     failed: Exception | None = None
     run = PlainRun(layers)
@@ -234,11 +268,7 @@ def observe(
         except Exception as error:
             failed = error
             continue
-        try:
-            joined = gather(pieces)
-        except ValueError:  # there is a mean over samples in it, say
-            joined = whole
-        comparison = compare(by_name("output", joined), by_name("output", whole))
+        joined, comparison = _joined(whole, pieces)
         changed: dict[str, list[str]] = {}
         for kind, name in state.changes():
             if not name.endswith((*_RUNNING, "_hooks")):
@@ -249,7 +279,7 @@ def observe(
         seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
         if draws or not comparison.same:
             whole = joined
-    return failed
+    return whole, failed
 
 
 def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
@@ -260,6 +290,28 @@ def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[
         after = dict(zip(store, skips, strict=True))
         found.append((run.layer(layer, 0, value, after), after))
     return found
+
+
+def _joined(whole: Any, pieces: list[Any]) -> tuple[Any, Comparison]:
+    """Outputs of micro-batches as one of the mini-batch, and how they compare."""
+    leaves, structure = flatten(whole)
+    rows = [flatten(piece)[0] for piece in pieces]
+    if any(len(row) != len(leaves) for row in rows):
+        return whole, Comparison("different", words="trees of other structures")
+    expected, actual = {}, {}
+    for k, name in enumerate(leaf_names("output", whole)):
+        parts, leaf = [row[k] for row in rows], leaves[k]
+        tensors = all(isinstance(part, Tensor) for part in [*parts, leaf])
+        if tensors and leaf.dim() == 0:
+            continue  # a mean over samples, say, which is in the loss
+        if tensors and all(p.dim() for p in parts) and sum(map(len, parts)) == len(leaf):
+            expected[name], actual[name] = leaf, torch.cat(parts)
+            leaves[k] = actual[name]
+            continue
+        for i, part in enumerate(parts):
+            expected[f"{name} for micro-batch {i}"] = leaf
+            actual[f"{name} for micro-batch {i}"] = part
+    return unflatten(leaves, structure), compare(actual, expected)
 
 
 def _few(names: list[str]) -> str:

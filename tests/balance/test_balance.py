@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
@@ -44,34 +43,25 @@ def key_of(cost: Any, balance: list[int]) -> tuple[Fraction, Fraction]:
 
 
 def best_key(cost: Any, n: int) -> tuple[Fraction, Fraction]:
+    """The same of the best cut; its largest stage first, then the squares within that bound."""
     sums = [Fraction(0), *accumulate(map(Fraction, cost))]
-    places = range(len(sums))
-    largest: dict[int, Fraction] = {0: Fraction(0)}
-    for _ in range(n):
-        largest = {
-            b: min(max(largest[a], sums[b] - sums[a]) for a in largest if a < b)
-            for b in places
-            if b > min(largest)
-        }
-    bound = largest[len(cost)]
-    best: dict[int, Fraction] = {0: Fraction(0)}
-    for _ in range(n):
-        ways = {
-            b: [
-                best[a] + (sums[b] - sums[a]) ** 2
-                for a in best
-                if a < b and sums[b] - sums[a] <= bound
-            ]
-            for b in places
-        }
-        best = {b: min(way) for b, way in ways.items() if way}
-    return bound, best[len(cost)]
+    found: list[Fraction] = []
+    for join in (max, lambda left, stage: left + stage**2):
+        best = {0: Fraction(0)}
+        for _ in range(n):
+            ways: dict[int, list[Fraction]] = {}
+            for a in best:
+                for b in range(a + 1, len(sums)):
+                    if not found or sums[b] - sums[a] <= found[0]:
+                        ways.setdefault(b, []).append(join(best[a], sums[b] - sums[a]))
+            best = {b: min(values) for b, values in ways.items()}
+        found.append(best[len(cost)])
+    return found[0], found[1]
 
 
 numbers = st.one_of(
     st.integers(0, 5),
-    st.sampled_from([0, 0, 1, 100]),
-    st.sampled_from([0.1, 0.2, 0.3]),
+    st.sampled_from([0, 0, 1, 100, 0.1, 0.2, 0.3]),
     st.floats(0, 1e300, allow_subnormal=True),
 )
 short = st.lists(numbers, min_size=1, max_size=9)
@@ -86,9 +76,8 @@ def test_the_cut_is_the_best_and_then_the_most_even(
 ) -> None:
     n = 2 if data is None else data.draw(st.integers(1, min(12, len(cost))))
     balance = balance_cost(cost, n)
-    assert len(balance) == n
+    assert (len(balance), sum(balance)) == (n, len(cost))
     assert min(balance) >= 1
-    assert sum(balance) == len(cost)
     assert key_of(cost, balance) == best_key(cost, n)
 
 
@@ -103,21 +92,9 @@ def test_a_layer_that_costs_nothing_stays_with_the_one_before_it() -> None:
 @pytest.mark.parametrize("n", [1, 64, 500])
 def test_ten_thousand_layers(cost: list[float], n: int) -> None:
     balance = balance_cost(cost, n)
-    assert len(balance) == n
-    assert sum(balance) == len(cost)
+    assert (len(balance), sum(balance)) == (n, len(cost))
     assert min(balance) >= 1
     assert key_of(cost, balance)[0] <= Fraction(sum(map(Fraction, cost))) / n + Fraction(max(cost))
-
-
-def test_one_giant_among_many_leaves_the_rest_even() -> None:
-    cost = [1] * 300_000
-    cost[100_000] = 10**7
-    balance = balance_cost(cost, 64)
-    assert balance[:-1].count(1) <= 1
-    assert sum(balance) == len(cost)
-    giant = balance.index(1)
-    for rest in (balance[:giant], balance[giant + 1 :]):
-        assert max(rest) - min(rest) <= 1
 
 
 @pytest.mark.parametrize(
@@ -126,9 +103,6 @@ def test_one_giant_among_many_leaves_the_rest_even() -> None:
         torch.tensor([1.0, 1, 4, 2, 2]),
         [torch.tensor(1), 1, Fraction(4), 2.0, 2],
         (number for number in (1, 1, 4, 2, 2)),
-        torch.tensor([1, 1, 4, 2, 2], dtype=torch.uint8).numpy(),
-        [10**400, 10**400, 4 * 10**400, 2 * 10**400, 2 * 10**400],
-        [Decimal("0.1"), Decimal("0.1"), Decimal("0.4"), Decimal("0.2"), Decimal("0.2")],
     ],
 )
 def test_costs_are_any_numbers(cost: Any) -> None:
@@ -163,7 +137,6 @@ def mixed() -> nn.Sequential:
 
 
 def test_by_parameters_frozen_ones_do_not_count_and_tied_ones_count_once() -> None:
-    assert balance_by_parameters(3, mixed()) == [2, 2, 2]
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
     model[0].weight.requires_grad_(False)
     model[3].weight = model[4].weight = model[2].weight
@@ -171,13 +144,6 @@ def test_by_parameters_frozen_ones_do_not_count_and_tied_ones_count_once() -> No
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(10**5, 10**5) for _ in range(6)])
     assert balance_by_parameters(3, model) == [2, 2, 2]
-
-
-@given(st.integers(1, 30), st.data())
-def test_uniform_gives_the_first_stages_one_layer_more(layers: int, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, layers))
-    model = nn.Sequential(*[nn.ReLU() for _ in range(layers)])
-    assert balance_uniform(n, model) == [layers // n + (j < layers % n) for j in range(n)]
 
 
 @pytest.mark.parametrize("regex", ["linear", "^Linear$", "LIN"])
@@ -212,8 +178,7 @@ def test_a_pipe_finds_its_balance_with_a_stage_for_each_device() -> None:
     pipe = Pipe(linear_model(3), [3], devices=FOUR)
     pipe.balance = "uniform"  # never more stages than layers
     assert pipe.balance == [1, 1, 1]
-    x = torch.randn(2, 3)
-    assert torch.equal(pipe(x), nn.Sequential(*pipe)(x))
+    assert balance_uniform(3, linear_model(8)) == [3, 3, 2]
 
 
 @pytest.mark.parametrize("how", ["", "params", "type", "Uniform"])
@@ -241,19 +206,39 @@ def test_a_balance_by_time(clock: Clock) -> None:
         balance_by_time(2, mixed(), torch.rand(8, 8), device="meta")
 
 
-def four_linear() -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(30, 30) for _ in range(3)], nn.Linear(30, 90))
-
-
 def test_a_balance_by_size() -> None:
-    model = four_linear()
+    model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(3)], nn.Linear(30, 90))
     assert balance_by_size(2, model, torch.rand(2, 30)) == [3, 1]
     # 200 samples of 30 floats for each layer outweigh its 930 parameters.
-    assert balance_by_size(2, model, torch.rand(200, 30)) == [2, 2]
-    assert balance_by_size(2, model, torch.rand(200, 30), chunks=100) == [3, 1]
-    assert balance_by_size(2, model, torch.rand(200, 30), param_scale=100.0) == [3, 1]
+    large = torch.rand(200, 30)
+    assert balance_by_size(2, model, large) == [2, 2]
+    assert balance_by_size(2, model, large, chunks=100) == [3, 1]
+    assert balance_by_size(2, model, large, param_scale=100.0) == [3, 1]
+    adam = torch.optim.Adam
+    assert balance_by_size(2, model, large, optimizer=adam) == balance_by_size(
+        2, model, large, param_scale=4.0
+    )
     shares = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Flatten(), nn.Linear(3, 3))
     assert balance_by_size(2, shares, torch.rand(64, 3, requires_grad=True)) == [3, 1]
+    skips = nn.Sequential(nn.Linear(3, 3), Send(), nn.Linear(3, 3), Receive())
+    x = torch.rand(4, 3)
+    assert balance_by_size(2, skips, x, device="meta") == balance_by_size(2, skips, x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"param_scale": 7.0, "optimizer": torch.optim.Adam}, "both given"),
+        ({"param_scale": -1.0}, "param_scale=-1.0"),
+        ({"chunks": 0}, "chunks=0"),
+        ({"partitions": 4}, "at most 2"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        balance_by_size(
+            **{"partitions": 2, "module": linear_model(2), "input": torch.rand(2, 3), **arguments}
+        )
 
 
 @pytest.mark.parametrize(
@@ -262,18 +247,12 @@ def test_a_balance_by_size() -> None:
         (partial(torch.optim.SGD, lr=0.1), 2),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3),
         (torch.optim.RMSprop, 3),
-        (torch.optim.Adagrad, 3),
         (torch.optim.AdamW, 4),
         (partial(torch.optim.Adam, amsgrad=True), 5),
     ],
 )
 def test_an_optimizer_says_how_much_parameters_weigh(optimizer: Any, scale: float) -> None:
     assert param_scale_of(optimizer) == scale
-    model, x = four_linear(), torch.rand(40, 30)
-    balance = balance_by_size(2, model, x, optimizer=optimizer)
-    assert balance == balance_by_size(2, model, x, param_scale=scale)
-    with pytest.raises(ValueError, match="both given"):
-        balance_by_size(2, model, x, param_scale=7.0, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +261,3 @@ def test_an_optimizer_says_how_much_parameters_weigh(optimizer: Any, scale: floa
 def test_what_is_no_optimizer(optimizer: Any) -> None:
     with pytest.raises(TypeError, match="optimizer="):
         param_scale_of(optimizer)
-
-
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-def test_more_partitions_than_layers(balance: Callable[..., list[int]]) -> None:
-    with pytest.raises(ValueError, match="4"):
-        balance(4, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2))
-
-
-def test_a_skippable_model_can_be_balanced() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Send(), nn.Linear(3, 3), Receive())
-    x = torch.rand(4, 3)
-    assert sum(balance_by_time(2, model, x, timeout=0.0)) == 4
-    sizes = balance_by_size(2, model, x, device="meta")
-    assert sizes == balance_by_size(2, model, x)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch import Tensor, nn
 import syncpipe
 from syncpipe import NoChunk, Pipe
 from syncpipe.balance import DeviceSpec, LayerProfile, Profile, SkipProfile, estimated, profile
-from syncpipe.balance import run as measuring
+from syncpipe.balance import measure as measuring
 from syncpipe.skip import Namespace
 from tests.support.models import Fork, Join, Receive, Send
-from tests.support.running import on_gradient
+from tests.support.running import Do, on_gradient
 from tests.support.skips import Around
 
 # --- time ---------------------------------------------------------------------------------------
@@ -30,26 +32,33 @@ class Clock:
         self.now = 0.0
 
     def __call__(self, device: torch.device) -> tuple[Callable[[], float], Any]:
-        return (lambda: self.now), (lambda start, end: end - start)
+        return (lambda: self.now), operator.sub
 
 
 class Takes(nn.Module):
-    """Takes a second for each sample in forward, and two of them in backward."""
+    """Takes a second for each sample in forward, and two of them in backward.
 
-    def __init__(self, clock: Clock, seconds: float, late: tuple[float, ...] = ()) -> None:
+    The first runs are late by so many seconds; its parameter takes some more for each sample.
+    """
+
+    def __init__(
+        self, clock: Clock, seconds: float, late: tuple[float, ...] = (), weight: float = 0
+    ) -> None:
         super().__init__()
-        self.clock, self.seconds, self.late = clock, seconds, list(late)
+        self.arguments, self.late = (clock, seconds, late, weight), list(late)
+        self.clock, self.seconds, self.own = clock, seconds, weight
         self.weight = nn.Parameter(torch.ones(()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Takes:
-        return type(self)(self.clock, self.seconds, tuple(self.late))
+        return type(self)(*self.arguments).requires_grad_(self.weight.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += self.seconds * len(x) + (self.late.pop(0) if self.late else 0)
-        return on_gradient(x * self.weight, self._back)
+        self.take(self.seconds * len(x) + (self.late.pop(0) if self.late else 0))
+        weight = on_gradient(self.weight * 1, lambda _: self.take(self.own * len(x)))
+        return on_gradient(x * weight, lambda grad: self.take(2 * self.seconds * len(grad)))
 
-    def _back(self, grad: Tensor) -> None:
-        self.clock.now += 2 * self.seconds * len(grad)
+    def take(self, seconds: float) -> None:
+        self.clock.now += seconds
 
 
 @pytest.fixture
@@ -98,24 +107,6 @@ def test_rounds_go_on_while_there_is_time(monkeypatch: pytest.MonkeyPatch, clock
     assert rounds(1e6) == pytest.approx(1 + 1 + 2 * measuring.MOST)
 
 
-class Notes(nn.Module):
-    """Writes down when it is run, and which way."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        super().__init__()
-        self.name, self.log = name, log
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Notes:
-        return Notes(self.name, self.log)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(self.name)
-        y = x * self.weight
-        y.register_hook(lambda _: self.log.append(f"{self.name} back"))
-        return y
-
-
 @pytest.mark.parametrize(
     ("window", "round"),
     [(1e9, ["a", "b", "c", "c back", "b back", "a back"]), (0, ["c", "c back"])],
@@ -124,10 +115,17 @@ class Notes(nn.Module):
 def test_layers_are_timed_in_a_rotation(
     window: float, round: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def notes(name: str) -> nn.Module:
+        def run(x: Tensor) -> Any:
+            log.append(name)
+            return on_gradient(x * 1, lambda _: log.append(f"{name} back"))
+
+        return Do(run)
+
     monkeypatch.setattr(measuring, "WINDOW", window)
     log: list[str] = []
-    model = nn.Sequential(*(Notes(name, log) for name in "abc"))
-    profile(model, torch.rand(4, 2, requires_grad=True), sizes=[4], timeout=0.5)
+    x = torch.rand(4, 2, requires_grad=True)
+    profile(nn.Sequential(*map(notes, "abc")), x, sizes=[4], timeout=0.5)
     assert log[-2 * len(round) :] == 2 * round
     assert log[:2] == ["a", "a back"]  # to see what it stores
 
@@ -147,13 +145,9 @@ def test_a_size_counts_after_a_round_of_its_own(clock: Clock) -> None:
 
 
 def test_time_is_measured_with_the_threads_that_a_worker_has() -> None:
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return x
-
     seen: list[int] = []
-    profile(nn.Sequential(Asks()), torch.rand(2), sizes=[2], timeout=0.0, threads=3)
+    asks = Do(lambda x: seen.append(torch.get_num_threads()))
+    profile(nn.Sequential(asks), torch.rand(2), sizes=[2], timeout=0.0, threads=3)
     assert set(seen) == {3}
 
 
@@ -162,52 +156,41 @@ def test_time_is_measured_with_the_threads_that_a_worker_has() -> None:
 TRUE = 1e-3
 
 
-def noisy(monkeypatch: pytest.MonkeyPatch, time: Callable[[], float]) -> Profile:
-    """Layers whose every run takes what the function says."""
-    monkeypatch.setattr(measuring, "stopwatch", lambda device: (lambda: 0.0, lambda a, b: time()))
-    monkeypatch.setattr(measuring, "PATIENCE", 1e9)  # however slow this machine is
-    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    return profile(layers, torch.randn(8, 4), sizes=[4, 8], timeout=1e-3)
-
-
-def times(found: Profile) -> list[float]:
-    return [t for x in found.layers for row in (x.forward, x.backward) for t in row.values()]
-
-
 def test_what_else_runs_does_not_count_and_leaves_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(time: Callable[[], float]) -> Profile:
+        monkeypatch.setattr(measuring, "stopwatch", lambda _: (lambda: 0.0, lambda a, b: time()))
+        layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        return profile(layers, torch.randn(8, 4), sizes=[4, 8], timeout=1e-3)
+
+    monkeypatch.setattr(measuring, "PATIENCE", 1e9)  # however slow this machine is
     draw = random.Random(0)
-    busy = noisy(monkeypatch, lambda: TRUE * (draw.uniform(50, 1000) if draw.random() < 0.7 else 1))
-    assert times(busy) == pytest.approx([TRUE] * 12)
-    assert busy.spread > 1
+    busy = found(lambda: TRUE * (draw.uniform(50, 1000) if draw.random() < 0.7 else 1))
+    calm = found(lambda: TRUE)
+    for each in (busy, calm):
+        rows = [row for x in each.layers for row in (x.forward, x.backward)]
+        assert all(row == pytest.approx({4: TRUE, 8: TRUE}) for row in rows)
+    assert (busy.spread > 1, calm.spread) == (True, 0)
     assert busy.load_average > 0
-    calm = noisy(monkeypatch, lambda: TRUE)
-    assert times(calm) == [TRUE] * 12
-    assert calm.spread == 0
 
 
-def test_fewer_samples_never_take_longer() -> None:
-    rows: Any = {2: [5.0, 6.0], 4: [3.0, 9.0], 8: [4.0]}
-    assert measuring.least_of(rows) == {2: 3.0, 4: 3.0, 8: 4.0}
+def test_fewer_samples_never_take_longer(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            self.take({2: 5, 4: 3, 8: 4}[len(x)])
+            return x
+
+    monkeypatch.setattr(measuring, "AGAIN", 0)
+    layers = profile(nn.Sequential(Odd(clock, 0)), torch.rand(8, 2), timeout=0.0).layers
+    assert layers[0].forward == {2: 3, 4: 3, 8: 4}
 
 
-# --- the weight half of backward ----------------------------------------------------------------
-
-
-class Halves(Takes):
-    """Its parameter takes three seconds for each sample, besides two for its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = on_gradient(self.weight * 1, lambda _: self._take(3 * len(x)))
-        self._take(len(x))
-        return on_gradient(x * weight, self._back)
-
-    def _take(self, seconds: float) -> None:
-        self.clock.now += seconds
+# --- the weight half of backward, and the interpreter -------------------------------------------
 
 
 def test_what_is_missing_without_products_for_parameters_is_the_weight_half(clock: Clock) -> None:
-    frozen = Halves(clock, 1).requires_grad_(False)
-    model = nn.Sequential(Halves(clock, 1), nn.ReLU(), Halves(clock, 1), frozen)
+    frozen = Takes(clock, 1).requires_grad_(False)
+    halves = [Takes(clock, 1, weight=3) for _ in range(2)]
+    model = nn.Sequential(halves[0], nn.ReLU(), halves[1], frozen)
     layers = profile(model, torch.rand(4, 2), timeout=0).layers
     # Nothing goes back from the first layer without its parameter.
     assert [layer.weight_share for layer in layers] == [1, 0, pytest.approx(3 / 5), 0]
@@ -219,11 +202,10 @@ def test_what_is_missing_without_products_for_parameters_is_the_weight_half(cloc
 
 def test_the_halves_of_a_plan_are_those_of_its_profile() -> None:
     def planned(share: float | None) -> Any:
+        numbers = {8: 1e-3}, {8: 2e-3}, {8: 10}, {8: 10}
         layers = [
-            LayerProfile(str(k), {8: 1e-3}, {8: 2e-3}, {8: 10}, {8: 10}, parameter_bytes=8,
-                         weight_share=share)
-            for k in range(4)
-        ]  # fmt: skip
+            LayerProfile(str(k), *numbers, parameter_bytes=8, weight_share=share) for k in range(4)
+        ]
         return syncpipe.plan(
             Profile(tuple(layers)), devices="2 x 1GB, 1GB/s", batch_size=32, chunks=4,
             schedule="zb_h1",
@@ -236,64 +218,32 @@ def test_the_halves_of_a_plan_are_those_of_its_profile() -> None:
     assert "are estimated" in str(planned(None))
 
 
-# --- how long layers hold the interpreter -------------------------------------------------------
-
-
-class ThreadClock:
-    """The CPU time of this thread, which only layers move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def thread_time(self) -> float:
-        return self.now
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.modules["time"], name)
-
-
-class Python(nn.Module):
-    """Three seconds of Python, and an operator of five."""
-
-    def __init__(self, clock: ThreadClock) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Python:
-        return Python(self.clock)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += 3
-        Kernel.clock = self.clock
-        return torch.relu(x.as_subclass(Kernel)).as_subclass(Tensor)
-
-
-class Kernel(Tensor):
-    """A tensor whose relu takes five seconds."""
-
-    clock: ThreadClock
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.relu:
-            cls.clock.now += 5
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def test_time_of_the_interpreter_is_that_outside_of_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = ThreadClock()
-    monkeypatch.setattr(measuring, "clock", clock)
-    monkeypatch.setattr(measuring, "of_counting", lambda: 0.0)
+    class Kernel(Tensor):
+        """A tensor whose relu takes five seconds."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            now[0] += 5 * (func is torch.relu)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def python(x: Tensor) -> Tensor:
+        """Three seconds of Python, and that operator."""
+        now[0] += 3
+        return torch.relu(x.as_subclass(Kernel)).as_subclass(Tensor)
+
+    now = [0.0]
+    monkeypatch.setattr(measuring.clock, "thread_time", lambda: now[0])
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
-    model = nn.Sequential(Python(clock), nn.Linear(2, 2), Python(clock), compiled)
+    model = nn.Sequential(Do(python), nn.Linear(2, 2), Do(python), compiled)
     for timeout in (0, 0.05):  # however little time there is
         layers = profile(model, torch.ones(4, 2), timeout=timeout).layers
-        assert [layer.interpreter for layer in layers] == [3, 0, 3, 0]
-    monkeypatch.setattr(measuring, "of_counting", lambda: 0.5)
-    calls = measuring.outside_operators(lambda: torch.relu(torch.ones(2)))[1]
-    assert calls >= 1
+        assert [x.interpreter for x in layers] == pytest.approx([3, 0, 3, 0], abs=1e-4)
+    monkeypatch.setattr(measuring, "COUNTING", 0.5)
     layers = profile(model[:2], torch.ones(4, 2), timeout=0).layers
     assert 0 <= layers[0].interpreter < 3  # counting operators does not count
     assert layers[1].interpreter == 0  # and it is never negative
@@ -303,19 +253,14 @@ def test_time_of_the_interpreter_is_that_outside_of_operators(
 
 
 def test_layers_get_their_real_input_in_train_mode() -> None:
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.training
-            assert x.requires_grad
-            assert torch.equal(x, expected[: len(x)])
-            return x
+    def asks(x: Tensor) -> None:
+        assert x.requires_grad
+        assert torch.equal(x, expected[: len(x)])
 
-    model = nn.Sequential()
-    model.add_module("stem", nn.Linear(3, 3))
-    model.add_module("asks", Asks())
+    made = nn.Sequential(OrderedDict(stem=nn.Linear(3, 3), asks=Do(asks)))
     x = torch.rand(8, 3)
-    expected = model.stem(x).detach()
-    found = profile(model.eval(), x, timeout=0.0)
+    expected = made.stem(x).detach()
+    found = profile(made, x, timeout=0.0)
     assert (found.sizes, found.device) == ((2, 4, 8), "cpu")
     assert [layer.name for layer in found.layers] == ["stem", "asks"]
 
@@ -345,31 +290,27 @@ def test_trees_skips_and_integers() -> None:
 
 
 def test_a_layer_that_changes_its_input() -> None:
-    class Takes(nn.Module):
-        def forward(self, tree: dict[str, Any]) -> Tensor:
-            label, x = tree.pop("label"), tree.pop("x")
-            assert label == "fork"
-            seen.append(x.detach().clone())
-            output: Tensor = x.mul_(2)
-            return output
+    def takes(tree: dict[str, Any]) -> Any:
+        assert tree.pop("label") == "fork"
+        seen.append(tree["x"].detach().clone())
+        return tree.pop("x").mul_(2)
 
     seen: list[Tensor] = []
-    profile(nn.Sequential(nn.Linear(3, 3), Fork(), Takes()), torch.rand(2, 4, 3), timeout=0.0)
+    profile(nn.Sequential(nn.Linear(3, 3), Fork(), Do(takes)), torch.rand(2, 4, 3), timeout=0.0)
     assert len(seen) > 1
     assert all(torch.equal(x, seen[0]) for x in seen)
 
 
 def test_what_goes_whole_to_every_micro_batch() -> None:
-    class Uses(nn.Module):
-        def forward(self, tree: dict[str, Any]) -> Tensor:
-            x, mask = tree["x"], tree["mask"]
-            assert tree["name"] == "as it is"
-            sizes.append((len(x), len(mask)))
-            return x * mask[0]
+    def uses(tree: dict[str, Any]) -> Tensor:
+        x, mask = tree["x"], tree["mask"]
+        assert tree["name"] == "as it is"
+        sizes.append((len(x), len(mask)))
+        return x * mask[0]
 
     sizes: list[tuple[int, int]] = []
     sample = {"x": torch.rand(8, 3), "mask": NoChunk(torch.ones(5, 3)), "name": "as it is"}
-    profile(nn.Sequential(Uses()), sample, sizes=[2, 8], time=False)
+    profile(nn.Sequential(Do(uses)), sample, sizes=[2, 8], time=False)
     assert sizes == [(2, 5), (8, 5)]
 
 
@@ -378,9 +319,18 @@ def test_tied_parameters_count_once() -> None:
     second.weight = first.weight
     frozen = nn.BatchNorm1d(3).requires_grad_(False)
     layers = profile(nn.Sequential(first, second, frozen), torch.rand(4, 3), time=False).layers
-    assert [x.parameter_bytes for x in layers] == [48, 12, 24]
-    assert [x.frozen_bytes for x in layers] == [0, 0, 24]
-    assert [x.buffer_bytes for x in layers] == [0, 0, 32]
+    found = [(x.parameter_bytes, x.frozen_bytes, x.buffer_bytes) for x in layers]
+    assert found == [(48, 0, 0), (12, 0, 0), (24, 24, 32)]
+
+
+def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
+    """Modules that draw hold the generators by the attribute that ``compile()`` sets."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    before = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    Pipe(model, [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)(torch.rand(2, 4)).sum().backward()
+    after = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
+    assert all(before)
+    assert after == before
 
 
 # --- arguments ----------------------------------------------------------------------------------
@@ -429,15 +379,5 @@ def test_a_bar_when_asked_for_and_none_for_what_is_quick_or_unseen(
     assert "layer" not in bar(None)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert "layer" not in bar(None)
-    with pytest.raises(ImportError, match="pip install tqdm"):
+    with pytest.raises(ImportError, match="tqdm"):
         bar(True)
-
-
-def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
-    """Modules that draw hold the generators by the attribute that ``compile()`` sets."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    before = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
-    Pipe(model, [2, 1], devices=["cpu:0", "cpu:1"], chunks=2)(torch.rand(2, 4)).sum().backward()
-    after = [layer.peak_bytes for layer in profile(model, torch.rand(2, 4), time=False).layers]
-    assert all(before)
-    assert after == before

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,11 +17,11 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncpipe.balance import Profile, balance_by_size, profile
+from syncpipe.balance import Profile, profile
 from syncpipe.runtime.recomputation import version_of
 from tests.support.interrupts import interrupt_next, interrupted, modes_on
 from tests.support.models import Counter, Noise, Receive, Send
-from tests.support.running import on_gradient, raising
+from tests.support.running import Do, on_gradient, raising
 
 SHAPE = (4, 4, 3)
 TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
@@ -90,12 +92,11 @@ def snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "sample": sample}
     grads = {name: tensor.grad for name, tensor in tensors.items()}
     found: dict[str, Any] = {
-        "values": {name: tensor.tolist() for name, tensor in tensors.items()},
-        "versions": {name: version_of(tensor) for name, tensor in tensors.items()},
-        "which": {name: id(tensor) for name, tensor in tensors.items()},
-        "trained": {name: tensor.requires_grad for name, tensor in tensors.items()},
-        "grads": {n: None if grad is None else grad.tolist() for n, grad in grads.items()},
-        "which grads": {name: id(grad) for name, grad in grads.items()},
+        "tensors": {
+            name: (id(tensor), tensor.tolist(), version_of(tensor), tensor.requires_grad)
+            for name, tensor in tensors.items()
+        },
+        "grads": {n: (id(g), None if g is None else g.tolist()) for n, g in grads.items()},
         "cpu": torch.get_rng_state().tolist(),
         "python": random.getstate(),
         "gradients": torch.is_grad_enabled(),
@@ -118,17 +119,12 @@ def assert_untouched(
     error: type[BaseException] | None = None,
 ) -> Any:
     torch.set_autocast_cache_enabled(True)
-    sample = torch.rand(SHAPE, requires_grad=True)
+    sample, result = torch.rand(SHAPE, requires_grad=True), None
     before = snapshot(model, sample)
-    result = None
-    if error is None:
+    with nullcontext() if error is None else pytest.raises(error):
         result = call(model, sample)
-    else:
-        with pytest.raises(error):
-            call(model, sample)
     after = snapshot(model, sample)
-    for what in before.keys() | after.keys():
-        assert after.get(what) == before.get(what), what
+    assert [what for what in before | after if after.get(what) != before.get(what)] == []
     return result
 
 
@@ -139,11 +135,9 @@ def test_a_profile_leaves_everything_as_it_was(device: str | None) -> None:
         trained(*layers()),
     )
     assert isinstance(found, Profile)
-    balance = assert_untouched(lambda model, x: balance_by_size(3, model, x), trained(*layers()))
-    assert sum(balance) == len(layers())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_are_measured_whatever_the_caller_has_switched_off(mode: Any) -> None:
     model = trained(*layers())
     with mode():
@@ -154,7 +148,7 @@ def test_gradients_are_measured_whatever_the_caller_has_switched_off(mode: Any) 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("error", [ZeroDivisionError("by hand"), KeyboardInterrupt()])
-@pytest.mark.parametrize("place", range(len(layers()) + 1))
+@pytest.mark.parametrize("place", [0, 5, len(layers())])
 def test_an_exception_in_any_layer(place: int, error: BaseException, when: str) -> None:
     modules = layers()
     modules.insert(place, Fails(error, when))
@@ -185,19 +179,16 @@ def test_ctrl_c_at_any_place() -> None:
     assert sum(stopped) > 0.9 * len(places)
 
 
-class Interrupted(nn.Module):
-    """Ctrl-C comes before modes are taken off again, or on again."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_modes_that_ctrl_c_left_on_are_taken_off() -> None:
+    def interrupt(x: Tensor) -> None:
+        """Ctrl-C comes before modes are taken off again, or on again."""
         TorchDispatchMode().__enter__()
         TorchFunctionMode().__enter__()
         with _pop_mode_temporarily():
             interrupt_next()
 
-
-def test_modes_that_ctrl_c_left_on_are_taken_off() -> None:
     modules = layers()
-    modules.insert(1, Interrupted())
+    modules.insert(1, Do(interrupt))
     assert_untouched(
         lambda model, x: profile(model, x, threads=2, **WITHOUT_TIME),
         trained(*modules),
@@ -210,21 +201,10 @@ def test_the_error_says_which_layer() -> None:
     with pytest.raises(ZeroDivisionError, match="by hand") as caught:
         profile(model, torch.rand(SHAPE), sizes=[2, 4])
     (note,) = caught.value.__notes__
-    assert "layer '1' (Fails)" in note
-    assert "2 samples" in note
-    assert "sizes=[2, 4]" in note
+    assert re.search(r"layer '1' \(Fails\).*2 samples.*sizes=\[2, 4\]", note)
 
 
-def test_gradients_are_not_copied() -> None:
-    class Looks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.training
-            grads.append(self.weight.grad)
-            return super().forward(x)
-
-    grads: list[Tensor | None] = []
-    profile(trained(Looks(3, 3).eval()), torch.rand(SHAPE), sizes=[4], time=False)
-    assert grads == [None]
+# --- copies -------------------------------------------------------------------------------------
 
 
 def test_layers_that_cannot_be_copied() -> None:
@@ -250,10 +230,9 @@ def _old(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
         lambda: _old(nn.utils.weight_norm),
         lambda: _old(nn.utils.spectral_norm),
         lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
-        lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
         lambda: nn.Sequential(nn.Flatten(0, 1), nn.GRUCell(3, 5)),
     ],
-    ids=["weight_norm", "spectral_norm", "new_weight_norm", "new_spectral_norm", "gru"],
+    ids=["weight_norm", "spectral_norm", "new_weight_norm", "gru"],
 )
 def test_layers_with_weights_of_another_kind(
     layer: Callable[[], nn.Module], device: str | None
@@ -285,7 +264,7 @@ def test_a_compiled_layer_runs_its_copy() -> None:
     assert [layer.stored_bytes[4] for layer in found.layers] == [4 * 48, 4 * 48]
 
 
-def test_a_parameter_keeps_its_class_and_attributes() -> None:
+def test_a_parameter_keeps_its_class_and_attributes_but_no_gradient() -> None:
     class Special(nn.Parameter):
         pass
 
@@ -296,29 +275,22 @@ def test_a_parameter_keeps_its_class_and_attributes() -> None:
             self.weight.role = "scale"
 
         def forward(self, x: Tensor) -> Tensor:
-            assert type(self.weight) is Special
-            assert self.weight.role == "scale"
+            assert self.training
+            seen.append((type(self.weight), self.weight.role, self.weight.grad))
             return x * self.weight
 
-    assert profile(nn.Sequential(Asks()), torch.rand(SHAPE), time=False).layers[0].parameter_bytes
+    seen: list[Any] = []
+    profile(trained(Asks().eval()), torch.rand(SHAPE), sizes=[4], time=False)
+    assert seen == [(Special, "scale", None)]
 
 
 def test_gradients_end_at_the_copies() -> None:
-    class Closes(nn.Module):
-        """Computes by a function that knows the user's parameters."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.function = lambda x: self.linear(x)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.function(x)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
         scripted = torch.jit.script(nn.Linear(3, 3))
-    model = nn.Sequential(scripted, Closes())
+    closes = Do(lambda x: linear(x))  # by a function that knows the user's parameters
+    closes.linear = linear = nn.Linear(3, 3)
+    model = nn.Sequential(scripted, closes)
     profile(model, torch.randn(4, 3), **WITHOUT_TIME)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -52,12 +52,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in shown
 
 
-@pytest.mark.parametrize("argv", [["dmeo"], ["--verison"]])
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["dmeo"], "dmeo"),
+        (["--verison"], "--verison"),
+        (["demo", "--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to"),
+        (["demo", "--epochs", "two"], "argument --epochs: 'two'"),
+    ],
+)
 def test_what_there_is_not_is_an_error_with_the_usage(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     message = capsys.readouterr().err
     assert message.startswith("usage: python -m syncpipe")
-    assert argv[0] in message
+    assert reason in message

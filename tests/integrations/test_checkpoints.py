@@ -21,21 +21,13 @@ TWO = ["cpu:0", "cpu:1"]
 IDS = torch.arange(24).reshape(2, 12)
 
 
-def llama(*, tied: bool, **options: Any) -> Any:
+def llama(*, tied: bool) -> Any:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied,
-        **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
-
-
-def on_meta(*, tied: bool) -> tuple[Any, Any]:
-    """The model, and its layers."""
-    with torch.device("meta"):
-        model = llama(tied=tied)
-    return model, sequential(model, IDS, verify=False)
 
 
 @pytest.mark.parametrize("shard", ["1GB", "30KB"])
@@ -43,59 +35,46 @@ def on_meta(*, tied: bool) -> tuple[Any, Any]:
 def test_a_checkpoint_of_transformers_is_read_and_written(tied, shard, tmp_path):
     plain = llama(tied=tied).eval()
     plain.save_pretrained(tmp_path / "base", max_shard_size=shard)
-    model, layers = on_meta(tied=tied)
+    with torch.device("meta"):
+        model = llama(tied=tied)
+    layers = sequential(model, IDS, verify=False)
     read = checkpoints.reader(layers, tmp_path / "base", init_fn=model._init_weights)
     pipe = Pipe(layers, "uniform", devices=TWO, init_fn=read).eval()
-    assert not any(tensor.is_meta for tensor in model.state_dict().values())
     with torch.no_grad():
         assert torch.equal(pipe(IDS).logits, plain(IDS).logits)
-    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
-    assert (head is embedding) == tied
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors").write_text("of a checkpoint before")
-    checkpoints.save(pipe, tmp_path / "out", shard_size=30e3 if shard == "30KB" else 5e9)
-    files = {path.name for path in (tmp_path / "out").iterdir()}
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_text("of a checkpoint before")
+    checkpoints.save(pipe, out, shard_size=30e3 if shard == "30KB" else 5e9)
+    files = {path.name for path in out.iterdir()}
     if shard == "30KB":
-        assert "model.safetensors" not in files
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert set(index["weight_map"].values()) == files - {"model.safetensors.index.json"}
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert {*index["weight_map"].values(), "model.safetensors.index.json"} == files
         assert index["metadata"]["total_size"] == sum(p.nbytes for p in plain.parameters())
-        sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-        assert max(sizes) < 34e3
+        assert max(path.stat().st_size for path in out.glob("*.safetensors")) < 34e3
     else:
         assert files == {"model.safetensors"}
-    plain.config.save_pretrained(tmp_path / "out")
-    loaded = type(plain).from_pretrained(tmp_path / "out").eval()
+    plain.config.save_pretrained(out)
+    loaded = type(plain).from_pretrained(out).eval().state_dict()
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-    with torch.no_grad():
-        assert torch.equal(loaded(IDS).logits, plain(IDS).logits)
+        assert torch.equal(loaded[name], tensor), name
 
 
-def test_one_call_fills_a_model_on_meta(tmp_path):
+@pytest.mark.parametrize("fits", [True, False])
+def test_one_call_fills_a_model_on_meta_and_again_where_a_plan_does_not_fit(
+    fits, tmp_path, monkeypatch
+):
     plain = llama(tied=True).eval()
     plain.save_pretrained(tmp_path, max_shard_size="30KB")
-    with torch.device("meta"):
-        model = llama(tied=True)
-    pipe = Pipe.auto(
-        model, IDS, batch_size=4, devices=TWO, weights=tmp_path, init_fn=model._init_weights,
-        timeout=0.0, verbose=False,
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        torch.testing.assert_close(pipe(IDS).logits, plain(IDS).logits)
-
-
-def test_it_is_filled_anew_where_the_first_plan_does_not_fit(tmp_path, monkeypatch):
-    plain = llama(tied=True).eval()
-    plain.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = llama(tied=True)
     train, calls = Pipe.train_batch, []
 
     def fails_once(self: Pipe, *args: Any, **kwargs: Any) -> Any:
         calls.append(all(not p.is_meta for p in self.parameters()))
-        if len(calls) == 1:
+        if len(calls) == 1 and not fits:
             raise torch.OutOfMemoryError("no")
         return train(self, *args, **kwargs)
 
@@ -104,8 +83,7 @@ def test_it_is_filled_anew_where_the_first_plan_does_not_fit(tmp_path, monkeypat
         model, IDS, batch_size=4, devices=TWO, weights=tmp_path, init_fn=model._init_weights,
         timeout=0.0, verbose=False,
     ).eval()  # fmt: skip
-    assert calls == [True, True]
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert calls == [True] * (1 if fits else 2)
     with torch.no_grad():
         torch.testing.assert_close(pipe(IDS).logits, plain(IDS).logits)
 
@@ -120,9 +98,8 @@ def test_listed_layers_and_specs(tmp_path):
     plain = listed()
     plain[1].running_mean.normal_()
     checkpoints.save(plain, tmp_path)
-    file = tmp_path / "model.safetensors"
     layers = listed("meta").double()
-    read = checkpoints.reader(layers, file)
+    read = checkpoints.reader(layers, tmp_path / "model.safetensors")
     pipe = Pipe(layers, [1, 2], devices=TWO, init_fn=read)
     specs = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.BatchNorm1d, 8),
              LayerSpec(nn.Linear, 8, 2, bias=False)]  # fmt: skip
@@ -144,29 +121,20 @@ def anonymous():
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.split("RssAnon:")[1].split()[0])
 
-torch.set_num_threads(1)
-with torch.device("meta"):
-    small = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-read = checkpoints.reader(small, sys.argv[1], strict=False, init_fn=lambda module: None)
-try:
-    Pipe(small, [1, 1], init_fn=read)  # what is imported late is there
-except RuntimeError:
-    pass  # of another shape
-WIDTH, LAYERS = 1024, 24
-with torch.device("meta"):
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-filled, most = 0, 0
-fill = checkpoints.reader(layers, sys.argv[1])
-start = anonymous()
-
 def watched(module):
     global filled, most
     fill(module)
     filled += sum(p.nbytes for p in module.parameters(recurse=False))
     most = max(most, anonymous() - start - filled)
 
-pipe = Pipe(layers, [12, 12], devices=["cpu:0", "cpu:1"], init_fn=watched)
-assert torch.equal(pipe[3].weight, torch.full((WIDTH, WIDTH), 3.0))
+torch.set_num_threads(1)
+for layers in (1, 24):  # with the first one comes what is imported late
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+    fill = checkpoints.reader(model, sys.argv[1], strict=False)
+    start, filled, most = anonymous(), 0, 0
+    pipe = Pipe(model, [layers], devices=["cpu:0"], init_fn=watched)
+assert torch.equal(pipe[3].weight, torch.full((1024, 1024), 3.0))
 print(filled, most)
 """
 
@@ -175,101 +143,55 @@ def test_the_host_holds_no_more_than_a_tensor_beside_the_model(tmp_path):
     """Of a checkpoint of 100 MB, which is larger than what it may take: 40 MB."""
     if not Path("/proc/self/status").exists():
         pytest.skip("memory is read from /proc")
-    width, count = 1024, 24
-    tensors = {f"{k}.weight": torch.full((width, width), float(k)) for k in range(count)}
-    names = sorted(tensors, key=lambda name: int(name.split(".")[0]))
-    files = {}
-    for k in range(4):
-        part = names[6 * k : 6 * (k + 1)]
-        safetensors.save_file({n: tensors[n] for n in part}, tmp_path / f"{k}.safetensors")
-        files.update(dict.fromkeys(part, f"{k}.safetensors"))
-    index = {"weight_map": files}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    for k, layer in enumerate(plain):
+        nn.init.constant_(layer.weight, k)
+    checkpoints.save(plain, tmp_path, shard_size=25e6)
     done = subprocess.run(
         [sys.executable, "-c", HOST, str(tmp_path)], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     filled, most = map(int, done.stdout.split())
-    assert filled == count * width * width * 4 > 100e6
+    assert filled == 24 * 1024**2 * 4 > 100e6
     assert most < 40e6
 
 
-class FourBit(nn.Module):
-    """A linear layer that is quantized when it is loaded: 16 levels for each row, two in a byte."""
+class Rounded(nn.Module):
+    """A linear layer that is quantized when it is loaded, with LoRA beside it."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("packed", torch.zeros(outputs, inputs // 2, dtype=torch.uint8))
-        self.register_buffer("scale", torch.zeros(outputs, 1))
-        self.in_features, self.out_features = inputs, outputs
+        self.register_buffer("levels", torch.zeros(16, 16, dtype=torch.int8))
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        weight = state.pop(f"{prefix}weight", None)
-        if weight is not None:
-            self.scale.copy_(weight.abs().amax(1, keepdim=True) / 7)
-            levels = (weight / self.scale).round().add(8).to(torch.uint8)
-            self.packed.copy_(levels[:, ::2] * 16 + levels[:, 1::2])
-
-    def dequantized(self) -> Tensor:
-        levels = torch.stack([self.packed // 16, self.packed % 16], -1).flatten(1)
-        return (levels.float() - 8) * self.scale
+        if (weight := state.pop(f"{prefix}weight", None)) is not None:
+            self.levels.copy_((weight * 64).round())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantized())
-
-
-class Adapted(nn.Module):
-    """LoRA beside a frozen layer."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(16, 2, bias=False)
-        self.up = nn.Linear(2, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+        return torch.tanh(F.linear(x, self.levels / 64) + self.up(self.down(x)))
 
 
 def test_a_base_is_quantized_layer_by_layer_as_it_is_filled_and_adapters_train(tmp_path):
     plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
     checkpoints.save(plain, tmp_path)
     with torch.device("meta"):
-        layers = nn.Sequential(*(Adapted(FourBit(16, 16)) for _ in range(4)))
+        layers = nn.Sequential(*(Rounded() for _ in range(4)))
 
     def adapters(module: nn.Module) -> None:
-        if isinstance(module, Adapted):
+        if isinstance(module, Rounded):
             nn.init.normal_(module.down.weight)
             nn.init.zeros_(module.up.weight)
 
-    read = checkpoints.reader(
-        layers, tmp_path, init_fn=adapters, names=lambda name: name.replace(".base.", ".")
-    )
+    read = checkpoints.reader(layers, tmp_path, init_fn=adapters)
     pipe = Pipe(layers, [2, 2], devices=TWO, init_fn=read, chunks=2)
     for mine, theirs in zip(pipe, plain, strict=True):
-        step = theirs.weight.abs().amax(1, keepdim=True) / 7
-        assert ((mine.base.dequantized() - theirs.weight).abs() <= step / 2 + 1e-6).all()
+        assert ((mine.levels / 64 - theirs.weight).abs() <= 1 / 128 + 1e-6).all()
         assert not mine.up.weight.any()
         assert mine.down.weight.any()
     pipe.train_batch(torch.randn(4, 16), loss_fn=lambda y: y.square().mean())
-    trained = [name for name, p in pipe.named_parameters() if p.grad is not None]
-    assert trained == [f"{k}.{part}.weight" for k in range(4) for part in ("down", "up")]
-
-
-def test_four_bit_layers_of_bitsandbytes(tmp_path):
-    """As above, with kernels; nothing here can run them but a GPU with the library."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    if not torch.cuda.is_available():
-        pytest.skip("bitsandbytes quantizes on a GPU")
-    plain = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    checkpoints.save(plain, tmp_path)
-    layers = nn.Sequential(
-        *(bitsandbytes.nn.Linear4bit(64, 64, bias=False, device="meta") for _ in range(4))
-    )
-    pipe = Pipe(layers, [2, 2], devices=[0, 0], init_fn=checkpoints.reader(layers, tmp_path))
-    x = torch.randn(4, 64, device=0)
-    assert F.cosine_similarity(pipe(x), plain.to(0)(x)).min() > 0.9
+    assert all(p.grad is not None for p in pipe.parameters())
 
 
 def test_adapters_of_peft_on_a_base_that_is_filled(tmp_path):
@@ -296,23 +218,24 @@ def test_adapters_of_peft_on_a_base_that_is_filled(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(pipe(IDS).logits, plain(IDS).logits)
     pipe.train().train_batch(IDS, loss_fn=lambda output: output.logits.square().mean())
-    assert {n for n, p in pipe.named_parameters() if p.grad is not None} == {
-        n for n, p in model.named_parameters() if "lora_" in n
-    }
+    trained = {name for name, p in pipe.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
 
 
-BAD = {
-    "too many": ({"0.weight": 1, "9.weight": 1}, "the model has no 9.weight"),
-    "too few": ({"0.weight": 1}, "it has no 0.bias, 1.weight, 1.bias, .* and 2 more"),
-}  # fmt: skip
+# --- what is wrong -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_checkpoint_of_something_else_is_refused(name, tmp_path):
-    names, match = BAD[name]
-    tensors = {key: torch.ones(8, 4) for key in names}
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["0.weight", "9.weight"], "the model has no 9.weight"),
+        (["0.weight"], "it has no 0.bias, 1.weight, 1.bias, .* and 2 more"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(names, message, tmp_path):
+    tensors = {name: torch.ones(8, 4) for name in names}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"not a checkpoint of these layers: .*{match}.*names="):
+    with pytest.raises(ValueError, match=f"not a checkpoint of these layers: .*{message}.*names="):
         checkpoints.reader(listed("meta"), tmp_path)
     model = listed()
     checkpoints.load(model, tmp_path, strict=False)
@@ -321,48 +244,86 @@ def test_a_checkpoint_of_something_else_is_refused(name, tmp_path):
 
 def test_what_neither_the_checkpoint_nor_init_fn_has_is_no_random_number(tmp_path):
     safetensors.save_file({"0.bias": torch.ones(8)}, tmp_path / "model.safetensors")
-    for init, message in (
-        (lambda module: None, r"has no 0\.weight, and init_fn does not set it"),
-        (nn.Module.requires_grad_, r"has no 0\.weight"),
-    ):
-        layers = nn.Sequential(nn.Linear(4, 8, device="meta"), nn.ReLU())
+    layers = nn.Sequential(nn.Linear(4, 8, device="meta"), nn.ReLU())
+    for init in (lambda module: None, nn.Module.requires_grad_):
         read = checkpoints.reader(layers, tmp_path, init_fn=init)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"'weight' on meta.*nothing sets all of it"):
             Pipe(layers, [1, 1], devices=TWO, init_fn=read)
         assert layers[0].weight.is_meta
-    Pipe(layers, [1, 1], devices=TWO, init_fn=checkpoints.reader(
-        layers, tmp_path, init_fn=init, strict=False
-    ))  # fmt: skip
+    read = checkpoints.reader(layers, tmp_path, init_fn=init, strict=False)
+    Pipe(layers, [1, 1], devices=TWO, init_fn=read)
 
 
 def test_a_reader_fills_no_module_that_it_does_not_know(tmp_path):
     checkpoints.save(listed(), tmp_path)
     read = checkpoints.reader(listed("meta"), tmp_path)
-    with pytest.raises(ValueError, match=r"is none of the modules that reader\(\) was given"):
+    with pytest.raises(ValueError, match=r"none of the modules that reader\(\) was given"):
         Pipe(listed("meta"), [1, 2], devices=TWO, init_fn=read)
 
 
-def test_what_else_is_wrong_with_it(tmp_path, monkeypatch):
-    for path in (tmp_path, tmp_path / "none.safetensors"):
-        with pytest.raises(FileNotFoundError, match=r"model\.safetensors|no checkpoint"):
-            checkpoints.load(listed(), path)
-    index = {"weight_map": {"0.weight": "a.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match=r"a\.safetensors is missing, a shard"):
+def test_nan_in_a_checkpoint_is_named_and_loaded_where_there_are_values(tmp_path):
+    plain = listed()
+    nn.init.constant_(plain[2].weight, torch.nan)
+    checkpoints.save(plain, tmp_path)
+    layers = listed("meta")
+    with pytest.raises(ValueError, match=r"model\.safetensors: 2\.weight has NaN in it"):
+        Pipe(layers, [1, 2], devices=TWO, init_fn=checkpoints.reader(layers, tmp_path))
+    loaded = listed()
+    checkpoints.load(loaded, tmp_path)
+    assert loaded[2].weight.isnan().all()
+
+
+def test_names_of_one_tensor_have_one_value(tmp_path):
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    for other in (1, 3):
+        state = {"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}
+        state["1.weight"][2, 2] = other
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+        if other == 1:
+            checkpoints.load(tied, tmp_path)
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight have different values"):
+        checkpoints.load(tied, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "message"),
+    [
+        ("other", b"", FileNotFoundError, r"model\.safetensors"),
+        ("model.safetensors", b"12345678 no tensors", ValueError, r"model\.safetensors is broken"),
+        ("model.safetensors.index.json", b"{", ValueError, r"index\.json is broken"),
+        ("model.safetensors.index.json", b"{}", ValueError, r"index\.json is broken.*weight_map"),
+        ("model.safetensors.index.json", b'{"weight_map": {"0.weight": "a.safetensors"}}',
+         FileNotFoundError, r"a\.safetensors"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_named(name, content, kind, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(kind, match=message):
         checkpoints.load(listed(), tmp_path)
+
+
+class More(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"more": 1}
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "kind", "message"),
+    [
+        (listed("meta"), {}, ValueError, r"0\.weight is on meta"),
+        (More(2, 2), {}, TypeError, "_extra_state is a dict"),
+        *((listed(), {"shard_size": size}, ValueError, f"shard_size={size!r}: .* such as 5e9")
+          for size in ("5GB", 0, -1, float("nan"))),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved(module, options, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        checkpoints.save(module, tmp_path, **options)
+
+
+def test_another_shape(tmp_path):
     state = {name: torch.ones(3) for name in listed().state_dict()}
     safetensors.save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match=r"0.weight.*size mismatch for weight"):
-        checkpoints.load(listed(), tmp_path)
-    with pytest.raises(ValueError, match=r"0\.weight is on meta"):
-        checkpoints.save(listed("meta"), tmp_path)
-
-    class More(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"more": 1}
-
-    with pytest.raises(TypeError, match="_extra_state is a dict"):
-        checkpoints.save(More(2, 2), tmp_path)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
         checkpoints.load(listed(), tmp_path)

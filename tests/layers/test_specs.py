@@ -25,7 +25,7 @@ from syncpipe.balance import (
     balance_uniform,
     profile,
 )
-from syncpipe.balance import run as measuring
+from syncpipe.balance import measure as measuring
 from syncpipe.skip import Namespace
 from tests.support.models import Receive, Send, assert_same_tree, in_turn, step
 
