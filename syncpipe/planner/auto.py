@@ -8,7 +8,7 @@ model -> layers -> plan for the memory that is free -> Pipe -> one step -> the p
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -86,12 +86,25 @@ def auto(
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
     homes = [Worker.shared(_home(layer)) for layer in layers]
-    measured: dict[str, Any] = {}  # by the first plan
-    failed = ""
+    options: dict[str, Any] = {
+        "devices": room.devices, "batch_size": batch_size, "param_scale": scale, "progress": False
+    }  # fmt: skip
+    # BatchNorm has no variance of one sample.
+    least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
+    counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
+    if least > 1:
+        options["chunks"] = counts
+    found, failed = None, ""
     for attempt in range(_TRIES):
-        limits = [limit * _LESS**attempt for limit in room.limits]
+        options["memory"] = [limit * _LESS**attempt for limit in room.limits]
         try:
-            found = _planned(layers, input, room, limits, batch_size, scale, timeout, measured)
+            if found is None:
+                found = _measured_plan(layers, input, timeout, options)
+            else:
+                speeds = dict(zip(found.machine.names, found.machine.speed, strict=True))
+                options["speed"] = [speeds[str(place)] for place in room.places]
+                options["chunks"] = [m for m in counts if m >= 2 * found.chunks] or counts[-1:]
+                found = plan(found.profile, **options)
         except NoPlan as error:
             if attempt:
                 error.add_note(f"A plan for more memory did not fit when it was run: {failed}")
@@ -177,49 +190,24 @@ def _bytes_on(model: Any, place: torch.device) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in there.values())
 
 
-def _planned(
-    layers: nn.Sequential,
-    input: Any,
-    room: Room,
-    limits: Sequence[float],
-    batch_size: int,
-    scale: float,
-    timeout: float,
-    measured: dict[str, Any],
+def _measured_plan(
+    layers: nn.Sequential, input: Any, timeout: float, options: dict[str, Any]
 ) -> Plan:
-    """A plan within these limits; ``measured`` has from then on what the next one goes by."""
-    options: dict[str, Any] = {
-        "devices": room.devices, "batch_size": batch_size, "memory": limits, "param_scale": scale,
-        "progress": False,
-    }  # fmt: skip
-    # BatchNorm has no variance of one sample.
-    least = 1 + any(isinstance(module, _BatchNorm) for module in layers.modules())
-    counts = [m for m in range(1, batch_size // least + 1) if batch_size % m == 0] or [1]
-    if least > 1:
-        options["chunks"] = counts
-    if measured:
-        speeds = [measured["speeds"][str(place)] for place in room.places]
-        options["chunks"] = [m for m in counts if m >= 2 * measured["chunks"]] or counts[-1:]
-        again: Plan = plan(measured["profile"], speed=speeds, **options)
-        measured["chunks"] = again.chunks
-        return again
-    rows = max(1, -(-batch_size // len(room.devices)))
+    """A plan by what the layers take with as many samples as fit when they are measured."""
+    rows = max(1, -(-options["batch_size"] // len(options["devices"])))
     while True:
         try:
-            found: Plan = plan(layers, _resized(input, rows), timeout=timeout, **options)
-            break
+            return plan(layers, _resized(input, rows), timeout=timeout, **options)
         except torch.OutOfMemoryError as error:
             if rows == 1:
                 notes = "; ".join(getattr(error, "__notes__", ()))
                 raise NoPlan(
-                    f"one layer is larger than any device: to measure it on {room.places[0]}, with "
-                    f"one sample, takes more than its {in_bytes(limits[0])} ({notes or error}). "
-                    "Give the model smaller layers, or a device with more memory"
+                    f"one layer is larger than any device: to measure it on {options['devices'][0]}"
+                    f", with one sample, takes more than its {in_bytes(options['memory'][0])} "
+                    f"({notes or error}). Give the model smaller layers, or a device with more "
+                    "memory"
                 ) from None
         rows = -(-rows // 4)
-    names = zip(found.machine.names, found.machine.speed, strict=True)
-    measured.update(profile=found.profile, speeds=dict(names), chunks=found.chunks)
-    return found
 
 
 def _resized(tree: Any, rows: int, place: torch.device | None = None) -> Any:
@@ -255,9 +243,7 @@ def _tried(
     room: Room,
 ) -> dict[torch.device, int]:
     """Trains a step beside as much memory as the optimizer takes; all is then as it was before.
-
-    Returns:
-        Bytes that were used at most, of each accelerator.
+    Returns the bytes that were used at most, of each accelerator.
     """
     for place in room.others:
         torch.accelerator.synchronize(place)

@@ -24,16 +24,7 @@ from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
 from syncpipe.planner.replicas import replicated, runnable
-from syncpipe.planner.search import (
-    ANY,
-    AUTO,
-    SHORT,
-    TITLES,
-    NoPlan,
-    check_schedule,
-    choose,
-    variants,
-)
+from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
@@ -461,7 +452,7 @@ class Plan:
         if not self.compared and len(self.balance) > 1:
             names = [name for name in TITLES if name not in (self.schedule, "1f1b")]
             sizes = [(self.chosen.form.devices, self.chunks)]
-            found = variants(self.terms, [self.chosen], names, sizes, SHORT)
+            found = variants(self.terms, [self.chosen], names, sizes)
             found.sort(key=lambda other: (other.excess > 1, other.time))
             self.__dict__["compared"] = tuple(found)
         return self.compared

@@ -121,11 +121,8 @@ class Replicas:
     @property
     def bottleneck(self) -> str:
         """What the time is the time of, in words."""
-        parts = (
-            ("computing in", self.compute),
-            ("exchanging gradients between the replicas of", self.synchronization),
-            ("transfers to", self.transfer),
-        )
+        words = "computing in", "exchanging gradients between the replicas of", "transfers to"
+        parts = zip(words, (self.compute, self.synchronization, self.transfer), strict=True)
         what, times = max(parts, key=lambda part: max(part[1]))
         return f"{what} stage {times.index(max(times))}"
 

@@ -43,13 +43,13 @@ from syncpipe.planner.machine import Machine
 from syncpipe.schedules import SCHEDULES, auto
 
 __all__ = [
-    "ANY", "AUTO", "LAYOUTS", "SHORT", "TITLES", "NoPlan", "Program", "check_schedule", "choose",
+    "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "Program", "check_schedule", "choose",
     "families", "least_largest", "search", "search_orders", "shortage", "variants",
 ]  # fmt: skip
 
 #: So many actions are played for another schedule, and for a line of a comparison; and so many
 #: cells it has at most.
-_LONG, SHORT, _CELLS = 300_000, 30_000, 4096
+_LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: So many of the best drafts for each number of stages are improved, with so many actions to play.
 _IMPROVED, _WORK = 32, 1_000_000
 #: if they are at most so many times as slow as the best.
@@ -159,6 +159,8 @@ class Program:
             arg = (total + 1e-7 * own).argmin(1)
             rows = torch.arange(len(arg))
             value, right = total[rows, arg], after[rows, arg]
+            if not value.isfinite().any():
+                return None
             path.append((arg + windows[s + 1][0], q[rows, arg]))
         if not value[0] <= limit:
             return None
@@ -194,16 +196,17 @@ class Program:
                 found: Tensor = held.most(q) - limit
                 return found
 
-            q, one, more = cap, torch.ones_like(f), over(cap)
+            q, more = cap, over(cap)
             if not asked and bool((more > 0).any()):
-                least = over(one)
+                one, least = torch.ones_like(f), over(torch.ones_like(f))
                 for _ in range(3):  # memory grows in two or three straight lines
                     each = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
                     fewer = torch.minimum(1 + (-least / each).floor(), q - 1).clamp(min=1)
                     q = torch.where(more > 0, fewer, q)
                     more = over(q)
-                q = torch.where(more > 0, one, q)
-                more = over(q)
+                    if bool((more <= 0).all()):
+                        break
+                q, more = torch.where(more > 0, one, q), torch.where(more > 0, least, more)
             possible = more <= 0
             r = b + f if mode == "recompute" else b
             rest = right - f if mode == "recompute" and not last else right
@@ -586,7 +589,7 @@ def variants(
     found: Sequence[Draft],
     names: Iterable[str],
     sizes: Sequence[tuple[int, int]],
-    work: int,
+    work: int = _SHORT,
     stages: int | None = None,
 ) -> list[Draft]:
     """For each schedule the fastest plan that fits, or what comes nearest to fitting; without those

@@ -57,38 +57,24 @@ class UNet(nn.Module):
         return x
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.out, self.up, self.down = (
-            nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, mask)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
 class Language(nn.Module):
     """A tied transformer, called with a mask by its name; gives a dict."""
 
     def __init__(self, width: int = 48, depth: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Attention(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+            for _ in range(depth)
+        )
         self.head = nn.Linear(width, 64, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         x = self.tokens(ids)
-        seen = None if mask is None else mask[:, None, None, :].bool()
+        hidden = None if mask is None else mask == 0
         for block in self.blocks:
-            x = block(x, seen)
+            x = block(x, src_key_padding_mask=hidden)
         return {"logits": self.head(x)}
 
 
@@ -112,29 +98,6 @@ class Experts(nn.Module):
         return self.head(x), aux
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(24, 32), nn.Embedding(16, 32)
-        self.mix, self.head = nn.Bilinear(32, 32, 32), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(self.left(x), self.right(kind))))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(64, 32), nn.Linear(32, 8)
-        self.first = nn.LSTM(32, 32, batch_first=True)
-        self.second = nn.GRU(32, 32, batch_first=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, _ = self.first(self.tokens(ids))
-        x, _ = self.second(x)
-        return self.out(x[:, -1])
-
-
 def plain() -> Call:
     sizes = [24, 64, 64, 64, 64]
     layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.GELU())]
@@ -156,13 +119,7 @@ WRITTEN: dict[str, Callable[[], Call]] = {
     "U-Net": lambda: (UNet(), (image(16),), {}),
     "tied language model": lambda: (Language(), (ids(),), {"mask": torch.ones(FEW, 7)}),
     "mixture of experts": lambda: (Experts(), (torch.randn(FEW, 24),), {}),
-    "two inputs": lambda: (TwoInputs(), (torch.randn(FEW, 24), torch.randint(16, (FEW,))), {}),
-    "recurrent": lambda: (Recurrent(), (ids(),), {}),
-    "nn.TransformerEncoder": lambda: (
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 4),
-        (torch.randn(FEW, 7, 32),), {},
-    ),
-}  # fmt: skip
+}
 
 
 def made(build: Callable[[], Call]) -> Call:
