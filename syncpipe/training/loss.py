@@ -44,7 +44,7 @@ from syncpipe.data import (
     map_tensors,
     tensors_in,
     unflatten,
-)  # fmt: skip
+)
 from syncpipe.hints import outside
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back

@@ -241,18 +241,6 @@ def test_parameters_that_only_the_loss_knows_get_their_grad_back_too(schedule):
     assert outside[1].grad is None
 
 
-def test_sparse_gradients_are_put_back():
-    pipe = pipe_of(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)), chunks=2)
-    ids, calls = torch.tensor([0, 2, 2, 4]), iter(range(1))
-    pipe.train_batch(ids, loss_fn=torch.sum)
-    grad = pipe[0].weight.grad
-    before = grad.to_dense().clone()
-    with pytest.raises(StopIteration):
-        pipe.train_batch(ids, loss_fn=lambda y: y.sum() + next(calls), schedule="naive")
-    assert pipe[0].weight.grad is grad
-    assert torch.equal(grad.to_dense(), before)
-
-
 def test_a_recomputation_that_differs_is_an_error():
     unsteady = Do(lambda x: (x * 2).detach() if is_recomputing() else x * 2)
     pipe = pipe_of(nn.Sequential(nn.Linear(5, 5), unsteady), checkpoint="always")

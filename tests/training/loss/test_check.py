@@ -28,8 +28,24 @@ def warned(pipe: Any, **arguments: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_mask_that_nobody_counts_is_noticed() -> None:
-    assert [text.count("weight=") > 0 for text in warned(classifier(chunks=4), **MASKED)] == [True]
+X, CLASSES = torch.randn(8, 3), labels(8, range(8))
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "a mask that nobody counts": (MASKED, 1),
+    "switched off": ({**MASKED, "verify": False}, 0),
+    "counted": ({**MASKED, "weight": lambda t: (t != -100).sum(), "verify": True}, 0),
+    "nothing masked": ({**MASKED, "target": CLASSES}, 0),
+    "a sum": ({"input": X, "loss_fn": lambda y: y.sum(), "loss_reduction": "sum"}, 0),
+    "a mean": ({"input": X, "loss_fn": lambda y: y.pow(2).mean()}, 0),
+    "draws": ({"input": X, "loss_fn": lambda y: F.dropout(y).mean()}, 0),
+    "writes into the output": ({"input": X, "loss_fn": lambda y: y.mul_(2).mean()}, 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_warned_about(name: str) -> None:
+    arguments, count = CASES[name]
+    texts = warned((four if arguments["input"] is X else classifier)(chunks=4), **arguments)
+    assert [text.count("weight=") > 0 for text in texts] == [True] * count
 
 
 @pytest.mark.parametrize(("first", "noticed"), [(2, 2), (3, 4), (5, 8)])
@@ -110,19 +126,6 @@ def test_again_when_asked() -> None:
     assert [len(warned(pipe, **MASKED, verify=True)) for _ in range(2)] == [1, 1]
 
 
-def test_not_at_all_if_switched_off() -> None:
-    assert warned(classifier(chunks=4), **MASKED, verify=False) == []
-
-
-def test_what_is_right_is_not_warned_about() -> None:
-    pipe, x, target = classifier(chunks=4), torch.randn(8, 4), labels(8, range(8))
-    weight = lambda t: (t != -100).sum()  # noqa: E731
-    assert warned(pipe, input=x, target=target, loss_fn=masked) == []
-    assert warned(pipe, **MASKED, weight=weight, verify=True) == []
-    assert warned(pipe, input=x, loss_fn=lambda y: y.sum(), loss_reduction="sum") == []
-    assert warned(pipe, input=x, loss_fn=lambda y: y.pow(2).mean()) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_a_loss_of_about_zero_is_not_warned_about(dtype: torch.dtype) -> None:
     rows = 100 * torch.randn(16, 3)
@@ -165,16 +168,6 @@ def test_what_is_the_same_for_all_micro_batches_stays_so() -> None:
 
     target = {"scale": NoChunk(scale)}
     assert warned(pipe, input=torch.randn(8, 3), target=target, loss_fn=loss_fn, verify=True) == []
-
-
-def test_a_loss_that_draws_is_left_alone() -> None:
-    pipe = four(chunks=4)
-    assert warned(pipe, input=torch.randn(8, 3), loss_fn=lambda y: F.dropout(y).mean()) == []
-
-
-def test_outputs_are_kept_as_the_loss_function_found_them() -> None:
-    pipe = four(chunks=4)
-    assert warned(pipe, input=torch.randn(8, 3), loss_fn=lambda y: y.mul_(2).mean()) == []
 
 
 def test_a_call_that_checks_nothing_leaves_it_to_the_next() -> None:

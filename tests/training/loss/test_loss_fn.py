@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from syncpipe import NoChunk, Pipe
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
-from tests.support.running import assert_same
 from tests.support.training import KINDS, RUNS
 from tests.training.loss.whole import four, grads_of, whole
 
@@ -93,42 +92,6 @@ def test_outputs_come_back_gathered_and_detached(run, checkpoint):
     assert torch.equal(output["y"], torch.cat([y["y"] for y in expected]))
     assert torch.equal(output["rest"][0], torch.cat([y["rest"][0] for y in expected]))
     assert output["rest"][1:] == [None, "word"]
-
-
-def test_the_outputs_are_those_of_the_layers_whatever_the_loss_does_to_them():
-    pipe, x = four(), torch.randn(8, 3)
-    expected = torch.cat([nn.Sequential(*pipe)(piece) for piece in x.chunk(4)])
-    _, output = pipe.train_batch(
-        x, loss_fn=lambda y: torch.relu(y).mul(2).sum(), return_outputs=True
-    )
-    assert torch.equal(output, expected)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("form", ["module", "closure"])
-@pytest.mark.parametrize("run", KINDS)
-def test_a_loss_may_have_parameters_of_its_own(run, form, checkpoint):
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
-
-        def forward(self, y, t):
-            return F.mse_loss(self.linear(y), t)
-
-    torch.manual_seed(3)
-    head = Head()
-    pipe = Pipe(linear_model(), [1, 1, 1, 1], devices=RUNS[run][1], chunks=4, checkpoint=checkpoint)
-    x, target = torch.randn(8, 3), torch.randn(8, 2)
-    plain, other = copy.deepcopy(nn.Sequential(*pipe)), copy.deepcopy(head)
-    for _ in range(2):
-        losses = [other(plain(c), t) / 4 for c, t in zip(x.chunk(4), target.chunk(4), strict=True)]
-        for loss in losses[::-1] if run == "gpipe" else losses:
-            loss.backward()
-        loss_fn = head if form == "module" else lambda y, t: head(y, t)
-        pipe.train_batch(x, target, loss_fn=loss_fn, **RUNS[run][0])
-        assert_same(grads_of(head), grads_of(other))
-        torch.testing.assert_close(grads_of(pipe), grads_of(plain))
 
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))

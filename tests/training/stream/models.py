@@ -1,7 +1,17 @@
-"""Small models, mini-batches and optimizers for tests of ``train_stream``."""
+"""Small models and data for tests of ``train_stream``; and PipeDream by the book.
+
+The reference is one process, one thread, all versions of all weights kept for good.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from syncpipe.schedules.stream import Versions
 
 WORKERS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
@@ -31,3 +41,89 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
+
+
+Data = Sequence[tuple[Tensor, Any]]
+
+
+def cut(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    layers, stages = list(model), []
+    for size in balance:
+        stages.append(nn.Sequential(*layers[:size]))
+        del layers[:size]
+    return stages
+
+
+def trained(stage: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in stage.named_parameters() if p.requires_grad}
+
+
+def by_the_paper(i: int, j: int, replicas: Sequence[int], versions: Versions) -> int:
+    """The updates of the weights that mini-batch ``i`` meets on stage ``j``, counted from 0.
+
+    With stages counted from 1 and w(t) the weights after t mini-batches, update t + 1 is, in the
+    paper, the gradient at w_1(t-n+1), w_2(t-n+2), ..., w_n(t); with vertical sync at w_1(t-n+1),
+    w_2(t-n+1), ..., w_n(t-n+1); and in PipeDream-2BW at w(t-1). Before there are so many: at w(0).
+
+    With round robin each replica has every ``r``-th mini-batch, and so many in flight that all
+    workers from this stage on are busy. What it meets has had the updates of all rounds that are
+    through on it.
+    """
+    n, r = len(replicas), replicas[j]
+    if max(replicas) > 1:
+        in_flight = math.ceil(sum(replicas[j:]) / r)
+        return max(0, i // r - (in_flight - 1))
+    t = i
+    stage = j + 1
+    back = {"stashing": n - stage, "vertical_sync": n - 1, "2bw": 1}[versions]
+    return max(0, t - back)
+
+
+def reference(
+    model: nn.Sequential,
+    balance: Sequence[int],
+    data: Data,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    versions: Versions = "stashing",
+    chunks: int = 1,
+    replicas: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Trains the model in place; the losses of the mini-batches. ``chunks`` are for 2BW."""
+    replicas = [1] * len(balance) if replicas is None else replicas
+    stages = cut(model, balance)
+    n = len(stages)
+    optimizers = [optimizer(list(trained(s).values())) if trained(s) else None for s in stages]
+    history = [[copy.deepcopy(dict(trained(stage)))] for stage in stages]
+    losses: list[Tensor] = []
+    rounds: list[list[list[Tensor]]] = [[] for _ in stages]
+    for b, (x, target) in enumerate(data):
+        met = [history[j][by_the_paper(b, j, replicas, versions)] for j in range(n)]
+        weights = [{name: p.detach().requires_grad_() for name, p in each.items()} for each in met]
+        parts = list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
+        loss = None
+        for part, wanted in parts:
+            for stage, each in zip(stages, weights, strict=True):
+                part = torch.func.functional_call(stage, each, (part,))
+            one = loss_fn(part, wanted)
+            share = len(wanted) / len(target)
+            one = one if share == 1 else one * share
+            one.backward()
+            loss = one.detach() if loss is None else loss + one.detach()
+        losses.append(loss)
+        for j, stage in enumerate(stages):
+            rounds[j].append([p.grad for p in weights[j].values()])
+            if len(rounds[j]) < replicas[j] and b < len(data) - 1:
+                continue  # the other replicas have not got theirs yet
+            for parameter, *grads in zip(trained(stage).values(), *rounds[j], strict=True):
+                parameter.grad = sum(grads[1:], grads[0])
+                if len(grads) > 1:
+                    parameter.grad /= len(grads)
+            if optimizers[j] is not None:
+                optimizers[j].step()
+            for parameter in trained(stage).values():
+                parameter.grad = None
+            history[j].append(copy.deepcopy(dict(trained(stage))))
+            rounds[j].clear()
+    return losses

@@ -12,8 +12,15 @@ from torch import nn
 from syncpipe import Pipe, inline
 from syncpipe.schedules.stream import VERSIONS
 from tests.support.running import Dawdle, Do
-from tests.training.stream.models import WORKERS, adam, mini_batches, mlp, sgd
-from tests.training.stream.reference import by_the_paper, reference
+from tests.training.stream.models import (
+    WORKERS,
+    adam,
+    by_the_paper,
+    mini_batches,
+    mlp,
+    reference,
+    sgd,
+)
 
 BALANCES = {1: [7], 2: [3, 4], 3: [2, 1, 4], 4: [2, 2, 1, 2]}
 

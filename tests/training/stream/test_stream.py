@@ -15,8 +15,15 @@ from syncpipe.schedules.stream import VERSIONS
 from tests.support.running import Do
 from tests.support.skips import Receive, Send
 from tests.support.watched import Memory, alive, gone
-from tests.training.stream.models import WORKERS, adam, mini_batches, mlp, sgd
-from tests.training.stream.reference import by_the_paper, reference
+from tests.training.stream.models import (
+    WORKERS,
+    adam,
+    by_the_paper,
+    mini_batches,
+    mlp,
+    reference,
+    sgd,
+)
 
 BALANCE = [2, 2, 2, 1]
 
@@ -300,6 +307,7 @@ def test_no_more_memory_is_taken_than_for_the_versions_that_are_held(versions):
     data = [(torch.randn(8, 4), torch.randint(0, 4, (8,))) for _ in range(20)]
     found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
     for layer, kept in zip(pipe, found.kept, strict=True):
+        assert len(layer.seen) == kept  # the memory of versions that are over is used again
         assert max(layer.counts) <= kept
     gc.collect()
     for layer in pipe:

@@ -10,8 +10,7 @@ from syncpipe import Pipe
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.stream import VERSIONS
 from tests.support import accelerator as acc
-from tests.training.stream.models import adam, mini_batches, mlp, sgd
-from tests.training.stream.reference import reference
+from tests.training.stream.models import adam, mini_batches, mlp, reference, sgd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 

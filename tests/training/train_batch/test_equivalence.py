@@ -15,7 +15,7 @@ from syncpipe import Pipe, inline
 from syncpipe.schedules import one_f_one_b
 from tests.pipe.test_equivalence import batch, pipes, specs
 from tests.support.models import LAYERS, RANDOM_LAYERS, SENDS, Spec
-from tests.support.running import Dawdle, Do, pipe_of
+from tests.support.running import pipe_of
 from tests.support.training import (
     any_schedule,
     assert_same_step,
@@ -158,24 +158,3 @@ def test_train_batch_draws_what_the_forward_draws():
         _, output = pipe.train_batch(x, loss_fn=weigh, schedule=run, return_outputs=True)
         assert torch.equal(output, expected)
         assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_a_loss_may_draw_numbers_of_its_own():
-    drawn, by_layers = [], []
-
-    def loss_fn(y):
-        drawn.append(torch.rand(3).tolist())
-        return weigh(y)
-
-    def draw(x):
-        by_layers.append(torch.rand(3).tolist())
-
-    layers = nn.Sequential(Do(draw), nn.Linear(3, 3), nn.Dropout(), Dawdle(), Do(draw))
-    pipe = pipe_of(layers, checkpoint="never")
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        pipe.train_batch(torch.ones(8, 3), loss_fn=loss_fn)
-    first, again, other = drawn[:4], drawn[4:8], drawn[8:]
-    assert first == again
-    # For each of two seeds 4 micro-batches in the loss and in each of two layers.
-    assert len({tuple(numbers) for numbers in first + other + by_layers}) == 2 * 4 * 3

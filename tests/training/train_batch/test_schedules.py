@@ -6,16 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from syncpipe import Pipe
 from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, assert_same, on_gradient, pipe_of
+from tests.support.running import assert_same
 from tests.support.training import (
-    FOUR,
-    ROUND,
     RUNS,
     WHOLE,
     any_schedule,
@@ -63,23 +59,6 @@ def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
     assert_same_step(pipe_step(pipe, x, loss_fn=weigh, schedule=given), expected)
 
 
-def test_one_f_one_b_is_what_one_gets():
-    alive, most = [0, 0], [0, 0]
-
-    def back(j):
-        alive[j] -= 1
-
-    def count(x, j):
-        alive[j] += 1
-        most[j] = max(most[j], alive[j])
-        return on_gradient(x, lambda grad: back(j))
-
-    layers = [nn.Linear(3, 3), Do(partial(count, j=0)), Do(partial(count, j=1))]
-    pipe = pipe_of(nn.Sequential(*layers), [2, 1], chunks=8, checkpoint="never")
-    pipe.train_batch(torch.randn(8, 3), loss_fn=weigh)
-    assert most == [3, 1]
-
-
 @pytest.mark.parametrize(
     ("schedule", "slots", "message"),
     [
@@ -100,13 +79,3 @@ def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
     with pytest.raises(ValueError, match=message):
         pipe.train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=schedule, slots=slots)
     assert all(p.grad is None for p in pipe.parameters())
-
-
-def test_interleaved_stages_need_their_devices():
-    pipe = Pipe(model(), [2, 2, 1, 1], devices=FOUR, chunks=4)
-    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
-    pipe.devices = ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
-    with pytest.raises(ValueError, match="go round the devices"):
-        pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
-    pipe.devices = ROUND
-    pipe.train_batch(torch.randn(8, 6), loss_fn=weigh, schedule="interleaved_1f1b")
