@@ -1,21 +1,7 @@
-"""Several processes: the same pipe in each, or one stage of a model in each.
-
-Example::
-
-    from syncpipe.distributed import data_parallel
-
-    pipe = data_parallel(Pipe(model, [2, 2], chunks=8))
-"""
+"""Several processes: the same pipe in each, or one stage of a model in each."""
 
 from syncpipe.distributed.data_parallel import broadcast_buffers, data_parallel
 from syncpipe.distributed.peers import LostProcess, RemoteError
-from syncpipe.distributed.pipelining.stage import Stages, stage
+from syncpipe.distributed.stage import Stages, stage
 
-__all__ = [
-    "LostProcess",
-    "RemoteError",
-    "Stages",
-    "broadcast_buffers",
-    "data_parallel",
-    "stage",
-]
+__all__ = ["LostProcess", "RemoteError", "Stages", "broadcast_buffers", "data_parallel", "stage"]

@@ -7,11 +7,11 @@ start from the same weights, buffers and random state, with copies of the same i
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from functools import partial
 from operator import setitem
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,9 @@ from syncpipe.runtime.thread_state import INLINE
 from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
-from syncpipe.training.loss import Loss, Objective, known_loss
+from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
 from syncpipe.training.sources import Source, input_and_target, mini_batch
-from syncpipe.verification.plain import (
-    Layer,
-    Observation,
-    PlainRun,
-    by_name,
-    layers_of,
-    observe,
-    placed,
-)
+from syncpipe.verification.plain import Observation, PlainRun, by_name, layers_of, observe, placed
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 
 __all__ = ["verify"]
@@ -46,9 +38,8 @@ __all__ = ["verify"]
 _PLAIN = "the plain model, micro-batches beside the mini-batch"
 _LOSS = "the plain model, a loss for each micro-batch beside one for all"
 _PIPE = "the pipe beside the plain model on micro-batches"
-_ON_ACCELERATORS = 5e-3  # TF32, and sums in any order
 _T = TypeVar("_T")
-Values = dict[str, dict[str, Any]]
+Values = dict[str, dict[str, Any]]  # for each column of the report values by name
 
 
 def verify(
@@ -73,12 +64,9 @@ def verify(
         assert report.ok
 
     A mini-batch of few samples will do; it takes about four steps of the plain model, and one of
-    the pipe for each schedule. The plain model runs without recomputation, and copies of
-    weights, buffers and gradients are kept in the CPU's memory.
-
-    Layers that draw random numbers are given the numbers that they get in the pipe, so these are
-    compared to the bit as well; but not micro-batches with the mini-batch, where they cannot be
-    the same.
+    the pipe for each schedule. The plain model runs without recomputation, and copies of weights,
+    buffers and gradients are kept in the CPU's memory. Layers that draw random numbers are given
+    those that they get in the pipe; micro-batches and the mini-batch cannot draw the same.
 
     Afterwards all is as it was, also after an error or Ctrl-C: weights, buffers, gradients, modes
     and what else is in the modules, random states. Hooks by which an optimizer steps as soon as a
@@ -86,21 +74,16 @@ def verify(
 
     Args:
         pipe: the pipe, in the mode in which it is to be checked, mostly ``train()``.
-        input: as for ``train_batch``.
-        target: the same.
-        loss_fn: the same.
+        input, target, loss_fn, weight, loss_reduction: as for ``train_batch``.
         schedules: names, schedules, or functions that make them, or one of these; None for all
             that have a name, and the pipe's own.
-        weight: as for ``train_batch``.
-        loss_reduction: the same.
 
     Returns:
         The report: ``print`` it; ``ok`` says whether all is equal, to rounding at least.
 
     Raises:
-        TypeError, ValueError: an argument does not fit. Whatever the layers or the loss function
-            raise on the whole mini-batch is raised as it is; what a later run raises is in the
-            report.
+        TypeError, ValueError: an argument does not fit. Whatever the layers raise on the whole
+            mini-batch is raised as it is; what a later run raises is in the report.
     """
     if not isinstance(pipe, Pipe):
         raise TypeError(
@@ -117,12 +100,11 @@ def verify(
     loss = known_loss(loss_fn, loss_reduction, weight)
     asked = _schedules(pipe, schedules)
     options = {"loss_fn": loss_fn, "weight": weight, "loss_reduction": loss_reduction}
-    pipeline = pipe._ready()
-    with pipeline.training:  # nobody trains it meanwhile
+    with pipe._ready().training:  # nobody trains it meanwhile
         before = {"_loss_counts": pipe._loss_counts, "_watched": pipe._watched}
 
         def run() -> Report:
-            pipe._loss_counts, pipe._watched = copy(pipe._loss_counts), True
+            pipe._loss_counts, pipe._watched = LossCounts(), True
             pipe._source(input, target, None)  # refuses what train_batch would refuse
             pair = input_and_target(input, target)
             return _Check(pipe, *pair, loss, options).report(asked)
@@ -133,46 +115,16 @@ def verify(
 
 
 def _schedules(pipe: Pipe, asked: Any) -> list[ScheduleLike]:
-    """What ``train_batch`` runs under.
-
-    Raises:
-        TypeError, ValueError: there is no such schedule.
-    """
     if isinstance(asked, str | os.PathLike | Schedule) or callable(asked):
         asked = [asked]
     if asked is not None:
         return [checked_schedule(schedule) for schedule in asked]
     own = pipe.schedule
-    named = isinstance(own, str) and own in SCHEDULES
-    return [*SCHEDULES, *([] if named else [own])]
-
-
-class _Plain(NamedTuple):
-    """What the plain model computed on micro-batches.
-
-    Attributes:
-        values: for each column of the report values by name.
-        output: the outputs, put together.
-        apart: why they cannot be put together; empty if they can.
-        draws: whether the loss function drew random numbers.
-    """
-
-    values: Values
-    output: Any
-    apart: str
-    draws: bool
+    return [*SCHEDULES, *([] if isinstance(own, str) and own in SCHEDULES else [own])]
 
 
 class _Check:
-    """One call of :func:`verify`. Each run leaves everything behind as it was.
-
-    Args:
-        pipe: the pipe.
-        input: of the mini-batch.
-        target: likewise.
-        loss: the loss function, and how much micro-batches count.
-        options: ``loss_fn`` and what goes with it for ``train_batch``.
-    """
+    """One call of :func:`verify`. Each run leaves everything behind as it was."""
 
     def __init__(
         self, pipe: Pipe, input: Any, target: Any, loss: Loss, options: dict[str, Any]
@@ -195,103 +147,107 @@ class _Check:
         if len(self._pipeline.workers) > 1 and not INLINE.get() and self._pipeline.on_cpu:
             self._share = self._pipeline.engine.share()
         self._devices = list(dict.fromkeys(each.stage.device for each in self._layers))
-        self._rounding = _rounding(self._layers)
+        self._rounding = self._passes_for_rounding()
         self._seen: list[Observation] = []
-        self._made: dict[tuple[int, ...], _Plain] = {}
+        self._made: dict[tuple[int, ...], Values] = {}  # by the order in which they go back
+        self._apart = ""  # why outputs of micro-batches cannot be put together
         self._findings: dict[tuple[str, ...], Finding] = {}
+        self._loss_draws, self._loss_differs = False, ""
         replicas = f"replicas={pipe.replicas}, " if max(pipe.replicas) > 1 else ""
         self._report = Report(
             f"syncpipe.verify: {len(pipe)} layers on {', '.join(map(str, pipe.devices))}; "
             f"balance={pipe.balance}, {replicas}{self._m} micro-batches, "
-            f"checkpoint={pipe.checkpoint!r}"
+            f"checkpoint={pipe.checkpoint!r}{'' if pipe.training else ', in eval() mode'}"
         )
 
     def report(self, schedules: list[ScheduleLike]) -> Report:
-        notes = self._report.notes
-        self._check_micro_batches()
-        order = tuple(reversed(range(self._m)))
-        run = self._run("pipe(x)")
-        if (expected := self._tried(run, partial(self._expected, order))) is not None:
-            if expected.apart:
-                run.not_applicable = f"its outputs cannot be put together: {expected.apart}"
-                notes.append("outputs are not compared, but losses, gradients and buffers are")
-            elif expected.draws:
-                why = "loss_fn draws random numbers, which it does outside of the pipe"
-                run.not_applicable = why
-            else:
-                self._compare(run, self._forward, expected, self._threads)
+        self._check_layers()
+        self._check_loss()
+        self._compare("pipe(x)", tuple(reversed(range(self._m))), self._forward)
         for schedule in schedules:
-            run = self._run(shown(schedule).strip("'"))
+            name = shown(schedule).strip("'")
             try:
                 plan = build(schedule, self._m, self._pipeline.placement)
             except ValueError as error:
-                run.not_applicable = str(error)
+                self._run(name).not_applicable = str(error)
                 continue
             last = [a for row in plan.actions for a in row if a.j == plan.n - 1]
             order = tuple([a.i for a in last if a.kind in ("backward", "backward_input")])
-            if (expected := self._tried(run, partial(self._expected, order))) is not None:
-                train = partial(self._train, schedule, not expected.apart)
-                self._compare(run, train, expected)
-        if not self._pipe.training:
-            notes.append(
-                "the pipe is in eval() mode, and was checked in that: call train() first to check "
-                "what training does"
-            )
+            self._compare(name, order, partial(self._train, schedule))
+        if self._apart:
+            note = "outputs are not compared, nor the loss of all of them at once"
+            self._report.notes.append(note)
         return self._report
 
-    def _check_micro_batches(self) -> None:
-        """Whether micro-batches give what the mini-batch gives, and their losses its loss."""
+    def _check_layers(self) -> None:
+        """Whether each layer gives for micro-batches what it gives for the mini-batch."""
         run = self._run("micro-batches", _PLAIN)
         try:
-            whole, failed = self._alone(self._observed)
+            failed = self._alone(self._observed)
         except BaseException as error:
             annotate(error, "in verify: the plain model, on the whole mini-batch")
             raise
         if failed is not None:
             self._fail(run, failed)
-        notes, quiet = self._report.notes, [each for each in self._seen if not each.draws]
+        if drawing := [str(each.layer) for each in self._seen if each.draws]:
+            self._report.notes.append(
+                f"random numbers are drawn by {', '.join(drawing)}: only the other layers were "
+                "compared on the mini-batch and on its micro-batches"
+            )
+        quiet = [each for each in self._seen if not each.draws]
         order = ("none", "equal", "rounding", "different")
         found = [each.comparison for each in quiet]
         worst = max(found, key=lambda c: (order.index(c.status), c.distance), default=None)
         run.outputs = worst or Comparison()
-        if drawing := [str(each.layer) for each in self._seen if each.draws]:
-            notes.append(
-                "the mini-batch as a whole cannot be compared with its micro-batches, for random "
-                f"numbers are drawn by {', '.join(drawing)}: instead each other layer was, by "
-                "itself, on the same inputs"
-            )
         if off := next((each for each in quiet if not each.comparison.same), None):
             what = f"outputs differ from the mini-batch's, {_far(off.comparison)}"
-            self._find(run, what, str(off.layer), off.reason(cut=True))
+            self._find(run, what, str(off.layer), off.reason())
+
+    def _check_loss(self) -> None:
+        """Whether the losses of micro-batches make that of the mini-batch."""
         run = self._run("loss of each micro-batch", _LOSS)
-        plain = self._tried(run, partial(self._expected, tuple(range(self._m))))
-        if plain is None:
+        if self._tried(run, partial(self._expected, tuple(range(self._m)))) is None:
             return
-        if plain.draws:
-            notes.append(
-                "the loss of the mini-batch cannot be compared with those of its micro-batches, "
-                "for loss_fn draws random numbers"
-            )
+        if not self._loss_draws:
+            run.loss = Comparison("different" if self._loss_differs else "equal")
+        if self._loss_differs:
+            self._find(run, "losses differ from that of the mini-batch", "", self._loss_differs)
+
+    def _compare(self, name: str, order: tuple[int, ...], make: Callable[[], Values]) -> None:
+        """Runs the pipe beside the plain model; says what differs, where first, and why."""
+        run = self._run(name)
+        expected = self._tried(run, partial(self._expected, order))
+        threads = self._threads if name == "pipe(x)" else None
+        if threads and self._apart:
+            run.not_applicable = f"its outputs cannot be put together: {self._apart}"
+        elif threads and self._loss_draws:
+            run.not_applicable = "loss_fn draws random numbers, which it does outside of the pipe"
+        if expected is None or run.not_applicable:
             return
-        if not plain.apart:
-            whole = self._alone(partial(self._loss_of, plain.output))
-        run.loss = compare(plain.values["loss"], {"loss": whole}, self._rounding)
-        if not run.loss.same:
-            parts, at_once = float(plain.values["loss"]["loss"]), float(whole)
-            what = (
-                f"put together they make {parts:.6g}, all outputs at once {at_once:.6g}; "
-                "gradients are off likewise"
-            )
-            self._find(run, what, "", _reason_of_loss(self._loss, self._m, parts, at_once))
+        made = self._tried(run, partial(self._state.restored, make, self._devices, threads))
+        if made is None:
+            return
+        for column in COLUMNS:
+            setattr(run, column, compare(made[column], expected[column], self._rounding))
+        if not run.different:
+            return
+        where, reason = "", "not found: each layer gives the same in the pipe as plainly"
+        names = {name.split(".")[0] for name in run.gradients.names}
+        if culprit := next((each for each in self._seen if each.suspicious), None):
+            where, reason = str(culprit.layer), culprit.reason()
+        elif off := [layer for layer in self._layers if layer.name in names]:
+            where = f"{off[-1]}, by its gradients"  # the last one goes back first
+        column = run.different[0]
+        what = f"{column} differ from the plain model's, {_far(getattr(run, column))}"
+        self._find(run, what, where, reason)
 
     # --- what is found ---------------------------------------------------------------------------
 
     def _run(self, name: str, beside: str = _PIPE) -> Run:
-        self._report.runs.append(Run(name, beside, "pipe" if beside == _PIPE else "plain"))
+        self._report.runs.append(Run(name, beside, beside == _PIPE))
         return self._report.runs[-1]
 
     def _tried(self, run: Run, make: Callable[[], _T]) -> _T | None:
-        """The result; None if it failed."""
         try:
             return make()
         except Exception as error:
@@ -299,37 +255,14 @@ class _Check:
             return None
 
     def _fail(self, run: Run, error: Exception) -> None:
-        notes = "; ".join(getattr(error, "__notes__", ()))
         words = f"{type(error).__name__}: {error}"
+        notes = "; ".join(getattr(error, "__notes__", ()))
         run.error = words + (f" ({notes})" if notes else "")
-        reason = _reason_of_error(run.error, self._seen)
-        self._find(run, f"raised {run.error}", "", reason, words)
-
-    def _compare(
-        self, run: Run, make: Callable[[], Values], expected: _Plain, threads: int | None = None
-    ) -> None:
-        """Runs the pipe beside the plain model; says what differs, where first, and why."""
-        made = self._tried(run, partial(self._state.restored, make, self._devices, threads))
-        if made is None:
-            return
-        for column in COLUMNS:
-            found = compare(made[column], expected.values[column], self._rounding)
-            setattr(run, column, found)
-        if not run.different:
-            return
-        where, reason = "", "not found: each layer gives the same in the pipe as plainly"
-        names = {name.split(".")[0] for name in run.gradients.names}
-        if culprit := next((each for each in self._seen if each.suspicious), None):
-            where, reason = str(culprit.layer), culprit.reason(cut=False)
-        elif off := [layer for layer in self._layers if layer.name in names]:
-            where = f"{off[-1]}, by its gradients"  # the last one goes back first
-        column = run.different[0]
-        what = f"{column} differ from the plain model's, {_far(getattr(run, column))}"
-        self._find(run, what, where, reason)
+        self._find(run, f"raised {run.error}", "", _reason_of_error(words, self._seen), words)
 
     def _find(self, run: Run, what: str, where: str, reason: str, error: str = "") -> None:
         """One finding for all runs of the pipe in which it is the same."""
-        key = "" if run.kind == "pipe" else run.name, where, reason, error
+        key = "" if run.of_pipe else run.name, where, reason, error
         if key not in self._findings:
             self._findings[key] = Finding([], what, where, reason)
             self._report.findings.append(self._findings[key])
@@ -338,40 +271,35 @@ class _Check:
     # --- what is run -----------------------------------------------------------------------------
 
     def _alone(self, run: Callable[[], _T]) -> _T:
-        """Calls a function of the plain model, and puts all back."""
         try:
             return self._state.restored(run, self._devices, self._share)
         except BaseException as error:
             annotate(error, "in the plain model, which verify runs beside the pipe")
             raise
 
-    def _observed(self) -> tuple[Tensor, Exception | None]:
+    def _observed(self) -> Exception | None:
         cut, whole = self._source(self._pipe.chunks), self._source(1).pull(0)
         pieces = [cut.pull(i) for i in range(cut.m)]
-        output, failed = observe(self._layers, whole, pieces, self._pipe, self._seen)
-        return self._loss_of(output), failed
+        return observe(self._layers, whole, pieces, self._pipe, self._seen)
 
-    def _loss_of(self, output: Any) -> Tensor:
-        """The loss of a mini-batch's outputs, all at once."""
-        loss, source = Loss(self._loss.function, self._loss.reduction), self._source(1)
-        objective = Objective(loss, source)
-        return self._root(objective, source, 0, output, _call).detach()
-
-    def _expected(self, order: tuple[int, ...]) -> _Plain:
+    def _expected(self, order: tuple[int, ...]) -> Values:
         if order not in self._made:
             self._made[order] = self._alone(partial(self._plain, order))
         return self._made[order]
 
-    def _plain(self, order: Sequence[int]) -> _Plain:
+    def _plain(self, order: Sequence[int]) -> Values:
         """The plain model, whose micro-batches go back in an order."""
         inputs, given = self._leaves_of_input()
         source = self._source(self._pipe.chunks, given)
         run, objective = PlainRun(self._layers), self._objective(source)
         outputs, shares, left = [], {}, list(order)
+        check = LossCheck(objective, source.targets, asked=False) if self._m > 1 else None
         call = partial(run.seeded, len(self._layers))
         for i in range(source.m):
             output = run.forward(i, map_tensors(clones, source.pull(i)))
             outputs.append(_detached(output))
+            if check is not None:
+                check.keep(i, output, source.peek_target(i))
             shares[i] = self._root(objective, source, i, output, partial(call, i))
             if not self._others:
                 self._find_others(shares[i], inputs)
@@ -384,15 +312,18 @@ class _Check:
                 del share
         run.commit()
         self._scale(objective, inputs)
+        self._loss_draws = len(self._layers) in run.drew
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if check is not None and not self._loss_draws and check.compare():
+                self._loss_differs = str(caught[-1].message)
         try:
-            output, apart = gather(outputs), ""
+            output = gather(outputs)
         except ValueError as error:
-            output, apart = {}, str(error)
-        values = self._values(output, objective.loss(), inputs)
-        return _Plain(values, output, apart, len(self._layers) in run.drew)
+            output, self._apart = {}, str(error)
+        return self._values(output, objective.loss(), inputs)
 
     def _forward(self) -> Values:
-        """``pipe(x)``, and the backward of its micro-batches' losses."""
         inputs, given = self._leaves_of_input()
         args, kwargs = call_arguments(self._pipe, given)
         output = self._pipe(*args, **kwargs)
@@ -410,9 +341,9 @@ class _Check:
         self._scale(objective, inputs)
         return self._values(kept, objective.loss(), inputs)
 
-    def _train(self, schedule: Any, outputs: bool) -> Values:
-        """``train_batch`` under a schedule."""
+    def _train(self, schedule: Any) -> Values:
         inputs, given = self._leaves_of_input()
+        outputs = not self._apart
         options = {**self._options, "schedule": schedule, "verify": False}
         target = _fresh(self._target)
         found = self._pipe.train_batch(given, target, return_outputs=outputs, **options)
@@ -442,15 +373,13 @@ class _Check:
         return objective
 
     def _root(self, objective: Objective, source: Source, i: int, output: Any, run: Any) -> Tensor:
-        """What a micro-batch goes back from."""
         given = output, placed(source.target(i), self._layers[-1].stage.device)
         return objective.root(i, run(objective.call, given), *given)
 
     def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
         """Makes gradients those of the mini-batch, where its weight is known only in the end."""
-        if (factor := objective.factor()) is None:
-            return
-        for leaf in [*self._leaves(), *inputs.values()]:
+        factor = objective.factor()
+        for leaf in [] if factor is None else [*self._leaves(), *inputs.values()]:
             if leaf.grad is not None:
                 leaf.grad.mul_(placed(factor, leaf.device))
 
@@ -458,7 +387,6 @@ class _Check:
         return [*self._state.leaves, *self._others]
 
     def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Finds what gets gradients besides parameters and inputs."""
         known = set(map(id, [*self._leaves(), *inputs.values()]))
         for node in nodes_of([root.grad_fn]):
             leaf = getattr(node, "variable", None)
@@ -480,14 +408,21 @@ class _Check:
         }
         return {column: _copied(values) for column, values in found.items()}
 
+    def _passes_for_rounding(self) -> float:
+        kinds = {device.type for device in self._devices}
+        parameters = self._model.parameters()
+        coarse = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in parameters)
+        if coarse or any(torch.is_autocast_enabled(kind) for kind in kinds):
+            return 5e-2
+        return 5e-3 if kinds - {"cpu"} else 0.0  # TF32, and sums in any order
+
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Values in the CPU's memory, without those that there are not."""
-    return {
-        name: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v
-        for name, v in values.items()
-        if v is not None
-    }
+    """In the CPU's memory, without those that there are not."""
+    there = {name: value for name, value in values.items() if value is not None}
+    copied: dict[str, Any]
+    copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], there)
+    return copied
 
 
 def _call(function: Callable[[Any], Any], given: Any) -> Any:
@@ -507,23 +442,6 @@ def _fresh(tree: Any) -> Any:
     return map_tensors(lambda ts: clones([t.detach() for t in ts]), unflatten(leaves, structure))
 
 
-def _reason_of_loss(loss: Loss, m: int, parts: float, whole: float) -> str:
-    """Why the losses of micro-batches, put together, are not the loss of the mini-batch."""
-    close, reduction = 1e-3 * abs(whole), loss.reduction
-    if reduction == "mean" and abs(parts * m - whole) <= close:
-        return "the loss is a sum over samples, and was taken for a mean: loss_reduction='sum'"
-    if reduction == "sum" and abs(parts - whole * m) <= close * m:
-        return "the loss is a mean over samples, and was taken for a sum: loss_reduction='mean'"
-    if loss.exact:
-        return "the outputs of micro-batches are not parts of those of the mini-batch"
-    return (
-        "the loss is no mean over samples. A mean over what is not masked needs weight=, such as "
-        "weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn; PyTorch's "
-        "own cross entropy needs nothing, if it is given itself and not in a lambda; a loss that "
-        "compares samples with each other needs them all: loss_fn(pipe(input), target)"
-    )
-
-
 def _reason_of_error(error: str, seen: Sequence[Observation]) -> str:
     """Why a run failed, as far as the layers tell by what they do in plain runs."""
     if "more than 1 value per channel" in error:
@@ -534,36 +452,12 @@ def _reason_of_error(error: str, seen: Sequence[Observation]) -> str:
     writers = ", ".join(str(o.layer) for o in seen if o.writes)
     if "place" in error and writers:
         return f"a layer works in place: {writers}; let it work on a copy (inplace=False)"
-    changed = {
-        kind: ", ".join(
-            f"{o.layer}: {', '.join(o.changed[kind])}" for o in seen if kind in o.changed
-        )
-        for kind in ("buffer", "attribute", "generator")
-    }
-    if "inplace operation" in error and changed["buffer"]:
-        return (
-            "a layer modifies in place what the backward of an earlier micro-batch needs "
-            f"({changed['buffer']}): let it use a copy (self.buffer.clone()) for what it computes"
-        )
-    state = changed["attribute"] or changed["generator"]
-    return "the message says it" + (
-        f"; there are layers that keep state ({state})" if state else ""
-    )
+    keep = [f"{o.layer}: {', '.join(names)}" for o in seen for names in o.changed.values()]
+    return "the message says it" + (f"; layers keep state ({'; '.join(keep)})" if keep else "")
 
 
 def _far(comparison: Comparison) -> str:
-    """How different, and what."""
     if comparison.words:
         return f"{comparison.at}: {comparison.words}"
     more = f" and {len(comparison.names) - 1} more" if len(comparison.names) > 1 else ""
     return f"{comparison.at}{more} by up to {comparison.distance:.1e} of its largest value"
-
-
-def _rounding(layers: list[Layer]) -> float:
-    """What passes for rounding, because of where and in what it is computed."""
-    devices = {layer.stage.device.type for layer in layers}
-    tensors = [p for layer in layers for p in layer.module.parameters()]
-    coarse = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in tensors)
-    if coarse or any(torch.is_autocast_enabled(kind) for kind in devices):
-        return 5e-2
-    return _ON_ACCELERATORS if devices - {"cpu"} else 0.0

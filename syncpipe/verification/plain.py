@@ -16,11 +16,11 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import clones, flatten, leaf_names, map_tensors, tensors_in, unflatten
+from syncpipe.data import clones, flatten, gather, leaf_names, map_tensors, tensors_in
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked
 from syncpipe.runtime.errors import annotate
@@ -58,12 +58,10 @@ class Layer:
         return lambda value: torch.func.functional_call(holder, placed(away, here), (value,))
 
     def __str__(self) -> str:
-        """As in messages of the pipe."""
         return f"layer {self.index} ({self.name!r}: {type(self.module).__name__})"
 
 
 def layers_of(pipeline: Pipeline) -> list[Layer]:
-    """The layers of a pipeline in order."""
     return [
         Layer(stage.first + k, name, module, stage)
         for stage in pipeline.stages[: pipeline.n]
@@ -72,25 +70,19 @@ def layers_of(pipeline: Pipeline) -> list[Layer]:
 
 
 def placed(tree: Any, device: torch.device) -> Any:
-    """A tree on a device; gradients find back."""
     return map_tensors(
         lambda ts: [t if same_memory(t.device, device) else t.to(device) for t in ts], tree
     )
 
 
 def by_name(root: str, tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name."""
     return dict(zip(leaf_names(root, tree), flatten(tree)[0], strict=True))
 
 
 class PlainRun:
     """One run of the plain model. It begins with a draw from the caller's generator, as a call.
 
-    Args:
-        layers: the layers.
-
-    Attributes:
-        drew: the layers that drew random numbers; the loss function comes after the last one.
+    ``drew`` has the layers that drew random numbers; the loss function comes after the last one.
     """
 
     def __init__(self, layers: list[Layer]) -> None:
@@ -116,7 +108,6 @@ class PlainRun:
         return value
 
     def layer(self, layer: Layer, i: int, value: Any, store: Store) -> Any:
-        """A layer's output for a micro-batch."""
         stage = layer.stage
         store.update({key: placed(skip, stage.device) for key, skip in store.items()})
         collecting = collect(self._statistics[stage.j]) if stage.defers else nullcontext()
@@ -140,7 +131,6 @@ class PlainRun:
         return result
 
     def commit(self) -> None:
-        """All micro-batches went forward: running statistics move."""
         for statistics in self._statistics.values():
             statistics.commit()
 
@@ -149,7 +139,6 @@ class Observation(NamedTuple):
     """What is seen of a layer that runs plainly, on the mini-batch and on its micro-batches.
 
     Attributes:
-        layer: the layer.
         comparison: of its outputs for the micro-batches with that for the mini-batch.
         repeats: it gives the same twice for the same input and random numbers.
         draws: it draws random numbers as PyTorch's layers do, so that these have to differ.
@@ -169,48 +158,19 @@ class Observation(NamedTuple):
         """Whether a pipe can make it give something else."""
         return self.writes or (not self.repeats and "buffer" not in self.changed)
 
-    @property
-    def cut(self) -> bool:
-        """Whether it gives something else for micro-batches."""
-        return not (self.draws or self.comparison.same)
-
-    def reason(self, *, cut: bool) -> str:
-        """Why it gives something else.
-
-        Args:
-            cut: for micro-batches; otherwise in the pipe.
-        """
-        norms = [
-            f"{name!r}: {type(part).__name__}" if name else type(part).__name__
-            for name, part in self.layer.module.named_modules()
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-        ]
-        if cut and norms:
-            deferred = all("Deferred" in norm for norm in norms)
+    def reason(self) -> str:
+        changed = _few([name for names in self.changed.values() for name in names])
+        if own := self.changed.get("generator"):
             return (
-                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own "
-                "mean and variance. That is what micro-batches mean, and often does no harm; "
-                + ("" if deferred else "deferred_batch_norm=True at least for running statistics; ")
-                + "LayerNorm and GroupNorm do not look at other samples, nor does BatchNorm in "
-                "eval()"
-            )
-        kinds = {kind: _few(names) for kind, names in self.changed.items()}
-        if own := kinds.get("generator"):
-            return (
-                f"it draws from a generator of its own ({own}): for each micro-batch anew, "
+                f"it draws from a generator of its own ({_few(own)}): for each micro-batch anew, "
                 "and again when it is recomputed; let it draw from PyTorch's own generator "
                 "(torch.rand_like(x) and the like, no generator=)"
             )
-        if not self.repeats and (state := kinds.get("attribute")):
+        if not self.repeats and changed:
             return (
-                f"it keeps state ({state} changes in forward), which depends on how often it "
-                "ran before, and recomputation runs it once more: register it as a buffer, or "
-                "change it only if not syncpipe.is_recomputing()"
-            )
-        if not self.repeats and kinds:
-            return (
-                f"it keeps state in parameters or buffers ({', '.join(kinds.values())}) that its "
-                "output depends on, and they change with each micro-batch"
+                f"it keeps state ({changed} changes in forward) that its output depends on: each "
+                "micro-batch changes it, and recomputation once more; change it only if not "
+                "syncpipe.is_recomputing()"
             )
         if not self.repeats:
             return (
@@ -222,33 +182,33 @@ class Observation(NamedTuple):
                 "it works in place, on memory that others use as well: let it work on a copy (for "
                 "an activation: inplace=False)"
             )
-        if cut:
+        norms = [
+            f"{name}: {type(part).__name__}".removeprefix(": ")
+            for name, part in self.layer.module.named_modules()
+            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        ]
+        if norms:
             return (
-                "its output for a sample depends on the other samples of the mini-batch: a mean, a "
-                "maximum or a softmax over dimension 0, attention between samples, a shape or a "
-                "number that it takes from the batch"
+                f"BatchNorm sees micro-batches ({_few(norms)}): each is normalised by its own mean "
+                "and variance, which often does no harm; deferred_batch_norm=True keeps running "
+                "statistics those of mini-batches, LayerNorm and GroupNorm look at no other samples"
             )
-        return "not found: by itself it gives the same for the same input"
+        return (
+            "its output for a sample depends on the other samples of the mini-batch: a mean, a "
+            "maximum or a softmax over dimension 0, attention between samples, a shape or a number "
+            "that it takes from the batch"
+        )
 
 
 @torch.no_grad()
 def observe(
     layers: list[Layer], whole: Any, pieces: list[Any], leave: Any, seen: list[Observation]
-) -> tuple[Any, Exception | None]:
+) -> Exception | None:
     """Runs each layer on the mini-batch, and on the micro-batches that it consists of.
 
     A layer after one that draws or differs gets the joined micro-batches as its mini-batch, so each
-    is seen by itself.
-
-    Args:
-        layers: the layers.
-        whole: the mini-batch.
-        pieces: its micro-batches.
-        leave: what is no layer's own.
-        seen: gets an observation for each layer.
-
-    Returns:
-        The output for the mini-batch, and what a layer raised on a micro-batch.
+    is seen by itself. ``leave`` is no layer's own; ``seen`` gets what is seen. Returns what a layer
+    raised on a micro-batch.
     """
     failed: Exception | None = None
     run = PlainRun(layers)
@@ -268,7 +228,11 @@ def observe(
         except Exception as error:
             failed = error
             continue
-        joined, comparison = _joined(whole, pieces)
+        try:
+            joined = gather(pieces)
+        except ValueError:  # there is a mean over samples in it, say
+            joined = whole
+        comparison = compare(by_name("output", joined), by_name("output", whole))
         changed: dict[str, list[str]] = {}
         for kind, name in state.changes():
             if not name.endswith((*_RUNNING, "_hooks")):
@@ -279,7 +243,7 @@ def observe(
         seen.append(Observation(layer, comparison, repeats, draws, writes, changed))
         if draws or not comparison.same:
             whole = joined
-    return whole, failed
+    return failed
 
 
 def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[Any, Store]]:
@@ -290,28 +254,6 @@ def _twice(run: PlainRun, layer: Layer, whole: Any, store: Store) -> list[tuple[
         after = dict(zip(store, skips, strict=True))
         found.append((run.layer(layer, 0, value, after), after))
     return found
-
-
-def _joined(whole: Any, pieces: list[Any]) -> tuple[Any, Comparison]:
-    """Outputs of micro-batches as one of the mini-batch, and how they compare."""
-    leaves, structure = flatten(whole)
-    rows = [flatten(piece)[0] for piece in pieces]
-    if any(len(row) != len(leaves) for row in rows):
-        return whole, Comparison("different", words="trees of other structures")
-    expected, actual = {}, {}
-    for k, name in enumerate(leaf_names("output", whole)):
-        parts, leaf = [row[k] for row in rows], leaves[k]
-        tensors = all(isinstance(part, Tensor) for part in [*parts, leaf])
-        if tensors and leaf.dim() == 0:
-            continue  # a mean over samples, say, which is in the loss
-        if tensors and all(p.dim() for p in parts) and sum(map(len, parts)) == len(leaf):
-            expected[name], actual[name] = leaf, torch.cat(parts)
-            leaves[k] = actual[name]
-            continue
-        for i, part in enumerate(parts):
-            expected[f"{name} for micro-batch {i}"] = leaf
-            actual[f"{name} for micro-batch {i}"] = part
-    return unflatten(leaves, structure), compare(actual, expected)
 
 
 def _few(names: list[str]) -> str:

@@ -9,55 +9,37 @@ from syncpipe.compare import Comparison
 
 __all__ = ["COLUMNS", "Finding", "Report", "Run"]
 
-#: What is compared, and how the page calls it.
-COLUMNS = {
-    "outputs": "outputs",
-    "loss": "loss",
-    "gradients": "gradients",
-    "input_gradients": "of input",
-    "buffers": "buffers",
-}
+_NOTHING = Comparison()
+COLUMNS = ("outputs", "loss", "gradients", "input_gradients", "buffers")
 
 
 @dataclass
 class Run:
     """One run, beside the one that it is compared with.
 
-    Attributes:
-        name: ``"pipe(x)"``; for ``train_batch`` the schedule; for the plain model
-            ``"micro-batches"`` and ``"loss of each micro-batch"``.
-        beside: what it is compared with.
-        kind: of the ``"plain"`` model, or of the ``"pipe"``.
-        outputs, loss, gradients, input_gradients, buffers: how they compare.
-        error: what the run raised; empty if it ran.
-        not_applicable: why there is nothing to run or to compare; empty if there is.
+    Its ``name`` is ``"pipe(x)"``, that of the schedule of ``train_batch``, or of the plain model
+    ``"micro-batches"`` or ``"loss of each micro-batch"``. An ``error`` is what it raised, and
+    ``not_applicable`` why there is nothing to run or to compare.
     """
 
     name: str
     beside: str
-    kind: str
-    outputs: Comparison = field(default_factory=Comparison)
-    loss: Comparison = field(default_factory=Comparison)
-    gradients: Comparison = field(default_factory=Comparison)
-    input_gradients: Comparison = field(default_factory=Comparison)
-    buffers: Comparison = field(default_factory=Comparison)
+    of_pipe: bool
+    outputs: Comparison = _NOTHING
+    loss: Comparison = _NOTHING
+    gradients: Comparison = _NOTHING
+    input_gradients: Comparison = _NOTHING
+    buffers: Comparison = _NOTHING
     error: str = ""
     not_applicable: str = ""
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        """By what was compared."""
         return {column: getattr(self, column) for column in COLUMNS}
 
     @property
     def different(self) -> list[str]:
-        """What is different."""
         return [column for column, found in self.comparisons.items() if not found.same]
-
-    @property
-    def exact(self) -> bool:
-        """Whether all that was compared is equal to the bit."""
-        return self.ok and all(c.status in ("equal", "none") for c in self.comparisons.values())
 
     @property
     def ok(self) -> bool:
@@ -67,14 +49,7 @@ class Run:
 
 @dataclass
 class Finding:
-    """Something that is different, and why, as far as that can be told.
-
-    Attributes:
-        runs: the names of the runs in which it was seen.
-        what: what is different.
-        where: the first layer that differs; empty if none was found.
-        reason: the likely reason, and what to do.
-    """
+    """What is different in some runs, the first layer that differs, and the likely reason."""
 
     runs: list[str]
     what: str
@@ -115,38 +90,28 @@ class Report:
         return bool(self._of_pipe()) and all(run.ok for run in self._of_pipe())
 
     def __getitem__(self, name: str) -> Run:
-        """The run of that name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        named = {run.name: run for run in self.runs}
-        if name not in named:
-            raise KeyError(f"{name!r}; the runs are {', '.join(map(repr, named))}")
-        return named[name]
+        return {run.name: run for run in self.runs}[name]
 
     def __str__(self) -> str:
         width = max(len(run.name) for run in self.runs) + 4
-        head = " " * width + "".join(f"{shown:<11}" for shown in COLUMNS.values())
+        shown = [column.replace("input_gradients", "of input") for column in COLUMNS]
+        head = " " * width + "".join(f"{column:<11}" for column in shown)
         lines, beside = [_filled(self.header), "", head.rstrip()], ""
-        for run in self.runs:
-            if run.not_applicable:
-                continue
+        for run in [run for run in self.runs if not run.not_applicable]:
             if run.beside != beside:
                 lines.append(beside := run.beside)
             cells = "".join(f"{c!s:<11}" for c in run.comparisons.values())
             lines.append(f"  {run.name:<{width - 2}}{'FAILED' if run.error else cells}".rstrip())
         refused: dict[str, list[str]] = {}
-        for run in self.runs:
-            if run.not_applicable:
-                reason = run.not_applicable.replace(run.name, "", 1).strip()
-                refused.setdefault(reason, []).append(run.name)
+        for run in [run for run in self.runs if run.not_applicable]:
+            reason = run.not_applicable.replace(run.name, "", 1).strip()
+            refused.setdefault(reason, []).append(run.name)
         notes = [*self.notes, *(f"not run: {', '.join(n)} ({why})" for why, n in refused.items())]
         lines += ["", *map(str, self.findings), *(_filled(note, "- ") for note in notes)]
         return "\n".join([*lines, "", _filled(self._verdict())])
 
     def _of_pipe(self) -> list[Run]:
-        return [run for run in self.runs if run.kind == "pipe" and not run.not_applicable]
+        return [run for run in self.runs if run.of_pipe and not run.not_applicable]
 
     def _verdict(self) -> str:
         if not self._of_pipe():
@@ -162,4 +127,5 @@ class Report:
 
 
 def _filled(text: str, first: str = "") -> str:
-    return fill(text, 100, initial_indent=first, subsequent_indent="  " if first else "")
+    rest = "  " if first else ""
+    return fill(text, 100, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

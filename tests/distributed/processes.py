@@ -26,60 +26,42 @@ from torch import distributed as dist
 
 import syncpipe
 
-__all__ = ["Ranks", "ranks", "told"]
-
 SECONDS = 150  # for one function
 
 
 class Ranks:
-    """Processes of one group.
-
-    Args:
-        size: how many.
-        folder: where they meet.
-    """
+    """Processes of one group, which meet in a folder."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._folder, self._size, self._calls = folder, size, 0
         self._there = set(range(size))
         self.server = subprocess.Popen(
             [sys.executable, "-m", __name__, str(size), str(folder)],
             cwd=Path(__file__).parents[2],
-            env=environment,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What a function of a module returns in each process, or None of one that is gone.
-
-        Raises:
-            AssertionError: it failed in any.
-        """
+        """What a function of a module returns in each process, or None of one that is gone."""
         self._calls += 1
         stdin, stdout = self.server.stdin, self.server.stdout
-        assert stdin is not None
-        assert stdout is not None
         stdin.write(json.dumps([self._calls, function.__module__, function.__name__, *args]) + "\n")
         stdin.flush()
-        waiting = set(self._there)
+        waiting, results = set(self._there), [None] * self._size
         while waiting:
             rank, what = stdout.readline().split()
             waiting.discard(int(rank))
             if what == "gone":
                 self._there.discard(int(rank))
-        answers: list[Any] = [{"result": None} for _ in range(self._size)]
         for rank in range(self._size):
             with suppress(FileNotFoundError):
-                answers[rank] = torch.load(self._file(self._calls, rank), weights_only=False)
-        for rank, answer in enumerate(answers):
-            assert "error" not in answer, f"process {rank}:\n{answer['error']}"
-        return [answer["result"] for answer in answers]
-
-    def _file(self, call: int, rank: int) -> Path:
-        return self._folder / f"{call}-{rank}.pt"
+                answer = torch.load(self._folder / f"{self._calls}-{rank}.pt", weights_only=False)
+                assert "error" not in answer, f"process {rank}:\n{answer['error']}"
+                results[rank] = answer["result"]
+        return results
 
 
 @contextmanager
@@ -139,8 +121,7 @@ def _live(rank: int, size: int, folder: str, readable: int) -> None:
         call, module, function, *args = json.loads(line)
         try:
             torch.manual_seed(0)
-            found = getattr(importlib.import_module(module), function)(*args)
-            answer = {"result": found}
+            answer = {"result": getattr(importlib.import_module(module), function)(*args)}
         except SystemExit as error:
             if isinstance(error.__cause__, Exception):  # it ends as by an error that nobody catches
                 raise error.__cause__ from None

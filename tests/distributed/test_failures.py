@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from syncpipe import Pipe
-from syncpipe.distributed import data_parallel
+from syncpipe.distributed import data_parallel, peers
 from tests.distributed.processes import ranks, told
 from tests.distributed.test_gradients import batches, mine, pipe_of, whole
 from tests.support.running import on_gradient, raising
@@ -60,6 +60,7 @@ def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
     Returns:
         Also what the next call says.
     """
+    peers.PATIENCE, peers._LOOK = 0.3, 0.1
     rank, size = distributed.get_rank(), distributed.get_world_size()
     pipe, plain = pipe_of()
     pairs = batches([8] * size, 1, masked=True)
@@ -107,15 +108,14 @@ def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
     ],
 )  # fmt: skip
 def test_an_exception_in_one_process(two, three, how, stage, before):
-    for processes in (two, three) if how == "backward" else (two,):
-        for rank, (first, same, then) in enumerate(processes.run(fails, how, stage, before)):
-            if rank == GUILTY:
-                assert first.startswith(FAILS[how].split(" with ")[1])
-            else:
-                assert first.startswith(f"RemoteError: process 1 {FAILS[how]}")
-            assert same
-            if rank != GUILTY or how != "target":  # which goes on when all have refused
-                assert then.startswith(ENDED)
+    processes = three if (how, stage) == ("backward", 0) else two
+    for rank, (first, same, then) in enumerate(processes.run(fails, how, stage, before)):
+        if rank == GUILTY:
+            assert first.startswith(FAILS[how].split(" with ")[1])
+        else:
+            assert first.startswith(f"RemoteError: process 1 {FAILS[how]}")
+        assert same
+        assert then.startswith(ENDED)
 
 
 def interrupted(where: str) -> tuple[str, bool]:
@@ -159,7 +159,7 @@ def test_ctrl_c_while_another_process_is_late(two, where):
     assert same_there
 
 
-def calls_that_differ(how: str) -> tuple[str, str]:
+def differ(how: str) -> tuple[str, str]:
     """What is raised where processes do not make the same call; and by the next call."""
     pipe, _ = pipe_of()
     odd = distributed.get_rank() == GUILTY
@@ -180,60 +180,19 @@ def calls_that_differ(how: str) -> tuple[str, str]:
     if how != "found":
         pipe.train_batch(x, target, loss_fn=F.cross_entropy)
         pipe.zero_grad()  # so that the other process starts its sums early
-    if odd and how == "frozen":
+    if odd and how == "gradients":
         pipe[2].weight.requires_grad_(False)
     return told(call), told(call)
 
 
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("accumulate", "accumulate is 2 there and 1 in process 0"),
-        ("evaluates", "the call is eval_batch there and train_batch in process 0"),
-        ("frozen", "parameter 0 of stage 1 is frozen there and of 288 bytes in process 0"),
-        ("found", "tensor 0 that requires grad and is no parameter of the pipe is of 8 bytes "),
-    ],
-)
-def test_calls_that_differ(two, how, what):
-    for first, second in two.run(calls_that_differ, how):
-        assert first.startswith("ValueError: processes 1 and 0 do not make the same call")
-        assert what in first
-        assert second.startswith(ENDED)
+def refused(how: str) -> tuple[str, str]:
+    """What models, arguments and calls are refused by ``data_parallel``, in a process of its own.
 
-
-def refused(how: str) -> str:
-    """What a data-parallel pipe refuses, in all processes alike."""
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    x = torch.randn(8, 6)
-    if how == "sparse":
-        layers = nn.Sequential(nn.Embedding(5, 6, sparse=True), *layers)
-        x = torch.randint(0, 5, (8,))
-    pipe = data_parallel(Pipe(layers, [1, len(layers) - 1], devices=TWO, chunks=2), timeout=30)
-
-    def loss(y: Tensor) -> Tensor:
-        if how == "nested":
-            pipe.train_batch(x, loss_fn=torch.mean)
-        return y.mean()
-
-    return told(lambda: pipe.train_batch(x, loss_fn=loss))
-
-
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("sparse", "TypeError: a parameter of shape [5, 6] has a sparse gradient"),
-        ("nested", "RuntimeError: a data-parallel pipe is trained inside of a call of a pipe"),
-    ],
-)
-def test_what_cannot_be_done(two, how, what):
-    for found in two.run(refused, how):
-        assert found.startswith(what)
-
-
-def models_that_differ(how: str) -> str:
-    """What ``data_parallel`` raises."""
+    All but ``sparse`` and ``nested`` are the odd process's only.
+    """
     odd = distributed.get_rank() == GUILTY
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    x = torch.randn(8, 6)
     changed = {
         "shape": (2, nn.Linear(6, 4)), "number": (2, nn.Linear(6, 3, bias=False)),
         "lazy": (1, nn.LazyLinear(6)), "sync": (1, nn.SyncBatchNorm(6)),
@@ -244,43 +203,53 @@ def models_that_differ(how: str) -> str:
         layers[1].weight.requires_grad_(False)
     if odd and how == "buffer":
         layers[1].register_buffer("count", torch.zeros(2))
-    pipe = Pipe(layers, [1, 2] if odd and how == "balance" else [2, 1], devices=TWO)
-    bucket_mb = 26 if odd and how == "bucket_mb" else 25
-    return told(lambda: data_parallel(pipe, bucket_mb=bucket_mb, timeout=30))
+    if how == "sparse":
+        layers.insert(0, nn.Embedding(5, 6, sparse=True))
+        x = torch.randint(0, 5, (8,))
+    balance = [1, len(layers) - 1] if odd and how == "balance" else [2, len(layers) - 2]
+    pipe = Pipe(layers, balance, devices=TWO, chunks=2)
+    options = {"bucket_mb": 26 if odd and how == "bucket_mb" else 25, "timeout": 30}
+
+    def loss(y: Tensor) -> Tensor:
+        if how == "nested":
+            pipe.train_batch(x, loss_fn=torch.mean)
+        return y.mean()
+
+    def call() -> None:
+        data_parallel(pipe, **options).train_batch(x, loss_fn=loss)
+
+    return told(call), ENDED
 
 
-DIFFER = {
-    "shape": "parameter '2.weight': process 0 has one of shape [3, 6], torch.float32, trained, "
-    "process 1 has one of shape [4, 6], torch.float32, trained",
-    "number": "parameter '2.bias': process 0 has one of shape [3], torch.float32, trained, "
-    "process 1 has no such thing",
-    "frozen": "parameter '1.weight': process 0 has one of shape [6, 6], torch.float32, trained, "
-    "process 1 has one of shape [6, 6], torch.float32, frozen",
-    "balance": "balance: process 0 has [2, 1], process 1 has [1, 2]",
-    "buffer": "buffer '1.count': process 0 has no such thing, process 1 has one of shape [2]",
-    "bucket_mb": "bucket_mb: process 0 has 25, process 1 has 26",
+#: Of both processes, or of process 1 alone, which the other one then names.
+REFUSALS = {
+    (differ, "accumulate"): "accumulate: process 0 has 1, process 1 has 2",
+    (differ, "evaluates"): "the call: process 0 has train_batch, process 1 has eval_batch",
+    (differ, "gradients"): "of stage 1 (0: frozen): process 0 has [288, 48], process 1 has [0, 48]",
+    (differ, "found"): "of what is no parameter of the pipe (0: frozen): process 0 has [], process",
+    (refused, "shape"): "'2.weight': process 0 has float32[3, 6], trained, process 1 has float32[4",
+    (refused, "number"): "'2.bias': process 0 has float32[3], trained, process 1 has no such thing",
+    (
+        refused,
+        "frozen",
+    ): "'1.weight': process 0 has float32[6, 6], trained, process 1 has float32[6",
+    (refused, "balance"): "balance: process 0 has [2, 1], process 1 has [1, 2]",
+    (refused, "buffer"): "buffer '1.count': process 0 has no such thing, process 1 has float32[2]",
+    (refused, "bucket_mb"): "bucket_mb: process 0 has 25, process 1 has 26",
+    (refused, "lazy"): "RuntimeError: Can't access the shape of an uninitialized parameter",
+    (refused, "sync"): "TypeError: layer '1' is a SyncBatchNorm",
+    (refused, "sparse"): "TypeError: a parameter of shape [5, 6] has a sparse gradient",
+    (refused, "nested"): "RuntimeError: a data-parallel pipe is called inside of a call of a pipe",
 }
 
 
-@pytest.mark.parametrize("how", DIFFER)
-def test_models_that_differ(two, how):
-    for found in two.run(models_that_differ, how):
-        assert found.startswith(f"ValueError: processes differ in {DIFFER[how]}")
-
-
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("lazy", "ValueError: parameter '1.weight' has no value yet"),
-        ("sync", "TypeError: layer '1' is a SyncBatchNorm"),
-    ],
-)
-def test_models_that_cannot_be_trained_so(two, how, what):
-    first, second = two.run(models_that_differ, how)
-    assert second.startswith(what)
-    assert first.startswith(
-        f"RuntimeError: process 1 of the data-parallel pipe refused, so all do: {what}"
-    )
+@pytest.mark.parametrize(("act", "how"), REFUSALS)
+def test_what_is_refused(two, act, how):
+    for rank, (found, then) in enumerate(two.run(act, how)):
+        assert REFUSALS[act, how] in found
+        if how in ("lazy", "sync") and rank != GUILTY:
+            assert "process 1 of the data-parallel pipe refused, so all do: " in found
+        assert then.startswith(ENDED)
 
 
 _kept: list[Pipe] = []
@@ -288,13 +257,12 @@ _kept: list[Pipe] = []
 
 def is_gone(how: str) -> tuple[str, str] | None:
     """One process makes fewer calls than the others, is killed, or ends, between two calls."""
+    peers.PATIENCE, peers._LOOK = 0.3, 0.1
     pipe, _ = pipe_of(timeout=1 if how.endswith("_batch") else 30)
     pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
     if distributed.get_rank() == GUILTY:
         if how == "killed":
-            pipe.partitions[1].register_forward_hook(
-                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            )
+            os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raises":
             raise SystemExit from OSError("the disk is full")
         elif how == "ends":
@@ -317,7 +285,6 @@ GONE = {
     "eval_batch": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
     "killed": "process 1 does not answer any more, and has probably been killed",
     "raises": "process 1 has ended with OSError: the disk is full",
-    "ends": "process 1 has ended, after call 1",
 }
 
 

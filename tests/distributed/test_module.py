@@ -32,22 +32,6 @@ from tests.support.running import on_gradient
 TWO = ["cpu:0", "cpu:1"]
 
 
-def values() -> tuple[list[str], list[float]]:
-    """The keys of the state, and the sum of each tensor."""
-    torch.manual_seed(distributed.get_rank())
-    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    layers[1].running_mean += distributed.get_rank()
-    pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO), timeout=30)
-    state = pipe.state_dict()
-    return list(state), [float(value.double().sum()) for value in state.values()]
-
-
-def test_all_begin_with_the_values_of_process_0(three):
-    (keys, first), *others = three.run(values)
-    assert keys[:3] == ["0.weight", "0.bias", "1.weight"]
-    assert all(values == first for _, values in others)
-
-
 def copies() -> None:
     """Copies are trained by one process alone."""
     pipe, _ = pipe_of()
@@ -57,17 +41,12 @@ def copies() -> None:
         other.train_batch(*mine(), loss_fn=F.cross_entropy)
         assert told(other.no_sync).startswith("RuntimeError: no_sync() is for a pipe in several")
         assert syncpipe.verify(other, *mine(), loss_fn=F.cross_entropy, schedules=["1f1b"]).ok
-    assert "the pipe is data-parallel" in told(
-        lambda: syncpipe.verify(pipe, *mine(), loss_fn=F.cross_entropy)
-    )
+    refused = told(lambda: syncpipe.verify(pipe, *mine(), loss_fn=F.cross_entropy))
+    assert "the pipe is data-parallel" in refused
 
 
-def test_copies_are_alone(two):
-    two.run(copies)
-
-
-def evaluated() -> tuple[float, float, float, float]:
-    """The loss here and of all, beside the plain model's; and so for a metric."""
+def evaluated() -> None:
+    """The loss here and of all, and a metric, beside the plain model's."""
     rank = distributed.get_rank()
     pipe, plain = pipe_of()
     pairs = batches([12, 5, 9], 2, masked=True)[: distributed.get_world_size()]
@@ -81,29 +60,30 @@ def evaluated() -> tuple[float, float, float, float]:
         return found, weight, {"right": fraction(y, target).nan_to_num(), "sizes": [len(y)]}
 
     x, target = pairs[rank]
-    y, t = plain(x), target
+    all_x, all_t = whole(pairs)
     here = pipe.eval_batch(x, target, loss_fn=F.cross_entropy)
     everywhere, metrics = pipe.eval_batch(x, target, loss_fn=function, global_loss=True)
     assert sum(map(sum, metrics["sizes"])) == len(x)
     assert pipe.training
-    all_x, all_t = whole(pairs)
-    return (
-        abs(float(here.nan_to_num(-1) - F.cross_entropy(y, t).detach().nan_to_num(-1))),
-        abs(float(everywhere - F.cross_entropy(plain(all_x), all_t).detach())),
-        abs(float(metrics["right"] - fraction(plain(all_x), all_t))),
-    )
+    close = {"rtol": 0, "atol": 1e-12, "equal_nan": True}
+    torch.testing.assert_close(here, F.cross_entropy(plain(x), target).detach(), **close)
+    torch.testing.assert_close(everywhere, F.cross_entropy(plain(all_x), all_t).detach(), **close)
+    torch.testing.assert_close(metrics["right"], fraction(plain(all_x), all_t), **close)
 
 
-def test_eval_batch_here_and_everywhere(three):
-    assert max(map(max, three.run(evaluated))) < 1e-12
-
-
-def batch_norm() -> None:
-    """Statistics are those of each process, until those of process 0 are asked for."""
-    torch.manual_seed(0)
+def buffers() -> None:
+    """All begin with the values of process 0; statistics go their own way until asked for."""
+    rank = distributed.get_rank()
+    torch.manual_seed(rank)
     layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    alone = Pipe(copy.deepcopy(layers), [2, 1], devices=TWO, chunks=2)
+    layers[1].running_mean += rank
     pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO, chunks=2), timeout=30)
+    assert list(pipe.state_dict())[:3] == ["0.weight", "0.bias", "1.weight"]
+    for value in pipe.state_dict().values():
+        first = value.clone()
+        distributed.broadcast(first, src=0)
+        assert torch.equal(value, first)
+    alone = Pipe(copy.deepcopy(pipe[:]), [2, 1], devices=TWO, chunks=2)
     for model in pipe, alone:
         model.train_batch(*mine(), loss_fn=F.cross_entropy)
     assert torch.equal(pipe[1].running_mean, alone[1].running_mean)
@@ -113,15 +93,8 @@ def batch_norm() -> None:
     assert torch.equal(pipe[1].running_mean, shared)
 
 
-def test_buffers_are_those_of_each_process_until_asked_for(two):
-    two.run(batch_norm)
-
-
-def overlap() -> list[int]:
-    """How many numbers there are in each bucket, in order.
-
-    The first stage waits in its last backward until a bucket of the last stage is on its way.
-    """
+def overlap() -> None:
+    """The first stage waits in its last backward until a bucket of the last one is on its way."""
     pipe, _ = pipe_of(chunks=3)
     on_its_way, sizes, left = threading.Event(), [], [3]
     all_reduce = distributed.all_reduce
@@ -146,22 +119,16 @@ def overlap() -> list[int]:
         pipe.train_batch(x, target, loss_fn=F.cross_entropy)
     finally:
         distributed.all_reduce = all_reduce
-    return sizes
+    # Two layers of the third stage; 6 x 6 + 6 of the second one and of the first layer.
+    assert sizes == [42 + 42 // 2, 42, 42]
 
 
-def test_the_last_stage_is_reduced_while_the_first_one_goes_back(two):
-    # 6 x 6 + 6 of the first layer and of the second stage; two layers of the third.
-    for sizes in two.run(overlap):
-        assert sizes[0] == 42 + 42 // 2
-        assert sizes[1:] == [42, 42]
-
-
-def subgroup() -> float:
+def subgroup() -> None:
     """Processes 0 and 2 of three; the one between them goes on alone."""
     rank = distributed.get_rank()
     group = distributed.new_group([0, 2])
     if rank == 1:
-        return 0.0
+        return
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     pipe = data_parallel(Pipe(layers, [2, 1], devices=TWO, chunks=2), group, timeout=30)
@@ -169,68 +136,50 @@ def subgroup() -> float:
     pairs = batches([8, 4], 2, masked=False)
     pipe.train_batch(*pairs[rank // 2], loss_fn=weigh)
     weigh(plain(whole(pairs)[0]), whole(pairs)[1]).backward()
-    return differences(pipe, plain)
+    assert differences(pipe, plain) < 1e-12
 
 
-def test_some_of_the_processes(three):
-    assert max(three.run(subgroup)) < 1e-12
-
-
-def dropped() -> list[int]:
-    """Threads, process groups and stores, with no pipe, with five, and when these are gone."""
+def dropped() -> None:
+    """Threads, groups, stores and tensors go with the pipes."""
 
     def count() -> int:
         gc.collect()
-        stores = sum(isinstance(o, distributed.Store) for o in gc.get_objects())
-        return stores + len(distributed.distributed_c10d._world.pg_map) + _threads()
+        # Threads of all kinds, gloo's as well, but not those of pipes, which end by themselves.
+        threads = len(os.listdir("/proc/self/task")) - threading.active_count()
+        kept = sum(isinstance(o, (distributed.Store, Tensor)) for o in gc.get_objects())
+        return kept + len(distributed.distributed_c10d._world.pg_map) + threads
 
     def five() -> int:
         pipes = [pipe_of()[0] for _ in range(5)]
         for pipe in pipes:
-            pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+            for _ in range(3):
+                pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
         return count()
 
     five()
     before = count()
-    during = five()
-    return [before, during, count()]
+    assert five() > before
+    assert count() <= before
 
 
-def _threads() -> int:
-    """Of all kinds, gloo's as well, but not those of pipes, which end by themselves."""
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
-
-
-def test_nothing_is_left_of_a_pipe_that_is_gone(two):
-    for before, during, after in two.run(dropped):
-        assert during > before
-        assert after <= before
-
-
-def pipe_x() -> tuple[str, str, float]:
-    """What the backward of pipe(x) says, and that under no_sync it is that of this process."""
+def pipe_x() -> None:
+    """The backward of pipe(x) is refused; under no_sync it is that of this process."""
     pipe, plain = pipe_of()
     x, target = mine()
     refused = told(lambda: F.cross_entropy(pipe(x), target).backward())
+    assert refused.startswith("RuntimeError: backward through pipe(x) of a data-parallel pipe")
+    assert "DistributedDataParallel" in refused
     with torch.no_grad():
-        evaluated = told(lambda: pipe(x))
+        pipe(x)
     pipe.zero_grad()
     with pipe.no_sync():
         F.cross_entropy(pipe(x), target).backward()
     F.cross_entropy(plain(x), target).backward()
-    return refused, evaluated, differences(pipe, plain)
+    assert differences(pipe, plain) < 1e-12
 
 
-def test_backward_of_pipe_x_is_refused_and_that_of_one_process_alone_is_not(two):
-    for refused, evaluated, difference in two.run(pipe_x):
-        assert refused.startswith("RuntimeError: backward through pipe(x) of a data-parallel pipe")
-        assert "DistributedDataParallel" in refused
-        assert evaluated == "nothing"
-        assert difference < 1e-12
-
-
-def fork() -> str:
-    """What a fork of the process may not do."""
+def fork() -> None:
+    """A fork of the process may not train."""
     pipe, _ = pipe_of()
     pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
     readable, writable = os.pipe()
@@ -240,48 +189,33 @@ def fork() -> str:
         os.write(writable, text.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    return os.read(readable, 4096).decode()
+    assert "in a fork of its process" in os.read(readable, 4096).decode()
 
 
-def test_a_fork_is_refused(two):
-    for found in two.run(fork):
-        assert found.startswith("RuntimeError: this process is a fork")
+@pytest.mark.parametrize("act", [copies, overlap, dropped, pipe_x, fork])
+def test_in_two_processes(two, act):
+    two.run(act)
 
 
-def many_steps() -> bool:
-    """Objects after a few steps, and after some more."""
-    pipe, _ = pipe_of(chunks=2)
-
-    def count() -> int:
-        gc.collect()
-        return sum(isinstance(o, Tensor) for o in gc.get_objects())
-
-    counts = []
-    for _ in range(3):
-        for _ in range(10):
-            pipe.zero_grad()
-            pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
-        counts.append(count())
-    return counts[2] < counts[1] + 10  # the thread may still have some of the last call
-
-
-def test_steps_leave_nothing_behind(two):
-    assert two.run(many_steps) == [True, True]
+@pytest.mark.parametrize("act", [evaluated, buffers, subgroup])
+def test_in_three_processes(three, act):
+    three.run(act)
 
 
 def test_arguments():
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu:0"])
-    with pytest.raises(TypeError, match="data_parallel takes a Pipe, not Linear"):
-        data_parallel(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="bucket_mb=0: it is a number of megabytes"):
-        data_parallel(pipe, bucket_mb=0)
-    with pytest.raises(ValueError, match="timeout=-1: it is a number of seconds"):
-        data_parallel(pipe, timeout=-1)
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        data_parallel(pipe)
-    with pytest.raises(ValueError, match="takes a pipe that data_parallel has returned"):
-        broadcast_buffers(pipe)
-    with pytest.raises(ValueError, match="global_loss=True, but this pipe knows of no other"):
-        pipe.train_batch(None, loss_fn=nn.MSELoss(), global_loss=True)
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) is for a pipe in several processes"):
-        pipe.no_sync()
+    for error, message, call in [
+        (TypeError, "takes a Pipe, not Linear", lambda: data_parallel(nn.Linear(2, 2))),
+        (ValueError, "bucket_mb=0 must be a number", lambda: data_parallel(pipe, bucket_mb=0)),
+        (ValueError, "timeout=-1 must be a number", lambda: data_parallel(pipe, timeout=-1)),
+        (ValueError, "init_process_group", lambda: data_parallel(pipe)),
+        (ValueError, "that data_parallel has returned", lambda: broadcast_buffers(pipe)),
+        (
+            ValueError,
+            "global_loss=True, but this pipe knows of no other",
+            lambda: pipe.train_batch(None, loss_fn=nn.MSELoss(), global_loss=True),
+        ),
+        (RuntimeError, r"no_sync\(\) is for a pipe in several processes", pipe.no_sync),
+    ]:
+        with pytest.raises(error, match=message):
+            call()

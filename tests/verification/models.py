@@ -28,9 +28,7 @@ class OwnGenerator(nn.Module):
 class Counter(nn.Module):
     """Counts its forwards in an attribute, and goes by it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
@@ -41,8 +39,7 @@ class Memory(nn.Module):
     """Keeps what it saw in containers and objects of all kinds."""
 
     class Box:
-        def __init__(self) -> None:
-            self.value = 0
+        value = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,23 +82,6 @@ class Scale(nn.Module):
         return x.mul_(2)
 
 
-class Center(nn.Module):
-    """Looks at the other samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class Elsewhere(nn.Module):
-    """Goes by something that is in no module."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Elsewhere.calls += 1
-        return x * Elsewhere.calls
-
-
 @skippable(stash=["skip"])
 class Send(nn.Module):
     """Stashes its own output, not a copy of it."""
@@ -116,11 +96,12 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def pipe_of(*layers: nn.Module, balance: Sequence[int] = (), **options: Any) -> Pipe:
-    """A pipe on CPU workers: by default two, the second one begins with the third layer."""
+def pipe_of(*layers: Any, balance: Sequence[int] = (), **options: Any) -> Pipe:
+    """A pipe on CPU workers: by default of three layers, two, the second of which has the last."""
+    layers = layers or (linear(), linear(), linear())
     balance = balance or [2, len(layers) - 2]
     options = {"devices": [f"cpu:{j}" for j in range(len(balance))], "chunks": 4, **options}
-    return Pipe(nn.Sequential(*layers), balance, **options)
+    return Pipe(list(layers), balance, **options)
 
 
 def batch(size: int = 12) -> tuple[Tensor, Tensor]:

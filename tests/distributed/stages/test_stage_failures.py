@@ -15,10 +15,11 @@ from torch import distributed as dist
 
 from syncpipe.distributed import peers, stage
 from tests.distributed.processes import ranks, told
+from tests.support.running import on_gradient, raising
 
 
 class Fails(nn.Module):
-    """Breaks in the forward of a micro-batch or in its backward."""
+    """Breaks in the forward of its third micro-batch or in the backward of that."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -27,21 +28,15 @@ class Fails(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls < 3:
-            return self.linear(x)
-        if self.how == "forward":
+        if self.calls == 3 and self.how == "forward":
             raise KeyError("the third micro-batch")
         x = self.linear(x)
-        if self.how == "backward":
-            x.register_hook(_broken)
+        if self.calls == 3 and self.how == "backward":
+            return on_gradient(x, raising(lambda: ZeroDivisionError("in backward")))
         return x
 
 
-def _broken(grad: Tensor) -> Tensor:
-    raise ZeroDivisionError("in backward")
-
-
-def fails(how: str) -> list[str]:
+def fails(how: str) -> list[str] | None:
     """What a call says that fails in one rank, or is another one there; and what the next says."""
     peers.PATIENCE, peers._LOOK = 0.3, 0.1
     rank = dist.get_rank()
@@ -49,57 +44,35 @@ def fails(how: str) -> list[str]:
     x, y = torch.randn(12, 4), torch.randn(12, 4)
     mine = stage(layers, [1, 1, 1], sample=x[:2], group=dist.new_group())
     schedule = mine.schedule("1f1b", chunks=6, loss_fn=F.mse_loss)
-
-    def step() -> None:
-        schedule.step(x, target=y)
-
-    def clip() -> None:
-        mine.clip_grad_norm_(1.0)
-
-    def other() -> None:
-        schedule.eval(x)
-
-    def short() -> None:
-        schedule.step(x[:7] if rank == 0 else x, target=y)
-
-    if how in ("forward", "backward"):
-        return [told(step), told(step)]
-    step()
+    calls = {
+        "step": lambda: schedule.step(x, target=y),
+        "eval": lambda: schedule.eval(x),
+        "clip": lambda: mine.clip_grad_norm_(1.0),
+        "refused": lambda: schedule.step(x[:7], target=y),
+    }
+    if how not in ("forward", "backward"):
+        calls["step"]()
     if how == "leaves" and rank == 1:
-        del mine, schedule, step, clip, other, short
+        del mine, schedule, calls
         gc.collect()  # it says so when it lets go of its stages
         return None
     if how == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if how in ("leaves", "killed"):
-        return [told(step), told(step)]
-    act = {"eval": other, "refused": short, "clip": clip}[how]
-    return [told(act if rank == (2 if how == "eval" else 0) else step), told(step)]
+    odd = how in calls and rank == (2 if how == "eval" else 0)
+    return [told(calls[how if odd else "step"]), told(calls["step"])]
 
 
 ENDED = r" \(the pipeline has ended in all processes\)"
-STEP, EVAL = (
-    "step\\(\\) of '1f1b' with 6 micro-batches",
-    "eval\\(\\) of '1f1b' with 6 micro-batches",
-)
+STEP, EVAL = (rf"{what}\(\) of '1f1b' with 6 micro-batches" for what in ("step", "eval"))
+THIRD = f"RemoteError: rank 1 failed with KeyError: 'the third micro-batch'.*{ENDED}"
+BACK = "RemoteError: rank 1 failed with ZeroDivisionError: in backward"
+SHORT = "RemoteError: rank 0 refused with ValueError: the input has 7 samples"
 #: What each of the three says.
 SAYS = {
-    "forward": [
-        f"RemoteError: rank 1 failed with KeyError: 'the third micro-batch'.*{ENDED}",
-        "KeyError: 'the third micro-batch'.*in stage 1 .layers 1 to 1. on rank 1",
-        f"RemoteError: rank 1 failed with KeyError: 'the third micro-batch'.*{ENDED}",
-    ],
-    "backward": [
-        "RemoteError: rank 1 failed with ZeroDivisionError: in backward",
-        "ZeroDivisionError: in backward",
-        "RemoteError: rank 1 failed with ZeroDivisionError: in backward",
-    ],
+    "forward": [THIRD, "KeyError: .*in stage 1 .layers 1 to 1. on rank 1", THIRD],
+    "backward": [BACK, "ZeroDivisionError: in backward", BACK],
     "eval": [f"LostProcess: call 2 is {STEP} in rank [01] and {EVAL} in rank 2{ENDED}"] * 3,
-    "refused": [
-        "ValueError: the input has 7 samples, and chunks=6",
-        "RemoteError: rank 0 refused with ValueError: the input has 7 samples",
-        "RemoteError: rank 0 refused with ValueError: the input has 7 samples",
-    ],
+    "refused": ["ValueError: the input has 7 samples, and chunks=6", SHORT, SHORT],
     "clip": [f"LostProcess: call 2 is clip_grad_norm_ in rank 0 and {STEP} in rank [12]"] * 3,
     "leaves": ["LostProcess: rank 1 has ended, after call 1, and the others wait for it", "", ""],
     "killed": ["LostProcess: rank 1 does not answer any more, and has probably been killed"] * 3,

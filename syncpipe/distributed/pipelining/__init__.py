@@ -1,1 +1,0 @@
-"""The way to ``torch.distributed.pipelining``: each process has one stage of a model, or some."""

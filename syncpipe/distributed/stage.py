@@ -1,0 +1,452 @@
+"""``stage``: of a model the part that this process has, for ``torch.distributed.pipelining``.
+
+The same description as for ``Pipe``: layers or specs, balance, skips, ties. Each process reads all
+of it, on ``meta``, and builds what is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from syncpipe.balance.balances import balance_named
+from syncpipe.data import described, tensors_in, unwrapped
+from syncpipe.distributed.boundary import Boundary
+from syncpipe.distributed.peers import Peers, process_group
+from syncpipe.distributed.schedules import Run, schedule_of
+from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
+from syncpipe.layers.conversion.layer import in_order, index_keys
+from syncpipe.layers.conversion.sequential import batch_input
+from syncpipe.layers.listing import Layers, as_sequential, type_name
+from syncpipe.layers.placement import check_balance, move_layers, resolve_workers
+from syncpipe.layers.ties import check_modes, find_ties
+from syncpipe.layers.unpack import unpacks
+from syncpipe.options import checked_chunks
+from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.worker import Worker
+from syncpipe.skip import verify_skippables
+from syncpipe.skip.layout import SkipLayout, inspect_layout
+from syncpipe.skip.store import SkipKey, use_store
+from syncpipe.stages.stage import Partition
+from syncpipe.state import unchanged
+from syncpipe.training.loss import known_loss
+
+__all__ = ["Stages", "stage"]
+
+
+class StageModule(Partition):
+    """The layers of one stage, under the names that they have in the model.
+
+    ``fully_shard`` and ``parallelize_module`` take it as they take any module.
+
+    It has a boundary ``inward``, but for the first stage, and ``outward``, but for the last one. In
+    a step the first stage has the ``inputs`` of all micro-batches, and the last one a ``head``,
+    which makes the loss of its outputs.
+    """
+
+    inward: Boundary | None = None
+    outward: Boundary | None = None
+    head: Callable[[Any, torch.device], Tensor] | None = None
+
+    def __init__(self, layers: Any, where: str, skips: Sequence[Any], device: torch.device) -> None:
+        super().__init__()
+        self._modules.update(layers)
+        self._where, (self._arriving, self._leaving), self._device = where, skips, device
+        self.inputs: list[Any] = []
+
+    def forward(self, *wire: Tensor) -> Any:
+        """From what arrives (or the index of the micro-batch) to what is sent, or the loss."""
+        if self.inward is None:
+            tree = self.inputs[int(wire[0])], ()
+            token = torch.empty(0, device=self._device, requires_grad=True)
+        else:
+            tree, token = self.inward.opened(wire)
+        value, skips = self._through(*tree)
+        if self.outward is not None:
+            return self.outward.closed((value, skips), token)
+        return value if self.head is None else self.head(value, self._device)
+
+    def _through(self, value: Any, skips: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The layers, and the skips that pass by: they lie in the store meanwhile."""
+        store = dict(zip(self._arriving, skips, strict=True))
+        try:
+            with use_store(store):
+                value = super().forward(value)
+        except Exception as error:
+            annotate(error, f"in {self._where}")
+            raise
+        return value, tuple([store[key] for key in self._leaving])
+
+    def boundary(self, value: Any, skips: tuple[Any, ...]) -> Boundary:
+        run = torch.no_grad()(self._through)
+        return Boundary(unchanged(self, lambda: run(value, skips)), self._where)
+
+
+class Stages(nn.Module):
+    """What one rank has of a model; made by :func:`stage`.
+
+    Its parameters and ``state_dict`` have the names that they have in the plain model.
+
+    Attributes:
+        stages: PyTorch's ``PipelineStage`` objects of this rank; ``.submod`` is the module of one,
+            for ``fully_shard`` and ``parallelize_module``.
+        balance: of the whole model.
+        device: of this rank.
+        rank: of this process in the pipeline.
+    """
+
+    def __init__(
+        self, whole: nn.Sequential, balance: list[int], peers: Peers, worker: Worker, placement: str
+    ) -> None:
+        super().__init__()
+        self.balance, self.device, self.placement = balance, worker.device, placement
+        self.peers, self.rank = peers, peers.rank
+        n, stages = peers.size, range(len(balance))
+        self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
+        self._metas, self._worker = list(whole._modules.items()), worker
+        self._elsewhere = frozenset(whole.state_dict())
+        self.parts: dict[int, StageModule] = {}
+        self.stages: list[Any] = []
+        self._ties: list[tuple[str, Any, bool]] = []
+
+    def _build(self, module: nn.Sequential, how: Initialization, unpack: bool) -> None:
+        items = list(module._modules.items())
+        ends = list(accumulate(self.balance))
+        spans = [slice(end - size, end) for end, size in zip(ends, self.balance, strict=True)]
+        cut = [nn.Sequential(OrderedDict(self._metas[span])) for span in spans]
+        self._tied = find_ties(cut)
+        check_modes(self._tied)
+        passing = [*_passing(inspect_layout(cut)), []]
+        for j, span in enumerate(spans):
+            if self._rank_of[j] == self.rank:
+                where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
+                part = StageModule(items[span], where, passing[j : j + 2], self.device)
+                part.unpack = unpack or unpacks(module)
+                self.parts[j] = part
+        parts, workers = list(self.parts.values()), [self._worker] * len(self.parts)
+        firsts = [spans[j].start for j in self.parts]
+        build_specs(parts, workers, how, list(zip(self.parts, firsts, strict=True)))
+        materialize(parts, workers, how, firsts)
+        move_layers(parts, workers, [])
+        for part in parts:
+            self._modules.update(part._modules)
+            part.training = self.training = module.training
+
+    def _take(self, sample: Any) -> int:
+        """The size of a micro-batch, of which the first rank has an example."""
+        if sample is None:
+            raise ValueError(
+                "sample is missing: on the rank of the first stage give an input of the size of a "
+                "micro-batch, stage(..., sample=x[:size])"
+            )
+        self._tree, size = unwrapped(batch_input(self, sample))
+        self.sample = list(map(described, tensors_in(self._tree)))
+        return size
+
+    def _connect(self, size: int) -> None:
+        """Runs the sample through the stages, one after another, so that all know what they send.
+
+        Tensors that several ranks hold begin with the values of the first one.
+        """
+        self.size, peers, parts = size, self.peers, self.parts
+        tree = self.__dict__.pop("_tree", None), ()
+        for j, rank in enumerate(self._rank_of[:-1]):
+            run = partial(parts[j].boundary, *tree) if j in parts else lambda: None
+            boundary: Any = peers.together(run)[rank]
+            tree = boundary.empty(self.device)
+            if j in parts:
+                parts[j].outward = boundary
+            if j + 1 in parts:
+                parts[j + 1].inward = boundary
+        index = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        for j, part in parts.items():  # with all shapes given nothing is run to find them
+            given = (index,) if part.inward is None else part.inward.wire()
+            made = (loss,) if part.outward is None else part.outward.wire()
+            shapes = {"input_args": given, "output_args": made, "group": peers.group}
+            self.stages.append(_PipelineStage(part, j, len(self.balance), self.device, **shapes))
+        for tie in self._tied:
+            ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
+            mine = [place for place in tie.places if place.stage in parts]
+            if len(ranks) == 1 or not mine:
+                continue
+            world = tuple(dist.get_global_rank(peers.group, rank) for rank in ranks)
+            group, place = _group_of(world, dist.group.WORLD), mine[0]
+            peers.groups.append(group)
+            tensor = attrgetter(place.full_name)(self).detach()
+            dense = tensor.contiguous()
+            dist.broadcast(dense, world[0], group)
+            tensor.copy_(dense)
+            if place.is_parameter:
+                self._ties.append((place.full_name, group, ranks[0] == self.rank))
+
+    def schedule(
+        self,
+        name: str = "1f1b",
+        *,
+        chunks: int,
+        loss_fn: Callable[..., Any] | None = None,
+        loss_reduction: str | None = None,
+        weight: Callable[[Any], Any] | Sequence[Any] | None = None,
+        data_parallel: Any = None,
+    ) -> Any:
+        """Make one of PyTorch's schedules over the stages; called on all ranks.
+
+        ::
+
+            schedule = mine.schedule("1f1b", chunks=8, loss_fn=F.cross_entropy)
+            schedule.step(input, target=target, losses=losses)
+            mine.eval()
+            output = schedule.eval(input)
+
+        Args:
+            name: ``"gpipe"``, ``"1f1b"``; with several stages on each rank, one after another,
+                ``"looped_bfs"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``; with
+                two on each in a V, ``stage(..., placement="v")``, ``"zbv"``, ``"dualpipev"``.
+            chunks: the number of micro-batches.
+            loss_fn: as for ``Pipe.train_batch``, but it returns the loss alone; called on the
+                rank of the last stage. None: there is ``eval`` only.
+            loss_reduction: as for ``Pipe.train_batch``.
+            weight: as for ``Pipe.train_batch``.
+            data_parallel: the process group, or the mesh of one dimension, over which gradients of
+                the stages are averaged. Needed where mini-batches differ in what counts (masked
+                targets, ``weight=``), and for sums.
+
+        Returns:
+            An instance of a class of ``torch.distributed.pipelining``, whose ``step`` and ``eval``
+            check their arguments. Gradients are those of the mini-batch's loss, not to be scaled.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, or not the placement of the stages.
+        """
+        made = []
+
+        def make() -> dict[str, Any]:
+            loss = None if loss_fn is None else known_loss(loss_fn, loss_reduction, weight)
+            group = data_parallel
+            if group is not None:
+                group = process_group(group, "data_parallel")
+            made.append(schedule_of(Run(self, name, checked_chunks(chunks), loss, group)))
+            return {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
+
+        self.peers.check_alike(self.peers.together(make))
+        return made[0]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip gradients by the norm of those of the whole model; called on all ranks.
+
+        As ``torch.nn.utils.clip_grad_norm_``, over all stages, and over all parts of what is
+        sharded by ``fully_shard`` or ``parallelize_module``. Tied weights count once.
+
+        Returns:
+            The norm before, the same on all ranks.
+        """
+        with self.peers.call("clip_grad_norm_"):
+            self.peers.sent = True
+            total = self._grad_norm(norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}")
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grad in [_local(p.grad) for p in self.parameters() if p.grad is not None]:
+            grad.mul_(factor.to(grad.dtype))
+        return total
+
+    def _grad_norm(self, norm_type: float) -> Tensor:
+        elsewhere = {id(attrgetter(name)(self)) for name, _, first in self._ties if not first}
+        by_mesh: dict[Any, list[Any]] = defaultdict(list)
+        for parameter in self.parameters():
+            if parameter.grad is not None and id(parameter) not in elsewhere:
+                by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
+        norms = [torch.zeros((), device=self.device)]
+        for grads in by_mesh.values():
+            norm: Any = nn.utils.get_total_norm(grads, norm_type)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        whole = torch.stack(norms)
+        if math.isinf(norm_type):
+            whole = whole.max()
+            dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.peers.group)
+            return whole
+        whole = (whole**norm_type).sum()
+        dist.all_reduce(whole, group=self.peers.group)
+        return whole ** (1 / norm_type)
+
+    @contextmanager
+    def _added_up(self) -> Iterator[None]:
+        """The gradients of a step become those of all ranks that hold the weight.
+
+        So it is as if there were one tensor, and all ranks take the same step. What earlier steps
+        have accumulated is added up already.
+        """
+        # By name, for ``fully_shard`` makes other parameters.
+        found = [(attrgetter(name)(self), group) for name, group, _ in self._ties]
+        shared = [(weight, weight.grad, group) for weight, group in found if weight.requires_grad]
+        for weight, _, _ in shared:
+            weight.grad = None
+        yield
+        for weight, before, group in shared:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dense = _local(weight.grad).contiguous()
+            dist.all_reduce(dense, group=group)
+            _local(weight.grad).copy_(dense)
+            if before is not None:
+                weight.grad = before.add_(weight.grad)
+
+    @property
+    def first(self) -> StageModule | None:
+        """The module of the model's first stage, if it is here."""
+        return self.parts.get(0)
+
+    @property
+    def last(self) -> StageModule | None:
+        """The module of the model's last stage, if it is here."""
+        return self.parts.get(len(self.balance) - 1)
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return in_order(self, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # That of the whole model is welcome: what is on other ranks is passed over.
+        for key in self._elsewhere - set(self.state_dict()):
+            state_dict.pop(prefix + key, None)
+        index_keys(state_dict, prefix, self)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def stage(
+    layers: Layers,
+    balance: Iterable[int] | str,
+    *,
+    sample: Any = None,
+    group: Any = None,
+    device: torch.device | str | int | None = None,
+    placement: str = "loop",
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    seed: int | None = None,
+    unpack: bool = False,
+) -> Stages:
+    """Make the stages of this rank; called on all ranks of the pipeline, with the same arguments.
+
+    ::
+
+        dist.init_process_group()                       # under torchrun --nproc-per-node 4
+        mine = stage(layers, [2, 2, 2, 2], sample=x[:16])
+        schedule = mine.schedule("1f1b", chunks=8, loss_fn=F.cross_entropy)
+        schedule.step(x, target=y)
+
+    Args:
+        layers: as for ``Pipe``. Of :class:`LayerSpec` only the own ones are built; of modules,
+            which are all there, only the own ones are moved and used.
+        balance: for each stage the number of its layers, a multiple of the number of ranks; or
+            ``"parameters"``, ``"uniform"`` or ``"type:regex"`` for one stage on each rank (two
+            with ``placement="v"``).
+        sample: an input of the size of a micro-batch, needed on the rank of the first stage. The
+            layers run once with it, so that all shapes are known, which stay what they are.
+        group: the process group of the pipeline, or a mesh of one dimension, ``mesh["pp"]``. None:
+            all processes.
+        device: of this rank. None: the current accelerator if the group is for one, or the CPU.
+        placement: with several stages on each of ``n`` ranks, which are on rank ``r``: ``"loop"``
+            for ``r``, ``r + n``, ..., or ``"v"`` for ``r`` and ``2n - 1 - r``.
+        init_fn: as for ``Pipe``.
+        seed: as for ``Pipe``; with it the first weights are those of one process.
+        unpack: as for ``Pipe``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or there is no process group.
+        RuntimeError: another rank has failed; with the reason.
+    """
+    peers = Peers(process_group(group, "group"), "pipeline", "rank")
+    built: list[Stages] = []
+
+    def build() -> tuple[dict[str, Any], int]:
+        if placement not in ("loop", "v"):
+            raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
+        module = as_sequential(layers)
+        whole = on_meta(module)
+        verify_skippables(whole)
+        sizes = _sizes(balance, module, peers.size, placement)
+        made = Stages(whole, sizes, peers, _device(device, peers), placement)
+        made._build(module, Initialization.checked(module, init_fn, seed), unpack)
+        built.append(made)
+        kinds = [type_name(layer) for layer in whole]
+        alike = {"layers": kinds, "placements": placement, "balances": sizes}
+        return alike, made._take(sample) if 0 in made.parts else 0
+
+    found = peers.together(build)
+    peers.check_alike([alike for alike, _ in found])
+    built[0]._connect(found[0][1])
+    return built[0]
+
+
+def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
+    v = placement == "v"
+    if isinstance(balance, str):
+        balance = balance_named(balance, module, 2 * n if v else n)
+    sizes = check_balance(balance, len(module))
+    if not sizes or (len(sizes) != 2 * n if v else len(sizes) % n):
+        needed = f"{2 * n}, for placement='v' puts two on each" if v else "as many, or a multiple"
+        raise ValueError(
+            f"balance={sizes} has {len(sizes)} stages for {n} ranks: give {needed}, or start as "
+            "many processes (torchrun --nproc-per-node)"
+        )
+    return sizes
+
+
+def _device(device: Any, peers: Peers) -> Worker:
+    if device is None:
+        here = torch.accelerator.is_available() and dist.get_backend(peers.group) != "gloo"
+        device = torch.accelerator.current_device_index() if here else "cpu"
+    return resolve_workers([device], 1)[0]
+
+
+def _passing(layout: SkipLayout) -> list[list[SkipKey]]:
+    """For each stage the skips that arrive with its input: to be popped there, or further on.
+
+    In the order of stashing, which is alike in all processes; a namespace is made anew in each.
+    """
+    found: list[list[SkipKey]] = [[] for _ in layout.incoming]
+    for source, skips in enumerate(layout.outgoing):
+        for key, target in skips.items():
+            for j in range(source + 1, target + 1):
+                found[j].append(key)
+    return found
+
+
+class _PipelineStage(PipelineStage):
+    """PyTorch's; its greeting of neighbours is for NCCL, and gloo fails if one comes late.
+
+    In 2.9 it is of another dtype than what they wait for, and goes to the same rank, too.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        if "cpu:" in str(dist.get_backend_config(self.group)):
+            return []
+        found = super()._get_init_p2p_neighbors_ops()
+        found = [each for each in found if each.group_peer != self.group_rank]
+        for operation in found:
+            operation.tensor = operation.tensor.to(torch.float32)
+        return found
+
+
+@cache
+def _group_of(ranks: tuple[int, ...], world: Any) -> Any:
+    """A group of some processes. Kept: its name goes by the groups that each of them has."""
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
