@@ -42,11 +42,7 @@ from syncpipe.runtime.random_numbers import (
     run_seeded,
     states_of,
 )
-from syncpipe.runtime.recomputation import (
-    OUTERMOST,
-    ModuleState,
-    Recomputation,
-)
+from syncpipe.runtime.recomputation import OUTERMOST, ModuleState, Recomputation
 from syncpipe.skip.layout import layer_skips
 from syncpipe.skip.store import SkipKey, current_store, describe, use_store
 from syncpipe.stages.inplace import Given, aliased, entering, may_write

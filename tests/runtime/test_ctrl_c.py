@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import signal
 import sys
 import threading
 import time
@@ -21,12 +20,7 @@ from syncpipe import Pipe, inline
 from syncpipe.runtime import engine, worker
 from tests.conftest import our_threads
 from tests.support.interrupts import interrupted, modes_on
-from tests.support.running import (
-    Do,
-    another_thread,
-    pipe_of,
-    plain,
-)
+from tests.support.running import Do, another_thread, pipe_of
 
 RUNS: dict[str, Callable[[Pipe, Tensor], Any]] = {
     "forward": lambda pipe, x: pipe(x).sum().backward(),
@@ -134,25 +128,3 @@ def test_no_worker_is_left_behind_wherever_it_comes() -> None:
         assert at > 20
         gc.collect()
         assert len(our_threads()) == 2
-
-
-@pytest.mark.parametrize("how", ["from a layer", "while waiting"])
-def test_ctrl_c_while_the_caller_waits(how):
-    main = threading.main_thread().ident
-    seen = []
-
-    def interrupt(x):
-        seen.append(threading.get_ident())
-        if len(seen) == 2:
-            if how == "from a layer":
-                signal.raise_signal(signal.SIGINT)
-            else:
-                signal.pthread_kill(main, signal.SIGINT)
-
-    pipe = pipe_of(nn.Sequential(nn.Linear(2, 2), Do(interrupt), nn.Linear(2, 2)))
-    x = torch.randn(4, 2)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come in any of some calls
-        while True:
-            pipe(x)
-    assert main not in seen
-    assert torch.equal(pipe(x), plain(nn.Sequential(*pipe), x))

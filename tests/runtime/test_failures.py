@@ -19,14 +19,7 @@ from torch import nn
 from syncpipe.runtime.worker import FREE_THREADED
 from syncpipe.skip import skippable, stash
 from tests.conftest import our_threads
-from tests.support.running import (
-    Do,
-    assert_same,
-    pipe_of,
-    plain,
-    trained,
-    weigh,
-)
+from tests.support.running import Do, assert_same, pipe_of, plain, trained, weigh
 from tests.support.skips import Receive
 from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import notes_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -84,21 +83,6 @@ def test_a_pipe_may_be_deleted_by_one_of_its_own_layers():
     assert torch.equal(holder[0](x), x.tanh().tanh())
     gc.collect()
     assert our_threads() == []
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copy_of_a_pipe_that_has_run_has_threads_of_its_own(copied):
-    ours, x, results = pipe_of(model(), checkpoint="always"), torch.randn(8, 4), []
-    ours(x)
-    other = copied(ours)
-    for pipe in (ours, other):
-        torch.manual_seed(3)
-        results.append(trained(pipe, pipe, x))
-    assert_same(*results)
-    assert len(our_threads()) == 8
-    del other, pipe
-    gc.collect()
-    assert len(our_threads()) == 4
 
 
 @forks

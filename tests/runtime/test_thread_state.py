@@ -17,16 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from syncpipe import is_recomputing
-from tests.support.running import (
-    MODES,
-    Do,
-    assert_same,
-    one_by_one,
-    pipe_of,
-    plain,
-    trained,
-    weigh,
-)
+from tests.support.running import MODES, Do, assert_same, one_by_one, pipe_of, plain, trained, weigh
 
 BF16 = torch.bfloat16
 
