@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.thread_state import CallerState, backward_here
 from syncpipe.runtime.worker import Item, Worker, WorkerThread
 from syncpipe.schedules.schedule import Kind
@@ -156,7 +157,7 @@ class Engine:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = list(workers)
-        self._lock = threading.Lock()
+        self._lock = forkable()
         self._threads: list[WorkerThread] = []
         self._share = 0
         weakref.finalize(self, _stop, self._threads, os.getpid())
