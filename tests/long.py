@@ -49,11 +49,6 @@ def parts(quick: bool) -> dict[str, tuple[str, Sequence[str], dict[str, str]]]:
             (*_PYTEST, *_STEPS, "-k", "steps or nothing"),
             {**sim, "SYNCPIPE_STEPS": steps},
         ),
-        "modes": (
-            "every schedule with every mode of `checkpoint`, on workers and inline",
-            (python, "-m", "tests.fuzz.modes", "--models", "2" if quick else "40"),
-            {},
-        ),
         "mutations": (
             "statements that wait, hold, record, lock or order, taken out one by one",
             (python, "-m", "tests.mutations", *words),

@@ -78,13 +78,33 @@ def autocast(call: Call) -> AbstractContextManager[Any]:
 # --- the pipe, and the plain model ---------------------------------------------------------------
 
 
-def run_pipe(pipe: Pipe, call: Call, k: int, input_grad: bool, copied: bool) -> Seen:
+class Place:
+    """Where what a pipe is given comes from: here from the CPU."""
+
+    dtype = torch.float32
+
+    def input(self, x: Tensor, call: Call) -> Tensor:
+        return x
+
+    def target(self, scale: Tensor, call: Call) -> Tensor:
+        return scale
+
+    def backward(self, loss: Tensor, xs: list[Tensor]) -> None:
+        loss.backward()
+
+    def close(self, given: list[Tensor], output: Any) -> None:
+        """At the end of a call, before anything is read."""
+
+
+def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Seen:
     """A call of a pipe."""
-    xs = [batch(size, k + i, input_grad) for i, size in enumerate(call.sizes)]
+    made = [batch(size, k + i, False, place.dtype) for i, size in enumerate(call.sizes)]
+    targets = [{"scale": place.target(target_of(x)["scale"], call)} for x in made]
+    xs = [place.input(x, call).detach().requires_grad_(case.input_grad) for x in made]
     # PyTorch refuses to write into leaves, and so into views of them.
-    given = [x.clone() if copied else x for x in xs]
-    options = {"loss_fn": loss_function(call.loss), "schedule": call.schedule}
-    reduction = "sum" if call.loss == "sum" else "mean"
+    given = [x.clone() for x in xs] if case.model.begins_in_place else xs
+    options: dict[str, Any] = {"loss_fn": loss_function(call.loss)}
+    options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
     loss = output = None
     with autocast(call):
         if call.driver == "forward":
@@ -94,20 +114,20 @@ def run_pipe(pipe: Pipe, call: Call, k: int, input_grad: bool, copied: bool) -> 
             with torch.no_grad():
                 output = pipe(given[0])
         elif call.driver == "eval":
-            del options["schedule"]
-            loss = pipe.eval_batch(given[0], target_of(xs[0]), loss_reduction=reduction, **options)
+            loss = pipe.eval_batch(given[0], targets[0], **options)
         else:
-            pairs = [(x, target_of(x)) for x in given]
+            pairs = list(zip(given, targets, strict=True))
             source = {"data_iter": iter(pairs)} if call.driver == "iterator" else {}
             loss, output = pipe.train_batch(
                 *(() if source else pairs[0]),
                 **source,
-                loss_reduction=reduction,
+                schedule=call.schedule,
                 return_outputs=True,
                 **options,
             )
     if call.driver == "forward" and loss is not None:
-        loss.backward()
+        place.backward(loss, xs)
+    place.close([*xs, *given], output)
     return seen(loss, output, xs, pipe)
 
 
@@ -203,7 +223,6 @@ def check(case: Case) -> None:
     """
     pipe = case.pipe()
     other = case.pipe() if case.model.draws else case.model.build()
-    entering = case.input_grad, case.model.begins_in_place
     exact = True
     for k, call in enumerate(case.calls):
         if call.zero or not exact:
@@ -215,7 +234,7 @@ def check(case: Case) -> None:
         try:
             torch.manual_seed(k)
             with inline() if case.by_hand and not case.model.draws else nullcontext():
-                actual = run_pipe(pipe, call, k, *entering)
+                actual = run_pipe(pipe, case, call, k, Place())
         except RuntimeError as error:
             if "there is nothing to train" not in str(error):
                 raise
@@ -225,7 +244,7 @@ def check(case: Case) -> None:
         torch.manual_seed(k)
         if case.model.draws:
             with inline():
-                expected = run_pipe(other, call, k, *entering)
+                expected = run_pipe(other, case, call, k, Place())
             # Each of them goes back by itself, in `pipe(x)` in an order of autograd's.
             rounded = {"grads"} if "reentrant" in case.model.layers else set()
         else:

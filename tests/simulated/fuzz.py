@@ -30,18 +30,15 @@ from tests.fuzz.command import by_hand
 from tests.fuzz.models import KINDS, leaves
 from tests.fuzz.runs import (
     NothingToTrain,
+    Place,
     Seen,
-    batch,
-    loss_function,
     own_gradients,
+    run_pipe,
     run_plain,
     schedule_of,
-    seen,
     step,
-    target_of,
 )
 from tests.support.compare import assert_same
-from tests.support.models import loss_of
 
 __all__ = ["Placed", "check", "drawn"]
 
@@ -122,26 +119,28 @@ def drawn(chance: random.Random) -> Placed:
     return placed
 
 
-class Caller:
+class Caller(Place):
     """A thread that calls a pipe, on streams of its own or not."""
+
+    dtype = WIDE
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
         self.pipe = placed.pipe()
-        self.first, self.last = self.pipe.devices[0], self.pipe.devices[-1]
         self.error: BaseException | None = None
         self.expected: list[Seen] = []
 
     def run(self) -> None:
         """All calls, each compared with the plain model."""
+        case = self.placed.case
         with ExitStack() as stack:
             if self.placed.own_streams:
                 for device in simulated.devices():
-                    stack.enter_context(_on(torch.Stream(device=device)))
-            for k, call in enumerate(self.placed.case.calls[: len(self.expected)]):
+                    stack.enter_context(torch.Stream(device=device))
+            for k, call in enumerate(case.calls[: len(self.expected)]):
                 if call.zero:
                     _forget(self.pipe)
-                found = self.call(call, k)
+                found = run_pipe(self.pipe, case, replace(call, autocast=False), k, self)
                 assert_same(  # to the rounding of float64
                     found, self.expected[k], f"call {k} ", rounded=True, rtol=1e-8, atol=1e-8
                 )
@@ -157,67 +156,26 @@ class Caller:
         except BaseException as error:
             self.error = error
 
-    def given(self, x: Tensor, device: torch.device) -> Tensor:
+    def _given(self, x: Tensor, device: torch.device) -> Tensor:
         """Something for the pipe, where the case has it come from."""
         if self.placed.host == "device":
             return x.to(device)
         return x.pin_memory() if self.placed.host == "pinned" else x
 
-    def call(self, call: Call, k: int) -> Seen:
-        """One call, and what it left behind."""
-        case = self.placed.case
-        made = [batch(size, k + i, False, WIDE) for i, size in enumerate(call.sizes)]
-        targets = [target_of(x) for x in made]
-        if call.driver == "iterator":
-            xs = [self.given(x, self.first) for x in made]
-            targets = [{"scale": self.given(t["scale"], self.first)} for t in targets]
-        else:
-            xs = [x.to(self.first) for x in made]
-            targets = [{"scale": self.given(t["scale"], self.last)} for t in targets]
-        xs = [x.detach().clone().requires_grad_(case.input_grad) for x in xs]
-        given = [x.clone() for x in xs] if case.model.begins_in_place else xs
-        if self.placed.host == "pinned" and call.driver == "iterator" and given is xs:
-            xs = [x.detach().pin_memory().requires_grad_(case.input_grad) for x in xs]
-            given = xs
-        options: dict[str, Any] = {"loss_fn": loss_function(call.loss), "schedule": call.schedule}
-        options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
-        loss = output = None
-        if call.driver == "forward":
-            output = self.pipe(given[0])
-            loss = loss_of(output)
-            if loss is not None:
-                self.go_back(loss, xs)
-        elif call.driver == "no_grad":
-            with torch.no_grad():
-                output = self.pipe(given[0])
-        elif call.driver == "eval":
-            del options["schedule"]
-            loss = self.pipe.eval_batch(given[0], targets[0], **options)
-        elif call.driver == "train":
-            loss, output = self.pipe.train_batch(
-                given[0], targets[0], return_outputs=True, **options
-            )
-        else:
-            pairs = iter(list(zip(given, targets, strict=True)))
-            loss, output = self.pipe.train_batch(data_iter=pairs, return_outputs=True, **options)
-        returned = {t.untyped_storage().data_ptr() for t in tensors_in(output)}
-        with torch.no_grad():
-            for x in {*xs, *given}:
-                if x.device.type != "cpu" and x.untyped_storage().data_ptr() not in returned:
-                    x.fill_(float("nan"))
-        for x in xs:
-            _record(x.grad)
-        return seen(loss, output, xs, self.pipe)
+    def input(self, x: Tensor, call: Call) -> Tensor:
+        first = self.pipe.devices[0]
+        return self._given(x, first) if call.driver == "iterator" else x.to(first)
 
-    def go_back(self, loss: Tensor, xs: list[Tensor]) -> None:
-        """Backward; or twice, while the caller still reads what the first one gave."""
+    def target(self, scale: Tensor, call: Call) -> Tensor:
+        return self._given(scale, self.pipe.devices[0 if call.driver == "iterator" else -1])
+
+    def backward(self, loss: Tensor, xs: list[Tensor]) -> None:
+        """Once; or twice, while the caller still reads what the first one gave."""
         case = self.placed.case
-        once = {"checkpoint", "reentrant"} & {*case.model.layers} or case.checkpoint not in (
-            "never",
-            "offload",
-        )
-        loss.backward(retain_graph=not once)
-        if once:
+        nested = {"checkpoint", "reentrant"} & {*case.model.layers}
+        twice = not nested and case.checkpoint in ("never", "offload")
+        loss.backward(retain_graph=twice)
+        if not twice:
             return
         tensors = [t for t in (*leaves(self.pipe).values(), *xs) if t.grad is not None]
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
@@ -228,11 +186,15 @@ class Caller:
             _record(tensor.grad)
             tensor.grad = grad
 
-
-def _on(stream: torch.Stream) -> Any:
-    from syncpipe.runtime.streams import using
-
-    return using(stream)
+    def close(self, given: list[Tensor], output: Any) -> None:
+        """Writes into all that the pipe was given."""
+        returned = {t.untyped_storage().data_ptr() for t in tensors_in(output)}
+        for x in given:
+            with torch.no_grad():
+                if x.device.type != "cpu" and x.untyped_storage().data_ptr() not in returned:
+                    x.fill_(float("nan"))
+            if x.is_leaf:
+                _record(x.grad)
 
 
 def _forget(module: nn.Module) -> None:
