@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
-from tests.auto.models import BATCH, WRITTEN, Experts, Language, Residual, assert_trains, made
+from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
 
 QUICK = {"timeout": 0.0}
 TWO = ["cpu:0", "cpu:1"]
@@ -200,6 +200,11 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     ),
     "a batch of none": (small, (X,), {"batch_size": 0}, ValueError, "batch_size=0"),
     "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "positional argument"),
+    "a batch that is text": (small, (X,), {"batch_size": "8"}, TypeError, "must be a whole number"),
+    "a batch of halves": (small, (X,), {"batch_size": 2.5}, TypeError, "batch_size=2.5: must be a"),
+    "weights": (small, (X,), {"weights": "a"}, ValueError, "weights='a' is for a model on meta"),
+    "a sample on meta": (small, (X.to("meta"),), {}, ValueError, "the sample is on meta"),
+    "an empty sample": (small, (X[:0],), {}, ValueError, "holds no tensor with a batch"),
     "a sample that does not fit": (small, (Y,), {}, ValueError, "shapes cannot be multiplied"),
 }  # fmt: skip
 
@@ -276,41 +281,3 @@ def test_a_converted_pipe_has_the_signature_of_the_model() -> None:
         assert names(one) == ["ids", "mask"]
         assert one.forward(ids=torch.randint(64, (2, 5)))["logits"].shape == (2, 5, 64)
     assert names(Pipe(nn.Sequential(nn.ReLU()), [1])) == ["args", "kwargs"]
-
-
-def test_the_auxiliary_loss_of_experts_is_an_output_that_the_loss_function_adds() -> None:
-    """And is that of the plain loop; every stage has gates whose gradients depend on it."""
-    model = Experts().double()
-    plain = copy.deepcopy(model)
-    x, y = torch.randn(12, 24).double(), torch.randint(10, (12,))
-
-    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        logits, auxiliary = output
-        return nn.functional.cross_entropy(logits, target) + 0.5 * auxiliary.mean()
-
-    layers = syncpipe.sequential(model, x[:2])
-    pipe = Pipe(layers, "uniform", devices=TWO, chunks=3)
-    found = pipe.train_batch(x, y, loss_fn=loss_fn)
-    losses = [loss_fn(plain(a), b) / 3 for a, b in zip(x.chunk(3), y.chunk(3), strict=True)]
-    for loss in losses:
-        loss.backward()
-    assert torch.allclose(found, torch.stack(losses).sum())
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def test_arguments_that_it_cannot_use() -> None:
-    model, x = Residual(8, 2), torch.randn(4, 8)
-    for changed, error, match in (
-        ({"batch_size": "8"}, TypeError, "batch_size='8': must be a whole number"),
-        ({"batch_size": 2.5}, TypeError, "batch_size=2.5: must be a whole number"),
-        ({"weights": "folder"}, ValueError, "weights='folder' is for a model on meta"),
-    ):
-        with pytest.raises(error, match=match):
-            Pipe.auto(model, x, **{"batch_size": 4, "devices": TWO, **changed})
-    with pytest.raises(ValueError, match="the sample is on meta"):
-        Pipe.auto(model.to("meta"), x.to("meta"), batch_size=4, devices=TWO)
-    with pytest.raises(ValueError, match="holds no tensor with a batch in dimension 0"):
-        Pipe.auto(Residual(8, 2), x[:0], batch_size=4, devices=TWO)

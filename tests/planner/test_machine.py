@@ -206,17 +206,33 @@ def gpu(k: int) -> Worker:
     return Worker(f"cuda:{k}")  # not asked whether it exists
 
 
-def test_cpu_workers_share_memory_and_copy_nothing(measured: list[tuple[str, ...]]) -> None:
-    machine = machine_of(["cpu:0", "cpu:1", "cpu:1"])
-    assert machine == Machine((200.0,) * 3, ((math.inf,) * 3,) * 3, ("cpu:0", "cpu:1", "cpu:1"))
-    assert len(measured) == 1
+INF = math.inf
+GIVEN = {"memory": [1, 2, 3], "bandwidth": 4, "host_bandwidth": 2}
 
 
-def test_accelerators_have_their_own(measured: list[tuple[str, ...]]) -> None:
-    machine = machine_of([gpu(0), gpu(1)])
-    assert machine.memory == (100, 100)
-    assert machine.bandwidth == ((math.inf, 2), (11, math.inf))  # each direction by itself
-    assert machine.names == ("cuda:0", "cuda:1")
+@pytest.mark.parametrize(
+    ("places", "given", "memory", "bandwidth", "host"),
+    [
+        (["cpu:0", "cpu:1", "cpu:1"], {}, (200,) * 3, ((INF,) * 3,) * 3, 0),  # of one memory
+        ([gpu(0), gpu(1)], {}, (100, 100), ((INF, 2), (11, INF)), 1),  # each direction by itself
+        ([gpu(1), gpu(2)], {}, (100, 100), ((INF, 13), (22, INF)), 11),  # that of the slowest
+        ([gpu(1)], {"host_bandwidth": "3B/s"}, (100,), ((INF,),), 3),
+        # A device that is named twice shares its memory, unless that is a list.
+        ([gpu(0), gpu(0)], {}, (50, 50), ((INF, INF),) * 2, 1),
+        ([gpu(0), gpu(0)], {"memory": 8}, (4, 4), ((INF, INF),) * 2, 1),
+        ([gpu(0), gpu(0)], {"memory": [8, 8]}, (8, 8), ((INF, INF),) * 2, 1),
+        ([gpu(0), gpu(1), gpu(1)], GIVEN, (1, 2, 3), ((INF, 4, 4), *((4, INF, INF),) * 2), 2),
+    ],
+)
+def test_real_devices(
+    measured: list[tuple[str, ...]], places: list[Any], given: dict[str, Any], memory: Any,
+    bandwidth: Any, host: float,
+) -> None:  # fmt: skip
+    machine = machine_of(places, **given)
+    assert (machine.memory, machine.bandwidth, machine.host) == (memory, bandwidth, host)
+    assert machine.names == tuple(str(getattr(place, "device", place)) for place in places)
+    assert len(measured) == len(set(measured))
+    assert measured == [] or given is not GIVEN
 
 
 def test_layers_are_measured_on_each_kind_of_device(
@@ -241,22 +257,6 @@ def test_layers_are_measured_on_each_kind_of_device(
         plan(profiled(None, None, device="cpu"), devices=["cpu", gpu(1)], batch_size=4)
 
 
-def test_the_link_to_the_host_is_that_of_the_slowest_accelerator(
-    measured: list[tuple[str, ...]],
-) -> None:
-    assert machine_of([gpu(1), gpu(2)]).host == 11
-    assert machine_of(["cpu:0", "cpu:1"]).host == 0
-    assert machine_of([gpu(1)], host_bandwidth="3B/s").host == 3
-
-
-def test_a_device_named_twice_shares_its_memory(measured: list[tuple[str, ...]]) -> None:
-    machine = machine_of([gpu(0), gpu(1), gpu(0)])
-    assert machine.memory == (50, 100, 50)
-    assert machine.bandwidth[0][2] == machine.bandwidth[2][0] == math.inf
-    assert machine_of([gpu(0), gpu(1), gpu(0)], memory=8).memory == (4, 8, 4)
-    assert machine_of([gpu(0), gpu(1), gpu(0)], memory=[8, 8, 8]).memory == (8, 8, 8)
-
-
 def test_bandwidth_is_measured_once(measured: list[tuple[str, ...]]) -> None:
     machine_of([gpu(0), gpu(1), "cpu"])
     links = [call for call in measured if len(call) == 2]
@@ -269,33 +269,18 @@ def test_bandwidth_is_measured_once(measured: list[tuple[str, ...]]) -> None:
     assert measured[-1] == ("cuda:0", "cuda:1")
 
 
-def test_what_is_given_is_not_measured(measured: list[tuple[str, ...]]) -> None:
-    given = {"memory": [1, 2, 3], "bandwidth": 4, "host_bandwidth": 2}
-    machine = machine_of([gpu(0), gpu(1), gpu(1)], **given)
-    assert machine.memory == (1, 2, 3)
-    assert machine.bandwidth[0] == (math.inf, 4, 4)
-    assert machine.bandwidth[1] == (4, math.inf, math.inf)  # one device: no link
-    assert measured == []
-
-
-def test_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "measure_memory", lambda device: 0.0)
-    with pytest.raises(ValueError, match="no memory is free on cpu"):
-        machine_of(["cpu"])
-
-
 def test_a_number_of_devices(
     measured: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert machine_of(3).names == ("cpu:0", "cpu:1", "cpu:2")
     here = [torch.device("cuda", k) for k in range(2)]
     monkeypatch.setattr(devices, "default_devices", lambda n: here)
     assert machine_of(1).names == ("cuda:0",)
     with pytest.raises(ValueError, match=r"devices=3, but 2 are here.*describe them"):
         machine_of(3)
-
-
-def test_cpu_workers_where_there_is_nothing_else(measured: list[tuple[str, ...]]) -> None:
-    assert machine_of(3).names == ("cpu:0", "cpu:1", "cpu:2")
+    monkeypatch.setattr(devices, "measure_memory", lambda device: 0.0)
+    with pytest.raises(ValueError, match="no memory is free on cpu"):
+        machine_of(["cpu"])
 
 
 @pytest.mark.parametrize(

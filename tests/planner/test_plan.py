@@ -425,31 +425,6 @@ def test_no_plan_fits_names_the_stage_what_is_missing_and_the_way_out() -> None:
     assert planned(profile, "4 x 1GB, 10GB/s").balance == [2, 2, 2, 2]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    times=st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
-    memory=st.integers(10**5, 2 * 10**7),
-    n=st.integers(1, 4),
-)
-def test_what_the_error_says_makes_it_fit(times: list[float], memory: int, n: int) -> None:
-    profile = profile_of(times)
-    try:
-        plan = planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=8)
-    except ValueError as error:
-        text = str(error)
-    else:
-        assert all(stage.memory <= stage.limit for stage in plan.stages)
-        assert str(plan)
-        return
-    more = re.search(r"([\d.]+ [kMG]?B) on each device", text)
-    assert more
-    planned(profile, f"{n} x {more[1]}, 1GB/s", batch_size=8)
-    if enough := re.search(r"(\d+) such devices", text):
-        planned(profile, f"{enough[1]} x {memory}B, 1GB/s", batch_size=8)
-    if smaller := re.search(r"batch_size=(\d+)", text):
-        planned(profile, f"{n} x {memory}B, 1GB/s", batch_size=int(smaller[1]))
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
