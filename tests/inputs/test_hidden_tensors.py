@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -34,19 +33,6 @@ class Slotted:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-
-
-class Fixed(Sequence):
-    """A sequence that nothing can be put into."""
-
-    def __init__(self, *items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, k: Any) -> Any:
-        return self._items[k]
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 def cyclic(x: Tensor) -> Holds:
@@ -88,7 +74,6 @@ HIDDEN: dict[str, tuple[Any, str]] = {
     "dict in an object": (lambda x: Holds(inner={"a": x}), ".inner['a']"),
     "three levels": (lambda x: Holds(b=[SimpleNamespace(c=(5, x))]), ".b[0].c[1]"),
     "slots in slots": (lambda x: Slotted(Slotted(x)), ".inner.inner"),
-    "immutable sequence": (Fixed, "._items[0]"),
     "deque": (lambda x: Holds(last=deque([x])), ".last[0]"),
     "cycle": (cyclic, ".inner.x"),
     "distribution": (lambda x: Independent(Normal(x, 1.0), 1), ".base_dist.loc"),

@@ -381,24 +381,3 @@ def test_a_hook_that_writes_into_the_input(on, hook):
     finally:
         handle.remove()
     assert torch.equal(given, x)
-
-
-@every_mode
-def test_a_layer_that_writes_in_some_modes_only(checkpoint):
-    class Sometimes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training and torch.is_grad_enabled():
-                x.mul_(2)
-            return super().forward(x)
-
-    layers = nn.Sequential(Sometimes(3, 3), nn.Linear(3, 3))
-    pipe = pipe_of(*layers, checkpoint=checkpoint)
-    x = torch.randn(4, 3)
-    given = x.clone()
-    for _ in range(2):
-        pipe.eval_batch(x)
-        pipe.eval()(x)
-        with torch.no_grad():
-            pipe.train()(x)
-        torch.testing.assert_close(pipe(x), layers(given.clone()))
-        assert torch.equal(x, given)

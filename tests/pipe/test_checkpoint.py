@@ -349,16 +349,6 @@ def test_two_backwards_through_one_graph_recompute_twice():
     assert pipe[1].again == 4
 
 
-def test_a_trace_shows_no_recomputation_of_its_own():
-    pipe = pipe_of([1])
-    with pipe.trace() as trace:
-        train(pipe)
-        forward(pipe)
-    kinds = {span.kind for span in trace.spans}
-    assert kinds >= {"forward", "backward"}
-    assert "recompute" not in kinds
-
-
 def test_a_policy_is_printed_and_refused():
     assert repr(Selective([ops.mm.default])) == f"Selective([{ops.mm.default!r}])"
     assert isinstance(pipe_of(SELECTIVE["context_fn"]).checkpoint, Selective)

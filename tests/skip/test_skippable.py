@@ -204,14 +204,6 @@ def test_wrong_arguments_are_refused(decorate, error, message):
 # --- what a forward may do -----------------------------------------------------------------------
 
 
-def test_gradient_flows_through_the_skip():
-    x = X.clone().requires_grad_()
-    y = nn.Sequential(Send(), Twice(), Receive())(x)
-    y.sum().backward()
-    assert torch.equal(y, 3 * X)
-    assert torch.equal(x.grad, torch.full_like(x, 3.0))
-
-
 @pytest.mark.parametrize("value", [None, 7, (1, "two"), {"k": X}])
 def test_any_value_can_be_stashed_and_yield_stash_gives_none(value):
     def give(self, x):
@@ -223,14 +215,6 @@ def test_any_value_can_be_stashed_and_yield_stash_gives_none(value):
 
     model = nn.Sequential(layer_of(give, stash=["v"]), layer_of(take, pop=["v"]))
     assert model(X) is value
-
-
-def test_layers_inside_a_skippable_layer_share_its_store():
-    def forward(self, x):
-        yield stash("skip", x)
-        return Receive()(x)
-
-    assert torch.equal(layer_of(forward, stash=["skip"])(X), 2 * X)
 
 
 def test_compiled_models_and_layers_give_the_same():

@@ -182,17 +182,6 @@ def test_deferred_statistics(driver, checkpoint, momentum, chunks):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_dropout_may_begin_later():
-    model, x, found = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.randn(8, 3), []
-    for replicas in ([1], [2]):
-        pipe = dealt(model, [2], replicas, chunks=4)
-        for p in (0.0, 0.5):
-            torch.manual_seed(1)
-            pipe[1].p = p
-            found.append(pipe.train_batch(x, loss_fn=torch.mean))
-    assert torch.equal(found[1], found[3])
-
-
 def test_replicas_see_what_becomes_of_the_parameters():
     pipe = dealt(linear_model(), [2, 2], [2, 2], chunks=4)
     plain, x = copied(pipe), torch.randn(4, 3)
