@@ -145,7 +145,7 @@ DETECTORS: dict[str, Detector] = {
             "training/test_train_memory.py",
             "training/test_nested_calls.py",
             "training/test_weight_gradients.py",
-            "pipe/replicas",
+            "pipe/test_replicas.py",
             "inputs/test_inplace.py",
             "timeline/test_trace.py",
             "verification/test_restored.py",

@@ -1,1 +1,0 @@
-"""Stages that are served by several devices."""

@@ -1,0 +1,746 @@
+"""Stages that are served by several devices: results, arguments, layers, failures."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import syncpipe
+from syncpipe import Pipe, Selective, inline
+from syncpipe.schedules import build, gpipe, one_f_one_b
+from tests.fuzz.layers import Dawdle
+from tests.pipe.test_equivalence import batch
+from tests.support.interrupts import interrupted
+from tests.support.models import (
+    CHECKPOINT_MODES,
+    LENGTH,
+    Inner,
+    Result,
+    Spec,
+    assert_same,
+    assert_same_tree,
+    cut,
+    linear_model,
+    step,
+)
+from tests.support.running import Do, Noise, in_threads
+from tests.support.training import (
+    any_schedule,
+    assert_same_step,
+    fresh,
+    orders_of,
+    pipe_step,
+    plain_step,
+    weigh,
+)
+from tests.support.watched import Fails, Odd, numbered
+from tests.training.failures.failing import Grads, mean
+
+#: Layers that can have replicas.
+KINDS = ["linear", "conv", "layer_norm", "tanh", "frozen", "inplace", "fork", "join", "send"]
+KINDS += ["send_int", "send_none", "receive", "receive_unused"]
+
+
+def dealt(
+    model: nn.Sequential, balance: Sequence[int], replicas: Sequence[int], **options: Any
+) -> Pipe:
+    """A pipe on CPU workers, one for each replica."""
+    devices = [f"cpu:{k}" for k in range(sum(replicas))]
+    return Pipe(model, balance, replicas=replicas, devices=devices, **options)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, layers: int) -> tuple[list[int], list[int]]:
+    """A balance, and replicas for it."""
+    cuts = draw(st.sets(st.integers(1, max(1, layers - 1)), max_size=2)) - {layers}
+    balance = [b - a for a, b in pairwise([0, *sorted(cuts), layers])]
+    counts = st.lists(st.integers(1, 3), min_size=len(balance), max_size=len(balance))
+    return balance, draw(counts)
+
+
+def copied(pipe: Pipe) -> nn.Sequential:
+    """A plain copy of its layers."""
+    return copy.deepcopy(pipe[:])
+
+
+def plain_train(pipe: Pipe, plain: nn.Sequential, x: Any, target: Any, **options: Any) -> Any:
+    """What ``train_batch`` has to leave behind: gradients added up by replica, then over these."""
+    m = len(cut(x, pipe.chunks))
+    schedule = build(options.pop("schedule", "1f1b"), m, pipe._ready().placement)
+    how = {"chunks": pipe.chunks, "orders": orders_of(schedule), "balance": pipe.balance}
+    return plain_step(plain, x, target, **how, replicas=pipe.replicas, **options)
+
+
+# --- P1: what the plain model computes -----------------------------------------------------------
+
+
+specs = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6).map(tuple).map(Spec)
+HALVES = ("zb_h1", "zb_h2", "any")
+COMMON = {
+    "data": st.data(),
+    "chunks": st.integers(1, 6),
+    "size": st.integers(1, 7),
+    "checkpoint": st.sampled_from([*CHECKPOINT_MODES, [0]]),
+    "input_grad": st.booleans(),
+    "by_hand": st.booleans(),
+}
+
+
+@settings(max_examples=100)
+@given(
+    spec=specs,
+    schedule=st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1", "zb_h2", "any"]),
+    **COMMON,
+)
+def test_train_batch_equals_the_plain_loop(
+    data, spec, chunks, size, schedule, checkpoint, input_grad, by_hand
+):
+    balance, replicas = data.draw(shapes(len(spec.layers)))
+    pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
+    plain, x = spec.build(), batch(size, input_grad)
+    exact = schedule not in HALVES
+    if schedule == "any":
+        m = len(x.chunk(chunks))
+        seed = data.draw(st.integers(0, 2**32))
+        schedule = any_schedule(m, range(len(pipe.balance)), seed=seed, halves=True, in_order=False)
+    target = {"scale": torch.rand(size)}
+    options = {"loss_fn": weigh, "schedule": schedule}
+    for _ in range(2):  # gradients are added to those that there are
+        expected = plain_train(pipe, plain, x, target, **options)
+        grads = [*expected.parameter_grads.values(), *expected.input_grads]
+        assume(any(grad is not None for grad in grads))  # or train_batch refuses
+        with inline() if by_hand else nullcontext():
+            actual = pipe_step(pipe, x, target, verify=False, **options)
+        assert_same_step(actual, expected, exact=exact)
+
+
+@settings(max_examples=100)
+@given(
+    spec=specs.filter(lambda spec: isinstance(spec.build()(batch(1, False)), torch.Tensor)),
+    **COMMON,
+)
+def test_pipe_of_x_equals_the_plain_model(
+    data, spec, chunks, size, checkpoint, input_grad, by_hand
+):
+    balance, replicas = data.draw(shapes(len(spec.layers)))
+    pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
+    plain, x = spec.build(), batch(size, input_grad)
+
+    def loss_fn(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    for _ in range(2):
+        for module in (pipe, plain):
+            module.zero_grad()
+        expected = plain_train(pipe, plain, x, None, loss_fn=loss_fn, schedule="gpipe")
+        given = fresh(x)
+        with inline() if by_hand else nullcontext():
+            output = pipe(given)
+            shares = [loss_fn(y) * (len(y) / size) for y in output.chunk(chunks)]
+            if output.requires_grad:
+                sum(shares[1:], shares[0]).backward()
+        grads = {name: p.grad for name, p in pipe.named_parameters()}
+        found = Result(output.detach(), [given.grad], grads, {})
+        wanted = expected.input_grads, expected.parameter_grads
+        assert_same(found, Result(expected.output, *wanted, {}))
+
+
+ROUND = [[0, 1], [2, 3], [0, 1], [2, 3]]
+V = [[0, 1], [2, 3], [2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        *[(name, ROUND) for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")],
+        *[(name, V) for name in ("zbv", "v_half", "v_min", "dualpipev")],
+        (one_f_one_b, [[0, 1], [0, 2], [3, 4], [0, 4]]),
+        ("1f1b", [[0, 1, 2, 3], [4, 5, 6, 7], [8], [9]]),  # more of them than micro-batches
+    ],
+)
+def test_several_stages_on_each_device(schedule, stages):
+    devices = [f"cpu:{k}" for those in stages for k in those]
+    replicas, chunks = list(map(len, stages)), 2 if len(stages[0]) > 2 else 8
+    pipe = Pipe(linear_model(), [1] * 4, replicas=replicas, devices=devices, chunks=chunks)
+    x = torch.randn(16, 3)
+    expected = plain_train(pipe, copied(pipe), x, None, loss_fn=weigh, schedule=schedule)
+    actual = pipe_step(pipe, x, loss_fn=weigh, schedule=schedule, verify=False)
+    assert_same_step(actual, expected, exact=False)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("replicas", [[3, 1, 2], [2, 2, 2]])
+def test_gradients_are_the_same_whoever_is_late(schedule, replicas):
+    model = nn.Sequential(*[nn.Sequential(Inner(nn.Linear(LENGTH, 3)), Dawdle()) for _ in range(3)])
+    pipe = dealt(model, [1] * 3, replicas, chunks=6)
+    x, found = batch(12, True), []
+    for _ in range(8):
+        pipe.zero_grad()
+        trained = pipe_step(pipe, x, loss_fn=weigh, schedule=schedule, verify=False)
+        pipe.zero_grad()
+        found.append((trained, step(pipe, pipe, x)))
+    for trained, result in found[1:]:
+        assert_same_step(trained, found[0][0])
+        assert_same(result, found[0][1])
+
+
+@pytest.mark.parametrize("replicas", [[3, 1], [1, 3], [2, 2]])
+def test_what_random_layers_draw_depends_on_no_replica(replicas):
+    def outputs(pipe: Pipe) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        trained = pipe_step(pipe, x, loss_fn=weigh, verify=False)
+        pipe.zero_grad()
+        return [pipe(x), trained.loss, trained.output]
+
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.RReLU(), nn.Linear(8, 3))
+    x = torch.randn(10, 3)
+    expected = outputs(dealt(model, [2, 2], [1, 1], chunks=5, checkpoint="always"))
+    for checkpoint in CHECKPOINT_MODES:
+        pipe = dealt(model, [2, 2], replicas, chunks=5, checkpoint=checkpoint)
+        assert_same_tree(outputs(pipe), expected, checkpoint)
+
+
+def test_micro_batches_of_an_iterator_come_in_order():
+    pipe, asked = dealt(linear_model(), [2, 2], [3, 2], chunks=6), []
+    pairs = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(6)]
+    items = (asked.append(i) or pair for i, pair in enumerate(pairs))
+    loss_fn = nn.functional.mse_loss
+    loss, output = pipe.train_batch(data_iter=items, loss_fn=loss_fn, return_outputs=True)
+    assert asked == list(range(6))
+    x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    found = [p.grad.clone() for p in pipe.parameters()]
+    pipe.zero_grad()
+    expected = pipe.train_batch(x, y, loss_fn=loss_fn)
+    assert torch.equal(loss, expected)
+    assert torch.equal(output, pipe(x))
+    assert_same_tree(found, [p.grad for p in pipe.parameters()], "gradients")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_threads_may_call_one_pipe_at_once(checkpoint):
+    """Each gets the gradients of its own input."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    pipe = dealt(copy.deepcopy(plain), [1, 2], [2, 2], chunks=4, checkpoint=checkpoint)
+    together = threading.Barrier(3, timeout=60)
+
+    def work(x: Tensor) -> None:
+        leaf = x.clone().requires_grad_()
+        expected = leaf.detach().clone().requires_grad_()
+        plain(expected).square().sum().backward(inputs=[expected])
+        try:
+            for _ in range(40):
+                together.wait()
+                (found,) = torch.autograd.grad(pipe(leaf).square().sum(), leaf)
+                torch.testing.assert_close(found, expected.grad)
+        except BaseException:
+            together.abort()
+            raise
+
+    in_threads(work, *(torch.randn(8, 4, dtype=torch.float64) for _ in range(3)))
+
+
+# --- arguments, traces, verify -------------------------------------------------------------------
+
+
+SIX = [f"cpu:{k}" for k in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("balance", "replicas", "devices", "error", "message"),
+    [
+        ([2, 2], [2, 1], 4, ValueError, r"replicas=\[2, 1\] need 3 devices.*4 are given"),
+        ([2, 2], [2, 1], 2, ValueError, r"need 3 devices.*2 are given: cpu:0, cpu:1"),
+        ([2, 2], [2, 1, 1], 4, ValueError, r"has 3 numbers, but balance has 2 partitions"),
+        ([2, 2], [2, 0], 2, ValueError, r"replicas=\[2, 0\].*at least 1"),
+        ([2, 2], 0, 2, ValueError, r"replicas=0.*at least 1"),
+        ([2, 2], True, 2, ValueError, r"replicas=True"),
+        ([2, 2], 2.0, 4, TypeError, r"replicas=2.0.*integer"),
+        ([2, 2], "2", 4, TypeError, r"replicas='2'.*integer"),
+        ([2, 2], 3, 4, ValueError, r"replicas=\[3, 3\] need 6 devices.*4 are given"),
+        ([2, 2], 2, ["cpu:0", "cpu:0", "cpu:1", "cpu:2"], ValueError, r"replicas of stage 0 would"),
+        ("parameters", 2, 5, ValueError, "5 devices cannot be divided by 2"),
+        ("parameters", [2, 1], 3, ValueError, "makes stages that are alike, but replicas"),
+        (None, 2, None, ValueError, r"replicas=2 needs balance=\[...\] and devices"),
+    ],
+)
+def test_what_does_not_fit_is_refused(balance, replicas, devices, error, message):
+    devices = SIX[:devices] if isinstance(devices, int) else devices
+    with pytest.raises(error, match=message):
+        Pipe(linear_model(), balance, replicas=replicas, devices=devices)
+
+
+def test_devices_are_listed_stage_by_stage_and_there_are_workers_by_default():
+    for devices in SIX[:3], None:
+        pipe = Pipe(linear_model(), [3, 1], replicas=[2, 1], devices=devices)
+        assert list(map(str, pipe.devices)) == SIX[:3]
+    assert "replicas=[2, 1]" in repr(pipe)
+    assert "stage 0 on cpu:0, cpu:1:" in repr(pipe)
+    assert "replicas" not in repr(Pipe(linear_model(), [3, 1]))
+    pipe = Pipe(linear_model(), "parameters", replicas=2, devices=SIX)
+    assert (len(pipe.balance), pipe.replicas) == (3, [2, 2, 2])
+
+
+def test_they_can_be_set_copied_and_saved():
+    model, x = linear_model(), torch.randn(4, 3)
+    expected = model(x)
+    pipe = dealt(model, [2, 2], [2, 1], chunks=4)
+    pipe.balance = [1, 3]
+    assert pipe.replicas == [2, 1]
+    with pytest.raises(ValueError, match=r"2 numbers, but balance has 3.*pipe.replicas = 1"):
+        pipe.balance = [1, 1, 2]
+    assert (pipe.balance, pipe.replicas) == ([1, 3], [2, 1])
+    torch.testing.assert_close(pipe(x), expected)
+    pipe.replicas = 1
+    pipe.balance = [1, 1, 2]
+    assert pipe.replicas == [1, 1, 1]
+    pipe.devices = SIX[:4]
+    pipe.replicas = [1, 2, 1]
+    assert list(map(str, pipe.devices)) == SIX[:4]
+    torch.testing.assert_close(pipe(x), expected)
+    with pytest.raises(ValueError, match="need 4 devices"):
+        pipe.devices = SIX[:3]
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert other.replicas == [1, 2, 1]
+        assert torch.equal(other(x), pipe(x))
+    pipe[-1] = nn.Linear(3, 3)
+    assert pipe.replicas == [1, 2, 1]
+
+
+def test_slots_and_schedules_are_for_each_device():
+    with pytest.raises(ValueError, match=r"give it at most 2 \(the replicas are \[2, 1\]\)"):
+        dealt(linear_model(), [2, 2], [2, 1], slots=[1, 3])
+    pipe = dealt(linear_model(), [2, 2], [2, 1], slots=[1, 2], chunks=4)
+    pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean)
+    with pytest.raises(ValueError, match=r"made for device_of=\(0, 1, 2\), but here .*\(0, 1\)"):
+        pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean, schedule=gpipe(4, 3))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_trace_has_a_row_for_each_device(checkpoint):
+    replicas, rows = [2, 1, 3], [[0, 1], [2], [3, 4, 5]]
+    pipe = dealt(linear_model(3), [1] * 3, replicas, chunks=6, checkpoint=checkpoint)
+    x = torch.randn(6, 3)
+    with pipe.trace() as trace:
+        pipe.train_batch(x, loss_fn=torch.mean)
+        pipe(x).sum().backward()
+    assert trace.rows == tuple(map(str, pipe.devices))
+    counts = Counter((span.kind, span.j, span.row) for span in trace.spans)
+    kinds = ["forward", "backward"] + ["recompute"] * (checkpoint == "always")
+    for j, r in enumerate(replicas):
+        for row in rows[j]:
+            assert {counts[kind, j, row] for kind in kinds} == {2 * 6 // r}
+            assert counts["reduce", j, row] == 2 * (j != 1)
+    for span in trace.spans:
+        if span.kind != "transfer":
+            assert span.row == rows[span.j][span.i % replicas[span.j]]
+    assert "reduce" in str(trace.table())
+
+
+class Otherwise(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if isinstance(self.weight, nn.Parameter) else 1.1)
+
+
+@pytest.mark.parametrize(("first", "ok"), [(nn.Linear, True), (Otherwise, False)])
+def test_verify_compares_them_with_the_plain_model(first, ok):
+    layers = nn.Sequential(first(3, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    pipe = dealt(layers, [2, 1], [2, 3], chunks=6)
+    x, target = torch.randn(12, 3), torch.randint(3, (12,))
+    before = [p.detach().clone() for p in pipe.parameters()]
+    report = syncpipe.verify(pipe, x, target, loss_fn=nn.functional.cross_entropy)
+    assert report.ok is ok, str(report)
+    assert "replicas=[2, 3]" in str(report)
+    assert all(map(torch.equal, before, pipe.parameters()))
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+DRIVERS = ["forward", "train"]
+every_driver = pytest.mark.parametrize("driver", DRIVERS)
+
+
+def run(pipe: Pipe, driver: str, x: torch.Tensor) -> None:
+    """A step of either driver, or a forward."""
+    if driver == "no_grad":
+        with torch.no_grad():
+            pipe(x)
+    elif driver == "forward":
+        pipe(x).sum().backward()
+    else:
+        pipe.train_batch(x, loss_fn=torch.mean, verify=False)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Counts in a buffer, in place or not."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.inplace = inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inplace:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return x
+
+
+class Decays(nn.Linear):
+    """Writes into its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class Noisy(nn.Module):
+    """Draws, or does not."""
+
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x) if self.on else x * 1
+
+
+@every_driver
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (lambda: Counts(True), RuntimeError,
+         "'count' of a Counts changed in a call, and stage 0 has replicas"),
+        (lambda: Counts(False), RuntimeError, "'count' of a Counts changed in a call"),
+        (lambda: Decays(3, 3), RuntimeError, "'weight' of a Decays changed in a call"),
+        (lambda: nn.BatchNorm1d(3), ValueError,
+         r"layer 1 \('1': BatchNorm1d\) has running stat.*deferred"),
+        (lambda: torch.jit.script(nn.Linear(3, 3)), ValueError, "is TorchScript"),
+        (lambda: nn.LazyLinear(3), ValueError, "has parameters without values"),
+        (lambda: Pipe(linear_model(), [2, 2]), ValueError, "has a Pipe in it"),
+        (lambda: nn.Sequential(Do(lambda x: (x > 0).long()),
+                               nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(1), nn.Linear(9, 3)),
+         ValueError, "max_norm"),
+    ],
+)  # fmt: skip
+def test_layers_that_cannot_be_shared_out_are_refused(driver, layer, error, message):
+    layers = nn.Sequential(nn.Identity(), layer(), nn.Linear(3, 3))
+    pipe = dealt(layers, [2, 1], [2, 1], chunks=4, checkpoint="never")
+    with pytest.raises(error, match=message):
+        run(pipe, driver, torch.randn(4, 3))
+    assert all(p.grad is None for p in pipe[2].parameters())
+
+
+@every_driver
+def test_a_layer_that_begins_to_draw_is_noticed(driver):
+    layers = nn.Sequential(nn.Linear(3, 3), Noisy(), nn.Linear(3, 3))
+    x, found = torch.randn(8, 3), []
+    for replicas in ([1, 1], [2, 1]):
+        torch.manual_seed(1)
+        pipe = dealt(layers, [2, 1], replicas, chunks=4)
+        layers[1].on = False
+        run(pipe, driver, x)
+        layers[1].on = True
+        if replicas != [1, 1]:
+            message = r"layer 1 \('1'.*(drew .* call again|known from the next call)"
+            with pytest.raises(RuntimeError, match=message):
+                run(pipe, driver, x)
+        pipe.zero_grad()
+        torch.manual_seed(2)
+        found.append(pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), verify=False))
+    assert torch.equal(*found)
+
+
+def test_weights_that_are_tied_to_other_stages_are_refused():
+    model = linear_model(3)
+    model[2].weight = model[0].weight
+    message = r"'0.weight' \(stage 0\) and '2.weight' \(stage 1\) are one tensor, and stage 1 has 2"
+    with pytest.raises(ValueError, match=message):
+        dealt(model, [2, 1], [1, 2])
+    pipe = dealt(linear_model(3), [2, 1], [1, 2])
+    pipe[2].weight = pipe[0].weight
+    with pytest.raises(ValueError, match=message):
+        pipe(torch.randn(2, 3))
+
+
+# --- what replicas give is what one device gives ---------------------------------------------
+
+
+def tied() -> nn.Sequential:
+    """Ties within a stage, and between stages on one device."""
+    model = linear_model(5)
+    model[2].weight, model[4].weight = model[1].weight, model[0].weight
+    return model
+
+
+def drawing() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 3))
+
+
+def recompute(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("make", "balance", "replicas", "options"),
+    [
+        (tied, [1, 2, 2], [1, 2, 1], {}),
+        (drawing, [3, 1], [2, 2], {"checkpoint": Selective(recompute)}),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval()), [2], [2], {}),
+    ],
+)
+def test_gradients(make, balance, replicas, options):
+    x, found = torch.randn(8, 3), []
+    model = make()
+    for those in ([1] * len(balance), replicas):
+        torch.manual_seed(1)
+        pipe = dealt(model, balance, those, chunks=4, **options)
+        pipe.zero_grad()
+        for driver in DRIVERS:
+            run(pipe, driver, x)
+        found.append([p.grad.clone() for p in pipe.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("driver", [*DRIVERS, "no_grad"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_deferred_statistics(driver, checkpoint, momentum, chunks):
+    x, found = torch.randn(14, 3), []
+    options = {"chunks": chunks, "checkpoint": checkpoint, "deferred_batch_norm": True}
+    for replicas in ([1, 1], [3, 2]):
+        torch.manual_seed(1)
+        norms = [nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3)]
+        layers = nn.Sequential(nn.Linear(3, 3), norms[0], nn.Linear(3, 3), norms[1])
+        pipe = dealt(layers, [2, 2], replicas, **options)
+        for _ in range(2):
+            run(pipe, driver, x)
+        found.append({**dict(pipe.named_buffers()), "eval": pipe.eval()(x).detach()})
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_replicas_see_what_becomes_of_the_parameters():
+    pipe = dealt(linear_model(), [2, 2], [2, 2], chunks=4)
+    plain, x = copied(pipe), torch.randn(4, 3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipe, plain)]
+    for k in range(6):
+        for module, optimizer in zip((pipe, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                module[0].weight.data.mul_(0.9)
+                if k == 2:
+                    module[1].weight = nn.Parameter(module[1].weight + 1)
+                if k == 3:
+                    module[2].requires_grad_(False)
+                if k == 4:
+                    module[3].weight.data = torch.ones(3, 3)
+        torch.testing.assert_close(pipe(x), plain(x))
+    assert pipe.double()(x.double()).dtype == torch.double
+
+
+# --- losses on a stage with replicas ---------------------------------------------------------
+
+
+def counted(*metrics: str):
+    def loss_fn(output, target):
+        count = (target != -1).sum()
+        loss = nn.functional.cross_entropy(output, target, ignore_index=-1, reduction="sum")
+        return (loss / count.clamp(min=1), count, *[{name: count} for name in metrics])
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(ignore_index=-1), counted(), counted("count"), None]
+)
+def test_losses_with_weights_and_with_parameters(loss_fn):
+    model, x = linear_model(2), torch.randn(12, 3)
+    scale = nn.Parameter(torch.tensor(2.0))
+    target = torch.randint(-1, 3, (12,))
+
+    def own(output, target):  # its own parameter, and one of a layer
+        first = pipe[0].weight.square().sum()
+        return (output * scale - target[:, None]).square().mean() + first
+
+    found = []
+    for replicas in ([1, 1], [1, 3], [1, 3]):
+        pipe, scale.grad = dealt(model, [1, 1], replicas, chunks=6), None
+        pipe.zero_grad()
+        result = pipe.train_batch(x, target, loss_fn=own if loss_fn is None else loss_fn)
+        grads = [p.grad.clone() for p in (*pipe.parameters(), scale) if p.grad is not None]
+        found.append([result, grads])
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)
+
+
+# --- hooks, and what is left -----------------------------------------------------------------
+
+
+def test_hooks_of_a_parameter_see_a_gradient_of_each_replica():
+    pipe, sums, after = dealt(linear_model(2), [1, 1], [3, 1], chunks=6), [], []
+    weight = pipe[0].weight
+    weight.register_hook(lambda grad: sums.append(grad.clone()))
+    weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    x = torch.randn(6, 3)
+    pipe.train_batch(x, loss_fn=torch.mean)
+    assert (len(sums), len(after)) == (2 + 1 + 1, 1)  # its own micro-batches, and two sums
+    torch.testing.assert_close(sum(sums), weight.grad)
+    assert torch.equal(after[-1], weight.grad)
+    sums.clear()
+    pipe.zero_grad()
+    pipe(x).sum().backward()
+    assert len(sums) == 1
+    assert torch.equal(sums[0], weight.grad)
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_hooks_of_a_parameter_that_nobody_used_do_not_run(checkpoint, replicas):
+    """As on the plain model, where backward does not come there."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.used if x.dim() else self.unused)(x)
+
+    grads: list[torch.Tensor] = []
+    layers = nn.Sequential(Either(), nn.Linear(3, 3))
+    pipe = dealt(layers, [1, 1], replicas, chunks=2, checkpoint=checkpoint)
+    for parameter in pipe.parameters():
+        parameter.register_hook(lambda grad: grads.append(grad * 2))
+    pipe(torch.randn(4, 3)).sum().backward()
+    assert len(grads) == 4
+    assert pipe[0].unused.weight.grad is None
+
+
+def test_each_replica_runs_a_module_of_its_own_with_its_hooks():
+    class Remembers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.x = x
+            y = super().forward(x)
+            assert self.x is x
+            seen.append(id(self))
+            return y
+
+    seen: list[int] = []
+    hooks: list[type] = []
+    pipe = dealt(nn.Sequential(Remembers(3, 3)), [1], [3], chunks=6)
+    pipe[0].register_forward_hook(lambda module, args, y: hooks.append(type(module)))
+    pipe.partitions[0].register_forward_pre_hook(lambda module, args: hooks.append(type(module)))
+    for _ in range(10):
+        run(pipe, "no_grad", torch.randn(6, 3))
+    assert len(hooks) == 10 * 12
+    assert len(set(seen)) == 3
+    assert id(pipe[0]) in seen
+    assert len(pipe[0].x) == 1  # of the first replica's last micro-batch
+
+
+def test_nothing_is_left_of_a_pipe_or_of_its_copies():
+    pipe = dealt(linear_model(), [2, 2], [3, 2], chunks=6)
+    for driver in DRIVERS:
+        run(pipe, driver, torch.randn(6, 3))
+    replicas = [r.partition for those in pipe._ready().replicas for r in those]
+    assert len(replicas) == 3
+    for replica in replicas:
+        assert all(p.grad is None for p in replica.parameters())
+    alive = [weakref.ref(p) for replica in replicas for p in replica.parameters()]
+    del replicas, replica
+    pipe.replicas = 1
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+
+
+# --- P4: failures --------------------------------------------------------------------------------
+
+
+CHUNKS, REPLICAS = 4, [2, 1, 3]
+
+
+def pipe_of(**options: object) -> Pipe:
+    torch.manual_seed(1)
+    return dealt(nn.Sequential(*(Fails() for _ in range(3))), [1] * 3, REPLICAS, **options)
+
+
+def works(pipe: Pipe) -> list[torch.Tensor]:
+    """What a step gives."""
+    pipe.zero_grad()
+    torch.manual_seed(2)
+    loss = pipe.train_batch(numbered(CHUNKS), loss_fn=mean)
+    return [loss, *[p.grad.clone() for p in pipe.parameters()]]
+
+
+@pytest.mark.parametrize("driver", ["pipe(x)", "gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
+def test_an_exception_in_any_cell_arrives_as_itself_and_changes_nothing(driver, phase):
+    pipe = pipe_of(chunks=CHUNKS, checkpoint="always")
+    expected = works(pipe)
+    grads, x = Grads(pipe), numbered(CHUNKS).requires_grad_()
+    steps = (
+        lambda: pipe.train_batch(x.detach(), loss_fn=mean, schedule=driver),
+        lambda: pipe(x).sum().backward(),
+    )
+    for j, i in product(range(3), range(CHUNKS)):
+        error = Odd(i, j) if (i + j) % 2 else ValueError("bad")
+        layer = pipe[j]
+        layer.error, layer.phase, layer.i = error, phase, i
+        with pytest.raises(type(error)) as caught:
+            steps[driver == "pipe(x)"]()
+        assert caught.value is error
+        assert f"stage {j} (layer {j}), micro-batch {i}" in "\n".join(error.__notes__)
+        assert grads.unchanged(), (i, j)
+        layer.error = error.__traceback__ = None  # a cell's own module has it, and its graph that
+    assert all(map(torch.equal, works(pipe), expected))
+
+
+def test_ctrl_c_anywhere():
+    pipe = dealt(linear_model(3), [1] * 3, REPLICAS, chunks=CHUNKS)
+    x = torch.randn(CHUNKS, 3)
+    expected = [pipe.train_batch(x, loss_fn=torch.mean), *[p.grad for p in pipe.parameters()]]
+    pipe.zero_grad()
+    at, through = 1, True
+    while through:
+        calls, through = interrupted(at, lambda: pipe.train_batch(x, loss_fn=torch.mean))
+        if through and any(p.grad is not None for p in pipe.parameters()):
+            found = [p.grad for p in pipe.parameters()]  # it came when all was done
+            assert all(map(torch.equal, found, expected[1:]))
+        pipe.zero_grad()
+        at += 1 + at // 12
+        assert calls
+    found = [pipe.train_batch(x, loss_fn=torch.mean), *[p.grad for p in pipe.parameters()]]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_layers_that_a_failed_call_did_not_reach_may_draw_in_the_next():
+    pipe = dealt(nn.Sequential(nn.Linear(3, 3), Noise()), [2], [2], chunks=CHUNKS)
+    with pytest.raises(RuntimeError, match="shapes"):
+        pipe(torch.ones(CHUNKS, 2))
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(pipe(torch.ones(CHUNKS, 3)))
+    assert torch.equal(*results)
