@@ -41,68 +41,6 @@ def grads(module):
     return [p.grad for p in module.parameters()]
 
 
-def test_backward_to_chosen_inputs_leaves_the_others_without_gradient(mode, x):
-    pipe, reference, copied = beside(mode, model())
-    for run, module in ((pipe, pipe), (reference, copied)):
-        weigh(run(x)).backward(inputs=[module[2].weight, module[0].bias])
-    assert_same(grads(pipe), grads(copied))
-    assert [grad is not None for grad in grads(pipe)] == [False, True, True, *[False] * 3]
-
-
-@pytest.mark.parametrize("of", ["input", "parameters", "both", "the last layer"])
-def test_autograd_grad(mode, of, x):
-    pipe, reference, copied = beside(mode, model())
-    x.requires_grad_()
-
-    def found(run, module):
-        chosen = {
-            "input": [x],
-            "parameters": list(module.parameters()),
-            "both": [x, *module.parameters()],
-            "the last layer": list(module[4].parameters()),
-        }[of]
-        return torch.autograd.grad(weigh(run(x)), chosen)
-
-    assert_same(found(pipe, pipe), found(reference, copied))
-    assert not any(grad is not None for grad in grads(pipe))
-
-
-def test_a_retained_graph_can_be_gone_through_again_and_a_freed_one_cannot(mode, x):
-    pipe, reference, copied = beside(mode, model())
-    for run in (pipe, reference):
-        loss = weigh(run(x))
-        for retain in (True, True, False):
-            loss.backward(retain_graph=retain)
-        with pytest.raises(RuntimeError, match="a second time"):
-            loss.backward()
-    assert_same(grads(pipe), grads(copied))
-
-
-# What a pipe and the plain loop are called for, by a function of the run and the input.
-EXACT = {
-    "all samples": lambda run, x: run(x),
-    "the first": lambda run, x: run(x)[:1],
-    "some": lambda run, x: run(x)[3:5],
-    "the last": lambda run, x: run(x)[7:],
-}
-TO_ROUNDING = {  # which of the two goes back first is open
-    "two forwards": lambda run, x: run(x) * 2 + run(x.flip(0)).tanh(),
-    "one after another": lambda run, x: run(torch.cat([run(x)] * 2, 1)),
-}
-
-
-@pytest.mark.parametrize("call", [*EXACT, *TO_ROUNDING])
-def test_calls_of_many_kinds(mode, call, x):
-    pipe, reference, copied = beside(mode, model())
-    run = {**EXACT, **TO_ROUNDING}[call]
-    ours = trained(lambda x: run(pipe, x), pipe, x)
-    theirs = trained(lambda x: run(reference, x), copied, x)
-    if call in EXACT:
-        assert_same(ours, theirs)
-    else:
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("inner_mode", MODES)
 def test_a_pipe_inside_a_pipe(mode, inner_mode):
     def make():
@@ -136,6 +74,63 @@ def test_one_pipe_called_from_several_threads(mode):
             assert_same(result, right)
 
 
+# --- what gradients are used for -------------------------------------------------------------
+
+
+def chosen_inputs(run, module, x):
+    weigh(run(x)).backward(inputs=[module[2].weight, module[0].bias])
+    assert [grad is not None for grad in grads(module)] == [False, True, True, *[False] * 3]
+    return grads(module)
+
+
+def asked_for(run, module, x):
+    last = list(module[4].parameters())
+    found = [
+        torch.autograd.grad(weigh(run(x)), those)
+        for those in ([x], [*module.parameters()], [x, *module.parameters()], last)
+    ]
+    assert not any(grad is not None for grad in grads(module))
+    return sum(found, ())
+
+
+def retained_graph(run, module, x):
+    loss = weigh(run(x))
+    for retain in (True, True, False):
+        loss.backward(retain_graph=retain)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    return grads(module)
+
+
+def some_samples(run, module, x):
+    for part in slice(0, 1), slice(3, 5), slice(7, 8):
+        weigh(run(x)[part]).backward()
+    return [x.grad, *grads(module)]
+
+
+def scaled_steps(run, module, x):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for factor in (1, float("inf"), 1):  # the second step overflows and is left out
+        optimizer.zero_grad()
+        scaler.scale(weigh(run(x)) * factor).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return list(module.parameters())
+
+
+def two_forwards(run, module, x):  # which of the two goes back first is open
+    weigh(run(x) * 2 + run(x.flip(0)).tanh()).backward()
+    return [x.grad, *grads(module)]
+
+
+def one_after_another(run, module, x):
+    weigh(run(torch.cat([run(x)] * 2, 1))).backward()
+    return [x.grad, *grads(module)]
+
+
 def second_derivatives(run, module, x):
     wanted = [x, *module.parameters()]
     first = torch.autograd.grad(run(x).square().sum(), wanted, create_graph=True)
@@ -154,27 +149,16 @@ def several_gradients(run, module, x):
     return torch.autograd.grad(run(x), [x, *module.parameters()], several, is_grads_batched=True)
 
 
-def scaled_steps(run, module, x):
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for factor in (1, float("inf"), 1):  # the second step overflows and is left out
-        optimizer.zero_grad()
-        scaler.scale(weigh(run(x)) * factor).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    return list(module.parameters())
+EXACT = [chosen_inputs, asked_for, retained_graph, some_samples, scaled_steps]
+TO_ROUNDING = [two_forwards, one_after_another, second_derivatives, gradient_penalty]
 
 
-@pytest.mark.parametrize(
-    "use", [second_derivatives, gradient_penalty, several_gradients, scaled_steps]
-)
+@pytest.mark.parametrize("use", [*EXACT, *TO_ROUNDING, several_gradients])
 def test_uses_of_gradients(mode, use, x):
     pipe, reference, copied = beside(mode, model())
-    x.requires_grad_()
-    ours, theirs = use(pipe, pipe, x), use(reference, copied, x)
-    if use is scaled_steps:
+    ours = use(pipe, pipe, x.clone().requires_grad_())
+    theirs = use(reference, copied, x.clone().requires_grad_())
+    if use in EXACT:
         assert_same(ours, theirs)
     else:
         torch.testing.assert_close(ours, theirs)
