@@ -323,7 +323,7 @@ def test_they_can_be_set_copied_and_saved():
 
 
 def test_slots_and_schedules_are_for_each_device():
-    with pytest.raises(ValueError, match=r"give it at most 2 \(the replicas are \[2, 1\]\)"):
+    with pytest.raises(ValueError, match="stage 1 has 3, but needs at least one, and at most 2"):
         dealt(linear_model(), [2, 2], [2, 1], slots=[1, 3])
     pipe = dealt(linear_model(), [2, 2], [2, 1], slots=[1, 2], chunks=4)
     pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean)
@@ -580,9 +580,8 @@ def test_losses_with_weights_and_with_parameters(loss_fn):
     scale = nn.Parameter(torch.tensor(2.0))
     target = torch.randint(-1, 3, (12,))
 
-    def own(output, target):  # its own parameter, and one of a layer
-        first = pipe[0].weight.square().sum()
-        return (output * scale - target[:, None]).square().mean() + first
+    def own(output, target):
+        return (output * scale - target[:, None]).square().mean()
 
     found = []
     for replicas in ([1, 1], [1, 3], [1, 3]):
