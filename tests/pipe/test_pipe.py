@@ -413,20 +413,6 @@ def test_train_batch_uses_the_schedule_of_the_call_or_else_of_the_pipe(own, aske
     assert pipe.schedule == "naive"
 
 
-def test_a_function_can_be_the_schedule_and_is_asked_once():
-    asked = []
-
-    def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
-        asked.append((m, device_of))
-        return gpipe(m, device_of)
-
-    pipe, expected = counted(**NEVER), rows_of(counted(**NEVER), schedule="gpipe")
-    assert rows_of(pipe, schedule=mine) == expected
-    pipe.schedule = mine
-    assert rows_of(pipe) == expected
-    assert asked == [(4, (0, 1, 2, 3))]
-
-
 def test_a_function_that_fails_loses_nothing():
     def mine(m: int, device_of: tuple[int, ...]) -> Schedule:
         raise ZeroDivisionError("its own")
