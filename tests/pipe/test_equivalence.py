@@ -180,3 +180,13 @@ def test_rrelu_stores_the_noise_that_it_drew(checkpoint):
         torch.manual_seed(3)
         grads.append(step(pipe, pipe, x))
     assert_same(grads[1], grads[0])
+
+
+def test_calls_layers_and_micro_batches_draw_different_numbers():
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()), [1, 1], chunks=2)
+    x = torch.ones(64, 3)
+    assert not torch.equal(pipe(x), pipe(x))
+    assert not torch.equal(*pipe(x).chunk(2))
+    twice = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1])
+    kept = twice(x) != 0
+    assert 0 < kept.float().mean() < 0.45, "both layers drew the same mask"
