@@ -16,7 +16,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import syncpipe.pipe
 from syncpipe.runtime.worker import FREE_THREADED
@@ -158,19 +157,6 @@ def test_a_pipe_on_cpu_workers_does_not_ask_for_accelerators(name, monkeypatch):
     monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("asked"))
     trained(pipe, pipe, torch.randn(8, 4))
     pipe.train_batch(torch.randn(8, 4), loss_fn=torch.mean)
-
-
-@forks
-def test_a_data_loader_forks_its_workers_after_the_pipe_ran():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    pipe = pipe_of(layers, checkpoint="always")
-    pipe(torch.randn(8, 4))
-    data = TensorDataset(torch.randn(32, 4))
-    loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
-    for _ in range(2):
-        outputs = [pipe(x) for (x,) in loader]
-        torch.cat(outputs).sum().backward()
-    assert torch.equal(torch.cat(outputs), torch.cat([plain(layers, x) for (x,) in loader]))
 
 
 EXITS = {
