@@ -123,18 +123,10 @@ def levels(
 
 @dataclass(frozen=True)
 class Draft:
-    """A pipeline.
-
-    Attributes:
-        form: its schedule.
-        balance: layers of each stage.
-        modes: for each stage what it does with activations.
-        time: seconds for one mini-batch, played through; no less than one interpreter needs for it.
-        memory: bytes that each stage takes at most.
-        on_device: bytes that each device takes at most, all of its stages together.
-        excess: the largest factor by which a device lacks memory; 1 if all fits.
-        interpreter: seconds that all forwards hold the interpreter's lock, recomputed ones twice.
-        bound: seconds that no order of these actions falls short of.
+    """A pipeline. Its time for one mini-batch is played through, and no less than one interpreter
+    needs for all forwards; ``bound``: no order of these actions takes less. Memory is that of each
+    stage at most, and of all stages on a device together; ``excess`` is the largest factor by which
+    a device lacks memory, 1 if all fits.
     """
 
     form: Form = field(repr=False)

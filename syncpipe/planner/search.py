@@ -595,13 +595,8 @@ def variants(
     """For each schedule the fastest plan that fits, or what comes nearest to fitting; without those
     that cannot be laid out on the devices, or take too long to be made to measure.
 
-    Args:
-        terms: layers and devices.
-        found: plans under 1F1B, the fastest first; may be empty.
-        names: of the schedules, of :data:`LAYOUTS`.
-        sizes: numbers of devices and micro-batches to try.
-        work: so many actions may be played for each schedule.
-        stages: the number of stages, if only that will do.
+    ``found`` are plans under 1F1B, the fastest first; ``sizes`` the numbers of devices and
+    micro-batches to try. For each schedule so many actions may be played.
     """
     found = [draft for draft in found if len(draft.balance) > 1]
     known: dict[str, Draft | None] = {}
