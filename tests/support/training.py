@@ -276,6 +276,21 @@ def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) 
     assert_same(actual, expected, "the step's ", rounded=rounded)
 
 
+def assert_trains_as(
+    pipe: Pipe, plain: nn.Sequential, x: Any, target: Any = None, *, loss_fn: Any,
+    schedule: Any = "1f1b", **options: Any,
+) -> Trained:  # fmt: skip
+    """A step of a pipe equals that of the plain model, which is returned."""
+    plan = schedule_of(pipe, len(cut(x, pipe.chunks)), schedule)
+    expected = plain_step(
+        plain, x, target, loss_fn=loss_fn, chunks=pipe.chunks, orders=orders_of(plan),
+        balance=pipe.balance,
+    )  # fmt: skip
+    actual = pipe_step(pipe, x, target, loss_fn=loss_fn, schedule=schedule, **options)
+    assert_same_step(actual, expected, exact=not plan.splits)
+    return expected
+
+
 # --- loss functions ------------------------------------------------------------------------------
 
 

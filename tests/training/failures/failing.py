@@ -6,14 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.training import (
-    RUNS,
-    assert_same_step,
-    orders_of,
-    pipe_step,
-    plain_step,
-    schedule_of,
-)
+from tests.support.training import RUNS, assert_trains_as
 from tests.support.watched import Fails, numbered
 
 CHUNKS = 3
@@ -49,17 +42,7 @@ def assert_works(pipe: Pipe, run: str) -> None:
     plain = nn.Sequential(*(Fails() for _ in pipe))
     plain.load_state_dict(pipe.state_dict())
     x = numbered(CHUNKS).requires_grad_()
-    options = RUNS[run][0]
-    expected = plain_step(
-        plain,
-        x,
-        loss_fn=mean,
-        chunks=CHUNKS,
-        orders=orders_of(schedule_of(pipe, CHUNKS, **options)),
-        balance=[1] * 4,
-    )
-    actual = pipe_step(pipe, x, loss_fn=mean, **options)
-    assert_same_step(actual, expected, exact=run != "zb_h1")
+    assert_trains_as(pipe, plain, x, loss_fn=mean, **RUNS[run][0])
 
 
 def mean(y: Tensor) -> Tensor:

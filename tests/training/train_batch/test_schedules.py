@@ -10,18 +10,8 @@ from torch.nn import functional as F
 
 from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import assert_same
-from tests.support.training import (
-    RUNS,
-    WHOLE,
-    any_schedule,
-    assert_same_step,
-    orders_of,
-    pipe_step,
-    plain_step,
-    weigh,
-)
-from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
+from tests.support.training import RUNS, any_schedule, assert_trains_as, orders_of, weigh
+from tests.training.train_batch.loop import model, model_pipe
 
 
 @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed input"])
@@ -31,18 +21,9 @@ def test_loss_outputs_buffers_and_all_gradients_are_those_of_the_loop(run, check
     plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
     for _ in range(3):  # gradients accumulate
         x, target = torch.randn(14, 6, requires_grad=True), torch.randn(14, 3)  # 3, 3, 3, 3, 2
-        ours = x.detach().clone().requires_grad_()
-        given = ours if leaf else ours * 1
-        expected = by_hand(plain, x, target, run)
-        loss, outputs = pipe.train_batch(
-            given, target, loss_fn=F.mse_loss, return_outputs=True, **RUNS[run][0]
-        )
-        assert_same([loss, outputs, ours.grad], [*expected, x.grad])
-        assert_same_state(pipe, plain, exact=run in WHOLE)
-        if run not in WHOLE:
-            plain.load_state_dict(pipe.state_dict())
-            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-                q.grad = p.grad.clone()
+        assert_trains_as(pipe, plain, x, target, loss_fn=F.mse_loss, leaf=leaf, **RUNS[run][0])
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            q.grad = p.grad.clone()  # of halves: the same bits
 
 
 @pytest.mark.parametrize("form", ["object", "path", "name of a file"])
@@ -55,8 +36,7 @@ def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
     path.write_text(to_csv(schedule))
     given = {"object": schedule, "path": path, "name of a file": str(path)}[form]
     x, plain, pipe = torch.randn(14, 6, requires_grad=True), model(), model_pipe("1f1b")
-    expected = plain_step(plain, x, loss_fn=weigh, chunks=5, orders=orders, balance=pipe.balance)
-    assert_same_step(pipe_step(pipe, x, loss_fn=weigh, schedule=given), expected)
+    assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=given)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from tests.support.ties import MAKE, WIDTH, WORDS, TiedSpec, language_model, mod
 from tests.support.training import (
     RUNS,
     any_schedule,
-    assert_same_step,
+    assert_trains_as,
     device_of,
     fitting,
     orders_of,
-    pipe_step,
     plain_step,
     schedule_of,
 )
@@ -69,12 +68,7 @@ def test_train_batch_equals_the_plain_loop_to_the_last_bit(
             seed = data.draw(st.integers(0, 2**32))
             run = any_schedule(m, devices, seed=seed, halves=True, in_order=False)
         schedule, target = schedule_of(pipe, m, run), words(size, 1 + k)
-        expected = plain_step(
-            plain, x, target, loss_fn=loss_of, chunks=chunks, orders=orders_of(schedule),
-            balance=balance,
-        )  # fmt: skip
-        actual = pipe_step(pipe, x, target, loss_fn=loss_of, schedule=schedule)
-        assert_same_step(actual, expected, exact=not schedule.splits)
+        assert_trains_as(pipe, plain, x, target, loss_fn=loss_of, schedule=schedule)
         for module in (pipe, plain):
             for p, q in zip(module.parameters(), plain.parameters(), strict=True):
                 p.grad = None if q.grad is None else q.grad.clone()  # of halves: the same bits

@@ -21,16 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from syncpipe import NoChunk, Pipe, inline, is_checkpointing, is_recomputing
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
-from tests.support.training import (
-    FOUR,
-    KINDS,
-    RUNS,
-    WHOLE,
-    assert_same_step,
-    pipe_step,
-    plain_step,
-    weigh,
-)
+from tests.support.training import FOUR, KINDS, RUNS, WHOLE, assert_trains_as, weigh
 from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
 
 
@@ -61,11 +52,8 @@ def test_trees_with_numbers_none_and_several_tensors(run, checkpoint):
         "unused": torch.randn(5, 1, requires_grad=True),
     }
     pipe = pipe_of(layers, chunks=2, checkpoint=checkpoint)
-    orders = [[1, 0] if run == "gpipe" else [0, 1]] * 3
-    expected = plain_step(plain, x, loss_fn=weigh, chunks=2, orders=orders, balance=[1, 1, 1])
+    expected = assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=run)
     assert expected.input_grads[-1] is not None
-    actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
-    assert_same_step(actual, expected, exact=run != "zb_h1")
 
 
 def test_a_tensor_that_every_micro_batch_needs_whole():
@@ -95,11 +83,7 @@ def test_a_pipe_inside_a_layer(run, checkpoint):
         return nn.Sequential(nn.Linear(6, 6), nn.Sequential(core), nn.Linear(6, 3))
 
     plain, pipe = build(False), pipe_of(build(True), checkpoint=checkpoint)
-    x = torch.randn(8, 6)
-    orders = [[3, 2, 1, 0] if run == "gpipe" else [0, 1, 2, 3]] * 3
-    expected = plain_step(plain, x, loss_fn=weigh, chunks=4, orders=orders, balance=[1, 1, 1])
-    actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
-    assert_same_step(actual, expected, exact=run != "zb_h1")
+    assert_trains_as(pipe, plain, torch.randn(8, 6), loss_fn=weigh, schedule=run)
 
 
 @pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
@@ -182,11 +166,8 @@ def test_architectures(name, run, checkpoint):
     else:
         x = torch.randn(7, 5, 8, dtype=next(layers.parameters()).dtype, requires_grad=True)
     pipe = Pipe(layers, [1] * n, chunks=3, checkpoint=checkpoint)
-    orders = [[2, 1, 0] if run == "gpipe" else [0, 1, 2]] * n
     for _ in range(2):
-        expected = plain_step(plain, x, loss_fn=weigh, chunks=3, orders=orders, balance=[1] * n)
-        actual = pipe_step(pipe, x, loss_fn=weigh, schedule=run)
-        assert_same_step(actual, expected, exact=run != "zb_h1")
+        assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=run)
         plain.zero_grad()
         pipe.zero_grad()
 
