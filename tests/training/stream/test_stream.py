@@ -112,7 +112,7 @@ REFUSED = [
     ({"optimizer": 0.1}, TypeError, "optimizer=float.*lambda parameters"),
     ({"steps": 0}, ValueError, "steps=0"),
     ({"steps": True}, ValueError, "steps=True"),
-    ({"steps": 1.5}, ValueError, "steps=1.5"),
+    ({"steps": 1.5}, TypeError, "steps=1.5"),
     ({"versions": "gpipe"}, ValueError, "versions='gpipe'.*'stashing', 'vertical_sync', '2bw'"),
     ({"data": []}, ValueError, "gave no mini-batch"),
     ({"data": torch.randn(4, 8)}, TypeError, "data_iter=Tensor"),
