@@ -24,23 +24,14 @@ _R = TypeVar("_R")
 
 _LAYERS = "make another Pipe of the layers: layers = [*pipe]; pipe[k] = layer replaces one"
 _OPTIMIZER = "the optimizer is yours: call optimizer.step() after train_batch"
+_STAGES = "there are as many stages as in balance=[...], or in devices= with balance='uniform'"
+_CHUNKS = "the number of micro-batches is chunks="
 #: Arguments of other libraries, for which there is a sentence.
 _ARGUMENTS = {
-    **dict.fromkeys(
-        ("num_stages", "n_stages", "stages", "topology"),
-        "there are as many stages as in balance=[...], or in devices= with balance='parameters'",
-    ),
-    **dict.fromkeys(
-        ("micro_batches", "microbatches", "n_microbatches", "num_microbatches", "num_chunks",
-         "gradient_accumulation_steps"),
-        "the number of micro-batches is chunks=",
-    ),
-    **dict.fromkeys(
-        ("activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers"),
-        "checkpoint='always', 'except_last' or 'never' says which micro-batches are recomputed, "
-        "checkpoint=lambda layer: ... or a list which layers",
-    ),
-    "seed_layers": "draws depend on the index of the layer; seed= is for the weights of specs",
+    **dict.fromkeys(("num_stages", "n_stages", "stages"), _STAGES),
+    **dict.fromkeys(("micro_batches", "microbatches", "n_microbatches"), _CHUNKS),
+    **dict.fromkeys(("num_microbatches", "gradient_accumulation_steps"), _CHUNKS),
+    "activation_checkpoint_interval": "checkpoint= says which micro-batches, or which layers",
     "partition_method": "balance='parameters', 'uniform', 'type:regex' or 'time'",
     "loss_fn": "the loss function is given to pipe.train_batch(input, target, loss_fn=...)",
     "layers": "the layers are the first argument, Pipe(layers, ...)",
@@ -61,10 +52,7 @@ _OF_THE_PIPE = {"balance", "devices", "replicas", "chunks", "checkpoint"}
 _ATTRIBUTES = {
     "save_checkpoint": "torch.save(pipe.state_dict(), path), whose keys no balance changes",
     "load_checkpoint": "pipe.load_state_dict(torch.load(path))",
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "micro_batches", "train_micro_batch_size_per_gpu"),
-        "pipe.chunks is the number of micro-batches",
-    ),
+    "gradient_accumulation_steps": "pipe.chunks is the number of micro-batches",
     "backward": "pipe.train_batch runs backward by itself; after pipe(input) it is loss.backward()",
     "step": _OPTIMIZER,
     "num_stages": "len(pipe.balance)",

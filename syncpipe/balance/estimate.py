@@ -65,7 +65,7 @@ class DeviceSpec:
         for what in ("half", "single", "bandwidth", "memory", "launch", "double"):
             value, may_be_0 = getattr(self, what), what in ("launch", "double")
             if not (value > 0 or (may_be_0 and value == 0)):
-                raise ValueError(f"{what}={value!r} of {self.name}: must be above 0")
+                raise ValueError(f"{what}={value!r} of {self.name} is no such figure")
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return FLOP per second of products of a type."""

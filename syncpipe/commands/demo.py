@@ -27,8 +27,8 @@ from syncpipe.timeline import save_comparison
 #: Images in a mini-batch of the training, and of the step that is planned and timed: with few a CPU
 #: worker has little to do for each micro-batch, and an accelerator nothing.
 BATCH_SIZE, CPU_BATCH, ACCELERATOR_BATCH = 128, 256, 16_384
-PLAN_SECONDS, TIMED_SECONDS = 2.0, 3.0
-PEAK_LEARNING_RATE, PICTURE = 5e-3, "syncpipe-demo.png"
+PLAN_SECONDS, TIMED_SECONDS, PEAK_LEARNING_RATE = 2.0, 3.0, 5e-3
+PICTURE = "syncpipe-demo.png"
 
 say = partial(print, flush=True)
 
@@ -184,8 +184,7 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
     def piped(schedule: str) -> Callable[[], object]:
         return lambda: pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
 
-    several, count = f"{n} device{'s' * (n > 1)}", n if on_cpu else all_threads
-    whole = "the mini-batch"
+    several, count, whole = f"{n} devices", n if on_cpu else all_threads, "the mini-batch"
     held = [f"{max(build(name, m, range(n)).in_flight)} of {m}" for name in ("gpipe", "1f1b")]
     ways = [
         ("plain model, 1 device", alone, 1 if on_cpu else count, whole),

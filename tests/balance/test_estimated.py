@@ -78,8 +78,8 @@ def test_what_is_unknown_is_refused(arguments: dict[str, Any], message: str) -> 
 
 
 def test_figures_of_devices_are_checked() -> None:
-    for wrong, message in (({"bandwidth": 0}, "0 of mine.*above"), ({"launch": -1}, "-1.*least 0")):
-        with pytest.raises(ValueError, match=message):
+    for wrong in ({"bandwidth": 0}, {"launch": -1}):
+        with pytest.raises(ValueError, match="of mine is no such figure"):
             DeviceSpec("mine", **{"half": 1e12, "single": 1e12, "bandwidth": 1e9, **wrong})
     assert all(spec.half >= spec.single and spec.name == name for name, spec in DEVICES.items())
 

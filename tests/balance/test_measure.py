@@ -201,21 +201,18 @@ def test_what_is_missing_without_products_for_parameters_is_the_weight_half(cloc
 
 
 def test_the_halves_of_a_plan_are_those_of_its_profile() -> None:
-    def planned(share: float | None) -> Any:
+    for share, how in ((0.75, ""), (None, "are estimated")):
         numbers = {8: 1e-3}, {8: 2e-3}, {8: 10}, {8: 10}
-        layers = [
-            LayerProfile(str(k), *numbers, parameter_bytes=8, weight_share=share) for k in range(4)
-        ]
-        return syncpipe.plan(
-            Profile(tuple(layers)), devices="2 x 1GB, 1GB/s", batch_size=32, chunks=4,
+        layer = LayerProfile("a", *numbers, parameter_bytes=8, weight_share=share)
+        plan: Any = syncpipe.plan(
+            Profile((layer,) * 4), devices="2 x 1GB, 1GB/s", batch_size=32, chunks=4,
             schedule="zb_h1",
         )  # fmt: skip
-
-    costs = planned(0.75).simulation.costs
-    assert costs.backward_weight == pytest.approx([0.75 * 2 * 2e-3] * 2)
-    assert costs.backward_input == pytest.approx([0.25 * 2 * 2e-3] * 2)
-    assert "are estimated" not in str(planned(0.75))
-    assert "are estimated" in str(planned(None))
+        assert how in str(plan)
+        if share is not None:
+            assert plan.simulation.costs.backward_weight == pytest.approx([0.75 * 4e-3] * 2)
+            assert plan.simulation.costs.backward_input == pytest.approx([0.25 * 4e-3] * 2)
+            assert "are estimated" not in str(plan)
 
 
 def test_time_of_the_interpreter_is_that_outside_of_operators(
