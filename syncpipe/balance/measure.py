@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _push_mode
 
 from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
 from syncpipe.balance.estimate import AsOnGPU, DeviceSpec, Roofline, device_spec
@@ -52,6 +52,7 @@ from syncpipe.layers.listing import Layers, as_sequential
 from syncpipe.layers.unpack import Unpacked, call_note, unpacks
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import go_back
+from syncpipe.runtime.thread_state import settled
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
@@ -351,14 +352,17 @@ class _Visit:
         """
         found: list[float] = []
         while len(found) < LEAST and not compiled(self.layer):
-            inputs, _ = self.fresh()
-            with _Operators() as operators:
-                start = clock.thread_time()
-                self.call(inputs)
-                found.append(max(0.0, clock.thread_time() - start - operators.seconds))
+            found.append(settled(partial(self._outside_operators, self.fresh()[0])))
             if clock.monotonic() > until:
                 break
         return min(found, default=0.0)
+
+    def _outside_operators(self, inputs: Any) -> float:
+        operators = _Operators()
+        _push_mode(operators)  # type: ignore[no-untyped-call]  # Ctrl-C may come in its __exit__
+        start = clock.thread_time()
+        self.call(inputs)
+        return max(0.0, clock.thread_time() - start - operators.seconds)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

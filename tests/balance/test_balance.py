@@ -109,24 +109,6 @@ def test_costs_are_any_numbers(cost: Any) -> None:
     assert balance_cost(cost, 2) == [3, 2]
 
 
-@pytest.mark.parametrize(
-    ("cost", "partitions", "message"),
-    [
-        ([1, 2], 3, r"partitions=3.*2 layers.*at most 2"),
-        ([1, 2], 0, r"partitions=0.*at least 1"),
-        ([1, 2], 1.0, r"partitions=1\.0"),
-        ([1, 2], True, r"partitions=True"),
-        ([], 1, r"0 layers"),
-        ([1, -2], 1, r"cost\[1\]=-2.*not negative"),
-        ([1, float("nan")], 1, r"cost\[1\]=nan"),
-        ([float("inf")], 1, r"cost\[0\]=inf"),
-    ],
-)
-def test_what_cannot_be_cut_is_named(cost: list[float], partitions: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance_cost(cost, partitions)
-
-
 # --- by name ------------------------------------------------------------------------------------
 
 
@@ -151,25 +133,6 @@ def test_by_type_stages_have_as_many_layers_that_match(regex: str) -> None:
     assert balance_by_type(2, mixed(), regex) == [4, 2]
 
 
-@pytest.mark.parametrize(
-    ("balance", "model", "error", "message"),
-    [
-        (partial(balance_by_type, regex="conv"), mixed(), ValueError,
-         r"regex='conv' matches no layer.*Linear, ReLU, Tanh"),
-        (partial(balance_by_type, regex="("), mixed(), ValueError, r"regex='\('"),
-        (balance_by_parameters, nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), ValueError,
-         r"layer '1' \(LazyLinear\) is lazy"),
-        (balance_by_parameters, nn.Linear(1, 1), TypeError, "Linear"),
-        (balance_uniform, nn.Linear(1, 1), TypeError, "Linear"),
-    ],
-)  # fmt: skip
-def test_what_has_no_balance(
-    balance: Callable[..., Any], model: nn.Module, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        balance(1, model)
-
-
 def test_a_pipe_finds_its_balance_with_a_stage_for_each_device() -> None:
     expected = {"parameters": [2, 2, 2], "uniform": [2, 2, 2]}
     expected["type:linear"] = balance_by_type(3, mixed(), "linear")
@@ -179,14 +142,6 @@ def test_a_pipe_finds_its_balance_with_a_stage_for_each_device() -> None:
     pipe.balance = "uniform"  # never more stages than layers
     assert pipe.balance == [1, 1, 1]
     assert balance_uniform(3, linear_model(8)) == [3, 3, 2]
-
-
-@pytest.mark.parametrize("how", ["", "params", "type", "Uniform"])
-def test_another_string_is_refused_with_those_that_there_are(how: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"balance='{how}'.*'parameters', 'uniform'.*'type:regex'"
-    ):
-        Pipe(linear_model(), how, devices=FOUR)
 
 
 def test_without_devices_the_number_of_stages_is_unknown() -> None:
@@ -226,22 +181,6 @@ def test_a_balance_by_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"param_scale": 7.0, "optimizer": torch.optim.Adam}, "both given"),
-        ({"param_scale": -1.0}, "param_scale=-1.0"),
-        ({"chunks": 0}, "chunks=0"),
-        ({"partitions": 4}, "at most 2"),
-    ],
-)
-def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance_by_size(
-            **{"partitions": 2, "module": linear_model(2), "input": torch.rand(2, 3), **arguments}
-        )
-
-
-@pytest.mark.parametrize(
     ("optimizer", "scale"),
     [
         (partial(torch.optim.SGD, lr=0.1), 2),
@@ -255,9 +194,45 @@ def test_an_optimizer_says_how_much_parameters_weigh(optimizer: Any, scale: floa
     assert param_scale_of(optimizer) == scale
 
 
+# --- what has no balance ------------------------------------------------------------------------
+
+STRINGS = "'parameters', 'uniform'.*'type:regex'"
+TWO, X = linear_model(2), torch.rand(2, 3)
+SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
+
+
 @pytest.mark.parametrize(
-    "optimizer", [torch.optim.LBFGS, "adam", torch.optim.SGD([torch.ones(1)], lr=0.1), list]
-)
-def test_what_is_no_optimizer(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match="optimizer="):
-        param_scale_of(optimizer)
+    ("find", "arguments", "error", "message"),
+    [
+        (balance_cost, ([1, 2], 3), ValueError, r"partitions=3.*2 layers.*at most 2"),
+        (balance_cost, ([1, 2], 0), ValueError, r"partitions=0.*at least 1"),
+        (balance_cost, ([1, 2], 1.0), ValueError, r"partitions=1\.0"),
+        (balance_cost, ([1, 2], True), ValueError, r"partitions=True"),
+        (balance_cost, ([], 1), ValueError, r"0 layers"),
+        (balance_cost, ([1, -2], 1), ValueError, r"cost\[1\]=-2.*not negative"),
+        (balance_cost, ([1, float("nan")], 1), ValueError, r"cost\[1\]=nan"),
+        (balance_cost, ([float("inf")], 1), ValueError, r"cost\[0\]=inf"),
+        (balance_by_type, (1, mixed(), "conv"), ValueError,
+         r"regex='conv' matches no layer.*Linear, ReLU, Tanh"),
+        (balance_by_type, (1, mixed(), "("), ValueError, r"regex='\('"),
+        (balance_by_parameters, (1, nn.Sequential(nn.ReLU(), nn.LazyLinear(3))), ValueError,
+         r"layer '1' \(LazyLinear\) is lazy"),
+        (balance_by_parameters, (1, nn.Linear(1, 1)), TypeError, "Linear"),
+        (balance_uniform, (1, nn.Linear(1, 1)), TypeError, "Linear"),
+        *((partial(Pipe, devices=FOUR), (TWO, how), ValueError, f"balance='{how}'.*{STRINGS}")
+          for how in ("", "params", "type", "Uniform")),
+        (balance_by_time, (4, TWO, X), ValueError, "at most 2"),
+        (balance_by_size, (4, TWO, X), ValueError, "at most 2"),
+        (partial(balance_by_size, chunks=0), (2, TWO, X), ValueError, "chunks=0"),
+        (partial(balance_by_size, param_scale=-1.0), (2, TWO, X), ValueError, "param_scale=-1.0"),
+        (partial(balance_by_size, param_scale=7.0, optimizer=torch.optim.Adam), (2, TWO, X),
+         ValueError, "both given"),
+        *((param_scale_of, (wrong,), TypeError, "optimizer=")
+          for wrong in (torch.optim.LBFGS, "adam", SGD, list)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_balanced_is_named(
+    find: Callable[..., Any], arguments: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        find(*arguments)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncpipe.balance import Profile, profile
+from syncpipe.balance import profile
 from syncpipe.runtime.recomputation import version_of
 from tests.support.interrupts import interrupt_next, interrupted, modes_on
 from tests.support.models import Counter, Noise, Receive, Send
@@ -25,7 +25,6 @@ from tests.support.running import Do, on_gradient, raising
 
 SHAPE = (4, 4, 3)
 TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
-WITHOUT_TIME = {"timeout": 0.0, "sizes": [4]}
 
 
 class Python(nn.Module):
@@ -113,16 +112,18 @@ def snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
     return found
 
 
-def assert_untouched(
-    call: Callable[[nn.Sequential, Tensor], Any],
+def untouched(
     model: nn.Sequential,
     error: type[BaseException] | None = None,
+    run: Callable[..., Any] = profile,
+    **options: Any,
 ) -> Any:
+    """The profile of a model, which with all else is as it was before."""
     torch.set_autocast_cache_enabled(True)
     sample, result = torch.rand(SHAPE, requires_grad=True), None
     before = snapshot(model, sample)
     with nullcontext() if error is None else pytest.raises(error):
-        result = call(model, sample)
+        result = run(model, sample, **{"timeout": 0.0, "sizes": [4], **options})
     after = snapshot(model, sample)
     assert [what for what in before | after if after.get(what) != before.get(what)] == []
     return result
@@ -130,18 +131,14 @@ def assert_untouched(
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_a_profile_leaves_everything_as_it_was(device: str | None) -> None:
-    found = assert_untouched(
-        lambda model, x: profile(model, x, timeout=0.01, threads=2, device=device),
-        trained(*layers()),
-    )
-    assert isinstance(found, Profile)
+    untouched(trained(*layers()), timeout=0.01, threads=2, device=device, sizes=None)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_are_measured_whatever_the_caller_has_switched_off(mode: Any) -> None:
     model = trained(*layers())
     with mode():
-        found = assert_untouched(lambda model, x: profile(model, x, **WITHOUT_TIME), model)
+        found = untouched(model)
     assert found.layers[0].stored_bytes[4] > 0
     assert found.layers[0].backward[4] > 0
 
@@ -153,11 +150,7 @@ def test_an_exception_in_any_layer(place: int, error: BaseException, when: str) 
     modules = layers()
     modules.insert(place, Fails(error, when))
     with torch.no_grad():
-        assert_untouched(
-            lambda model, x: profile(model, x, threads=2, **WITHOUT_TIME),
-            trained(*modules),
-            type(error),
-        )
+        untouched(trained(*modules), type(error), threads=2)
 
 
 # A destructor, or the callback of a weak reference, cannot pass an exception on.
@@ -166,10 +159,10 @@ def test_ctrl_c_at_any_place() -> None:
     model = trained(*layers())
 
     def at_place(at: int) -> tuple[int, bool]:
-        found: tuple[int, bool] = assert_untouched(
-            lambda model, x: interrupted(at, lambda: profile(model, x, threads=2, **WITHOUT_TIME)),
-            model,
-        )
+        def run(model: nn.Sequential, x: Tensor, **options: Any) -> tuple[int, bool]:
+            return interrupted(at, lambda: profile(model, x, threads=2, **options))
+
+        found: tuple[int, bool] = untouched(model, run=run)
         return found
 
     at_place(0)  # imports what is imported late
@@ -189,11 +182,7 @@ def test_modes_that_ctrl_c_left_on_are_taken_off() -> None:
 
     modules = layers()
     modules.insert(1, Do(interrupt))
-    assert_untouched(
-        lambda model, x: profile(model, x, threads=2, **WITHOUT_TIME),
-        trained(*modules),
-        KeyboardInterrupt,
-    )
+    untouched(trained(*modules), KeyboardInterrupt, threads=2)
 
 
 def test_the_error_says_which_layer() -> None:
@@ -239,9 +228,7 @@ def test_layers_with_weights_of_another_kind(
 ) -> None:
     model = trained(layer(), nn.ReLU())
     model(torch.rand(SHAPE))  # leaves a weight with a graph behind
-    found = assert_untouched(
-        lambda model, x: profile(model, x, device=device, **WITHOUT_TIME), model
-    )
+    found = untouched(model, device=device)
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert found.layers[0].parameter_bytes == size
 
@@ -260,7 +247,7 @@ def test_a_compiled_layer_runs_its_copy() -> None:
             self.forward = torch.compile(self.forward, backend="eager")  # type: ignore[method-assign]
 
     model = trained(Own(), torch.compile(nn.Linear(3, 3), backend="eager"))  # type: ignore[arg-type]
-    found = assert_untouched(lambda model, x: profile(model, x, time=False, device="meta"), model)
+    found = untouched(model, time=False, device="meta")
     assert [layer.stored_bytes[4] for layer in found.layers] == [4 * 48, 4 * 48]
 
 
@@ -291,6 +278,6 @@ def test_gradients_end_at_the_copies() -> None:
     closes = Do(lambda x: linear(x))  # by a function that knows the user's parameters
     closes.linear = linear = nn.Linear(3, 3)
     model = nn.Sequential(scripted, closes)
-    profile(model, torch.randn(4, 3), **WITHOUT_TIME)
+    profile(model, torch.randn(4, 3), timeout=0.0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
