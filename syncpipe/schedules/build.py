@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from syncpipe.schedules import named as by_name
 from syncpipe.schedules.greedy import dealt
+from syncpipe.schedules.named import BY_STAGE, SCHEDULES
 from syncpipe.schedules.player import validate
 from syncpipe.schedules.schedule import Devices, Schedule, from_csv
 
@@ -22,45 +22,23 @@ __all__ = ["SCHEDULES", "ScheduleLike", "build", "named", "shown"]
 #: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
 ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, Any], Schedule]
 
-#: The schedules by name; more can be added.
-SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
-    "naive": by_name.naive,
-    "gpipe": by_name.gpipe,
-    "1f1b": by_name.one_f_one_b,
-    "looped_bfs": by_name.looped_bfs,
-    "interleaved_1f1b": by_name.interleaved_1f1b,
-    "interleaved_zero_bubble": by_name.interleaved_zero_bubble,
-    "zb_h1": by_name.zb_h1,
-    "zb_h2": by_name.zb_h2,
-    "zbv": by_name.zbv,
-    "v_half": by_name.v_half,
-    "v_min": by_name.v_min,
-    "dualpipev": by_name.dualpipev,
-}
-
-#: Those that know of replicas.
-_BY_STAGE = {SCHEDULES[name] for name in ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2")}
-
 
 def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
     """Make a valid schedule for so many micro-batches and these stages.
 
-    With replicas the looped and the V-shaped schedules, other functions, ``Schedule`` objects and
-    files are made for one device in the place of the replicas of a stage (and of those of other
-    stages on the same ones), and are dealt out (:func:`syncpipe.schedules.dealt`).
+    With replicas, what does not know of them is made for one device in the place of those that
+    serve a stage together, and is dealt out (:func:`syncpipe.schedules.dealt`).
 
     Args:
-        schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`):
-            a string that ends in ``.csv``, or a path object; or any function ``(m, device_of)``
-            that returns a schedule, such as ``functools.partial(one_f_one_b, slots="textbook")``.
-            Of a function the result is kept: it is asked once for the same arguments.
+        schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`),
+            a string that ends in ``.csv`` or a path object; or any function ``(m, device_of)``
+            that returns a schedule, which is asked once for the same arguments.
         m: number of micro-batches.
         device_of: for each stage the index of its device, or those of its replicas in a tuple.
 
     Raises:
         TypeError: if ``schedule`` is none of these, or a function that returns no schedule.
-        ValueError: if the name is unknown, or if the schedule is not valid or made for something
-            else.
+        ValueError: the name is unknown, or the schedule not valid or made for something else.
     """
     devices = tuple(device_of)
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
@@ -91,10 +69,8 @@ def named(name: str) -> Callable[[int, Any], Schedule]:
         )
     close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
     hint = f" did you mean {close[0]!r}?" if close else ""
-    raise ValueError(
-        f"there is no schedule {name!r};{hint} the names are {', '.join(SCHEDULES)}, and a "
-        "path ends in .csv"
-    )
+    known = f"the names are {', '.join(SCHEDULES)}, and a path ends in .csv"
+    raise ValueError(f"there is no schedule {name!r};{hint} {known}")
 
 
 def shown(schedule: ScheduleLike) -> str:
@@ -112,7 +88,7 @@ def _made(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
     maker: Any = function.__self__
     name = shown(maker)
     maker = maker.func if isinstance(maker, partial) else maker
-    knows = any(maker is known for known in _BY_STAGE)
+    knows = any(maker is known for known in BY_STAGE.values())
     given = device_of if knows else _one_each(device_of)
     try:
         schedule = function(m, given)

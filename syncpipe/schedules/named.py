@@ -51,17 +51,17 @@ differ, V-Half and V-Min, whose devices have little room to choose, idle in ever
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, product
-from typing import Literal, cast
+from typing import Any, Literal
 
 from syncpipe.schedules.greedy import merged
 from syncpipe.schedules.schedule import LETTERS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "Placement", "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs",
-    "naive", "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
+    "BY_STAGE", "SCHEDULES", "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble",
+    "looped_bfs", "naive", "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 #: A number of stages, each on a device of its own; or for each stage the index of its device, or
@@ -75,7 +75,7 @@ def _placed(m: int, device_of: Placement) -> Devices:
     if m < 1:
         raise ValueError(f"a schedule needs at least one micro-batch, but m={m}")
     there = set(chain.from_iterable(devices_of(devices, j) for j in range(len(devices))))
-    if not there or there != set(range(max(there) + 1)):
+    if not there or there != set(range(len(there))):
         raise ValueError(
             f"device_of={device_of} must name, for each stage, one of the devices 0, 1, ..., and "
             "each of these at least once"
@@ -97,11 +97,10 @@ def _laid_out(
     line = tuple(range(max(single) + 1))
     wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
     if single != wanted:
-        where = "two stages on each device, which go there and back"
-        if shape == "rounds":
-            wanted, where = line * 2, "stages that go round the devices evenly"
+        example = [*line, *line] if shape == "rounds" else [*line, *line[::-1]]
         raise ValueError(
-            f"{name} needs {where}, such as devices={list(wanted)}, but device_of={list(single)}"
+            f"{name} needs stages that go round the devices evenly, or in a V, such as "
+            f"devices={example}, but device_of={list(single)}"
         )
     return single
 
@@ -109,10 +108,7 @@ def _laid_out(
 def _in_turn(
     forwards: Sequence[Action], backwards: Sequence[Action], first: int, delay: int = 0
 ) -> list[Action]:
-    """So many forwards first, then back and forth in turn.
-
-    After an input half comes the weight half of so many backwards before, the delay.
-    """
+    """So many forwards first, then back and forth; weight halves come after so long a delay."""
     halves = [action for action in backwards if action.kind == "backward_input"]
     weights = [Action("backward_weight", i, j) for _, i, j in halves]
     row = list(forwards[:first])
@@ -129,23 +125,17 @@ def _cells(kind: Kind, m: int, j: int) -> tuple[Action, ...]:
     return tuple([Action(kind, i, j) for i in range(m)])
 
 
-# -- wherever the stages are -----------------------------------------------------------------------
-
-
 def naive(m: int, device_of: Placement) -> Schedule:
     """One micro-batch at a time through all stages and back: model parallelism as done by hand."""
-    devices = _placed(m, device_of)
-    return _by_counts("naive", m, devices, [1] * len(devices))
+    return _by_counts("naive", m, _placed(m, device_of), 0)
 
 
 def gpipe(m: int, device_of: Placement) -> Schedule:
     """Fill-drain, or F-then-B: all forwards, then all backwards, the last micro-batch first.
 
     With even stages the bubble is ``(n-1) / (m+n-1)`` of the time; all ``m`` micro-batches are in
-    flight at once.
-
-    Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism, section 2.3. As in ``loss.backward()``, micro-batch ``i`` goes back before ``i-1``.
+    flight at once. Source: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks
+    using Pipeline Parallelism, section 2.3.
     """
     devices = _placed(m, device_of)
     stages = range(len(devices))
@@ -154,15 +144,12 @@ def gpipe(m: int, device_of: Placement) -> Schedule:
 
 
 def one_f_one_b(
-    m: int,
-    device_of: Placement,
-    *,
+    m: int, device_of: Placement, *,
     slots: Literal["textbook", "overlap"] | Sequence[int] = "overlap",
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """1F1B with flush: forwards until the slots of a stage are taken, then a backward in turn.
 
-    With even stages and without transfers the bubble is GPipe's, ``(n-1) / (m+n-1)``, but at most
-    as many micro-batches are in flight on a stage as it has slots. With replicas it is 1F1B-RR:
+    With even stages and without transfers the bubble is GPipe's. With replicas it is 1F1B-RR:
     micro-batch ``i`` goes both ways on replica ``i % r``, and each replica takes turns as above.
 
     Source: Narayanan et al. 2019, PipeDream: Generalized Pipeline Parallelism for DNN Training
@@ -172,106 +159,81 @@ def one_f_one_b(
     Args:
         m: number of micro-batches.
         device_of: where the stages are.
-        slots: the largest number of micro-batches in flight for each stage. ``"textbook"`` is
-            ``n - j``, the fewest that keep even stages busy when transfers take no time.
-            ``"overlap"`` is ``2 (n-j) - 1``, which hides transfers. Or a number for each stage,
-            never more than for the stage before. With replicas they are for each device of the
-            stage: ``n - j`` is the number of devices from stage ``j`` on, divided by those of the
-            stage and rounded up, PipeDream's number.
-
-    Raises:
-        ValueError: if the slots cannot work.
+        slots: the most micro-batches in flight for each stage: ``"textbook"`` is ``n - j``, the
+            fewest that keep even stages busy, ``"overlap"`` is ``2 (n-j) - 1``, which hides
+            transfers. Or a number for each stage, never more than for the stage before. With
+            replicas they are for each device of the stage: ``n - j`` is the number of devices from
+            stage ``j`` on, divided by those of the stage and rounded up, PipeDream's number.
     """
     devices = _placed(m, device_of)
     passes = {"textbook": 1, "overlap": 2}
     if isinstance(slots, str) and slots in passes:
-        return _by_counts("1f1b", m, devices, _counts(devices, passes[slots]))
-    if isinstance(slots, str) or not isinstance(slots, Sequence):
-        raise ValueError(f"slots={slots!r}: use 'textbook', 'overlap' or a number for each stage")
-    if len(slots) != len(devices):
+        return _by_counts("1f1b", m, devices, passes[slots])
+    n = len(devices)
+    own: Any = slots if isinstance(slots, Sequence) and not isinstance(slots, str) else ()
+    valid = len(own) == n and all(isinstance(count, int) and count > 0 for count in own)
+    counts = [count * len(devices_of(devices, j)) for j, count in enumerate(own)] if valid else []
+    if not valid or counts != sorted(counts, reverse=True):
         raise ValueError(
-            f"slots={slots} has {len(slots)} numbers, but there are {len(devices)} stages"
+            f"slots={slots!r}: use 'textbook', 'overlap' or a number for each of {n} stages: at "
+            "least one, and with all replicas no more than the stage before, or it would wait for "
+            "ever"
         )
-    counts: list[int] = []
-    for j, own in enumerate(cast("Sequence[int]", slots)):
-        r = len(devices_of(devices, j))
-        most = counts[-1] // r if counts else m
-        if own < 1 or (j and own > most):
-            raise ValueError(
-                f"slots={slots}: stage {j} has {own}, but needs at least one, and at most {most}: "
-                f"with more it would wait for ever for stage {j - 1}"
-            )
-        counts.append(own * r)
     return _by_counts("1f1b", m, devices, counts)
 
 
 def zb_h1(m: int, device_of: Placement) -> Schedule:
     """1F1B with backward in two halves: what nobody waits for fills the bubble.
 
-    Stage ``j`` puts the weight half off by ``j`` micro-batches, and so starts all of its input
-    halves early. With even stages devices idle for ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in
-    1F1B: a third, if the three are equal. At most ``n`` micro-batches are in flight on any stage.
-
+    Stage ``j`` puts the weight half off by ``j`` micro-batches. With even stages devices idle for
+    ``(n-1) (F+I-W)``, against ``(n-1) (F+I+W)`` in 1F1B: a third, if the three are equal. At most
+    ``n`` micro-batches are in flight on any stage.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1).
     """
-    devices = _placed(m, device_of)
-    return _by_counts("zb_h1", m, devices, _counts(devices, 1), "backward_input")
+    return _by_counts("zb_h1", m, _placed(m, device_of), 1, "backward_input")
 
 
 def zb_h2(m: int, device_of: Placement) -> Schedule:
     """ZB-H1 with more micro-batches in flight: a stage that has begun does not idle until it ends.
 
-    So many forwards come first that the first gradient is there when they are done. From the first
-    to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all if the three
-    are equal; the memory is twice that of 1F1B, ``2n - 1`` micro-batches in flight on any stage.
-
-    In a step that begins and ends for all devices at once, those behind the first also wait for
-    the first micro-batch, ``(n-1) F``: with even halves as much as in :func:`zb_h1`.
-
+    From the first to the last action of any one device it idles for ``(n-1) (F+I-2W)``, not at all
+    if the three are equal; ``2n - 1`` micro-batches are in flight on any stage. In a step that
+    begins for all devices at once, those behind the first also wait for the first micro-batch,
+    ``(n-1) F``: with even halves as much as in :func:`zb_h1`.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H2).
     """
-    devices = _placed(m, device_of)
-    return _by_counts("zb_h2", m, devices, _counts(devices, 2), "backward_input")
-
-
-def _counts(device_of: Devices, passes: int) -> list[int]:
-    """For each stage how many micro-batches are in flight on all of its devices together.
-
-    As many as there are devices from it on, once, or on the way there and back; all replicas count.
-    """
-    counts: list[int] = []
-    depth = 0
-    for devices, run in groupby(reversed(device_of)):
-        r = len(devices) if isinstance(devices, tuple) else 1
-        depth += r
-        wanted = max([passes * depth - (passes - 1) * r, *counts[-1:]])
-        counts += [-(-wanted // r) * r for _ in run]  # each replica has as many
-    return counts[::-1]
+    return _by_counts("zb_h2", m, _placed(m, device_of), 2, "backward_input")
 
 
 def _by_counts(
-    name: str, m: int, device_of: Devices, counts: Sequence[int], back: Kind = "backward"
+    name: str, m: int, devices: Devices, counts: int | list[int], back: Kind = "backward"
 ) -> Schedule:
-    """So many forwards first on each stage; with halves as many in flight there as on stage 0."""
+    """So many forwards first on each stage; with halves as many in flight there as on stage 0.
+
+    A number stands for as many as there are devices on the way from the stage on, once or there and
+    back, and 0 for one. All replicas of a stage count, and each has as many.
+    """
+    if isinstance(counts, int):
+        passes, counts, depth = counts, [], 0
+        for own, run in groupby(reversed(devices)):
+            r = len(own) if isinstance(own, tuple) else 1
+            depth += r
+            most = max([passes * depth - (passes - 1) * r, *counts[-1:]]) if passes else 1
+            counts += [-(-most // r) * r if passes else 1 for _ in run]
+        counts.reverse()
     rows = [
         _in_turn(_cells("forward", m, j), _cells(back, m, j), count, counts[0] - count)
         for j, count in enumerate(counts)
     ]
-    return merged(name, m, device_of, rows)
-
-
-# -- round the devices -----------------------------------------------------------------------------
+    return merged(name, m, devices, rows)
 
 
 def looped_bfs(m: int, device_of: Placement) -> Schedule:
     """Breadth first: GPipe, one stage of a device after the other.
 
-    A device takes all micro-batches through its first stage, then all of them through its second,
-    and back in the opposite order. With ``p`` devices and ``v`` stages on each the bubble is
-    ``(p-1) / (v m + p-1)`` for every ``m`` from ``p`` on; all ``m`` micro-batches are in flight.
-
-    Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism. On each stage the last
-    micro-batch goes back first, as in :func:`gpipe`.
+    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` for every
+    ``m`` from ``p`` on; all ``m`` micro-batches are in flight. The last one goes back first.
+    Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism.
     """
     devices = _laid_out("looped_bfs", "rounds", m, device_of)
     n, p = len(devices), max(devices) + 1
@@ -283,12 +245,10 @@ def looped_bfs(m: int, device_of: Placement) -> Schedule:
 
 
 def interleaved_1f1b(m: int, device_of: Placement) -> Schedule:
-    """1F1B where each device has several stages.
+    """1F1B where each device has several stages: ``p`` micro-batches through each of them in turn.
 
-    A device takes ``p`` micro-batches through its first stage, then the same through its second
-    and so on, ``p`` the number of devices. With ``v`` stages on each the bubble is
-    ``(p-1) / (v m + p-1)`` if ``m`` is a multiple of ``p``. Other ``m`` idle a little more.
-
+    With ``p`` devices and ``v`` stages on each the bubble is ``(p-1) / (v m + p-1)`` if ``m`` is a
+    multiple of ``p``. Other ``m`` idle a little more.
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM, section 2.2.2.
     """
@@ -303,10 +263,7 @@ def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
 
     Device ``d`` puts weight halves off by ``d`` of them. With ``p`` devices and ``v`` stages on
     each the devices idle for ``(p-1) (F+I-W)`` of a stage, where ``m`` is a multiple of ``p``, and
-    none holds more than the ``v p`` cells of 1F1B's first device.
-
-    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3 (ZB-H1), for the order of
-    Narayanan et al. 2021 (:func:`interleaved_1f1b`).
+    none holds more than ``v p`` cells. Source: Qi et al. 2023, as :func:`zb_h1`.
     """
     devices = _laid_out("interleaved_zero_bubble", "rounds", m, device_of)
     p = max(devices) + 1
@@ -317,10 +274,7 @@ def interleaved_zero_bubble(m: int, device_of: Placement) -> Schedule:
 def _round(
     m: int, device_of: tuple[int, ...], d: int, back: Kind, *, lead: int, delay: int = 0
 ) -> tuple[Action, ...]:
-    """What a device does in interleaved order.
-
-    Before its first backward it does so many more forwards than the last device, its lead.
-    """
+    """What a device does; its lead is how many more forwards than the last one it begins with."""
     n, p = len(device_of), max(device_of) + 1
     padded = -(-m // p) * p  # micro-batches that are not there are left out in the end
     forwards, backwards = [], []
@@ -332,17 +286,13 @@ def _round(
     return tuple(action for action in row if action.i < m)
 
 
-# -- in a V ----------------------------------------------------------------------------------------
-
-
 def zbv(m: int, device_of: Placement) -> Schedule:
     """ZB-V: no bubble but the way to the turn, with the memory of 1F1B.
 
-    No device idles between its first and its last action. What remains is the time until the first
-    micro-batch has reached the last device, ``p-1``. At most ``2 p`` cells are in flight on any.
-
-    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V). For fewer than
-    ``2 p - 1`` micro-batches it is the one for so many, with those left out that are not there.
+    No device idles between its first and its last action; the last one waits ``p-1`` for the first
+    micro-batch. At most ``2 p`` cells are in flight on any. Below ``2 p - 1`` micro-batches it is
+    the one for so many, without those that are none.
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V).
     """
     devices = _laid_out("zbv", "v", m, device_of)
     p = len(devices) // 2
@@ -361,10 +311,8 @@ def zbv(m: int, device_of: Placement) -> Schedule:
 def dualpipev(m: int, device_of: Placement) -> Schedule:
     """DualPipeV: forwards of one stage beside backwards of the other, mostly whole ones.
 
-    Made for layers that do such a pair at once; here the forward comes before the backward. The
-    bubble is ``p-1``, or more with fewer than ``2 p`` micro-batches, and at most ``2 p + 1`` cells
-    are in flight on any device.
-
+    Here the forward of such a pair comes before the backward. The bubble is ``p-1``, or more with
+    fewer than ``2 p`` micro-batches, and at most ``2 p + 1`` cells are in flight on any device.
     Source: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe), cut in half by
     Sea AI Lab (github.com/deepseek-ai/DualPipe).
     """
@@ -386,10 +334,8 @@ def v_half(m: int, device_of: Placement) -> Schedule:
     """V-Half: half of 1F1B's activations, and half of its bubble.
 
     The bubble is at most ``3 (p-1)``, and at most ``p + 2`` cells (``p + 1``, if ``p`` is odd) are
-    in flight on any device.
-
-    Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory. The building block
-    for four devices, and others like it:
+    in flight on any device. Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory.
+    The building block for four devices, and others like it:
 
         device 0   F............fi.............I    every step on the way down takes 1,
                1    F.........f...i..........I      and every step on the way up takes 2
@@ -406,10 +352,8 @@ def v_min(m: int, device_of: Placement) -> Schedule:
     """V-Min: about a third of 1F1B's activations, and two thirds of its bubble.
 
     The bubble is at most ``4 (p-1)``, and at most ``2 ceil((p+2) / 3)`` cells are in flight on any
-    device. With up to three devices :func:`v_half` needs no more, and idles less.
-
-    Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory. The building block
-    for four devices, where no step takes longer than it must:
+    device. With up to three devices :func:`v_half` needs no more, and idles less. Source: as above.
+    The building block for four devices, where no step takes longer than it must:
 
         device 0   F......fi......I
                1    F....f..i....I
@@ -423,10 +367,8 @@ def v_min(m: int, device_of: Placement) -> Schedule:
 
 
 def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> Schedule:
-    """A schedule from a letter for each action; the rows may be for more micro-batches.
-
-    ``F``, ``B`` and ``I`` are for the next micro-batch of a device's first stage, ``f``, ``b`` and
-    ``i`` for that of its second, and ``w`` is the weight half that waits for the longest time.
+    """A schedule from a letter for each action: capital ones are for the next micro-batch of a
+    device's first stage, others for its second, and ``w`` is what waits for the longest time.
     """
     actions = []
     for d, letters in enumerate(rows):
@@ -448,27 +390,16 @@ def _spelled(name: str, m: int, device_of: tuple[int, ...], rows: list[str]) -> 
 
 
 def _repeated(
-    name: str,
-    m: int,
-    device_of: tuple[int, ...],
-    steps: tuple[int, int, int, int],
-    turns: tuple[int, int, int],
-    room: int,
-) -> Schedule:
+    name: str, m: int, device_of: tuple[int, ...], steps: tuple[int, int, int, int],
+    turns: tuple[int, int, int], room: int,
+) -> Schedule:  # fmt: skip
     """A schedule that repeats a building block, the way of a micro-batch, every six units of time.
 
     Six actions are what a micro-batch asks of a device. So where no two of a block meet on a
     device modulo six, all blocks fit into each other, and devices are always busy. Weight halves
-    go wherever a device would idle, and where a forward needs the room that one takes.
-
-    Args:
-        name: of the schedule.
-        m: number of micro-batches.
-        device_of: for each stage the index of its device.
-        steps: the time from an action to the same one on the next stage of its way: forward, down
-            the devices and up; back, down and up.
-        turns: the same at the turns between these four.
-        room: the largest number of cells in flight on a device.
+    go wherever a device would idle, and where a forward needs the room that one takes. ``steps``
+    are the times from an action to the same one on the next stage of its way, forward down the
+    devices and up, and back down and up; ``turns`` are those between these four ways.
     """
     n, p = len(device_of), len(device_of) // 2
     ways = [(step,) * (p - 1) for step in steps]
@@ -484,3 +415,15 @@ def _repeated(
         halves = [Action("backward_weight", i, j) for kind, i, j in row if kind != "forward"]
         lists += [row, halves]
     return merged(name, m, device_of, lists, room)
+
+
+#: Those that know of replicas, by name.
+BY_STAGE: dict[str, Callable[[int, Any], Schedule]] = {
+    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2,
+}  # fmt: skip
+#: The schedules by name; more can be added.
+SCHEDULES = {
+    **BY_STAGE, "looped_bfs": looped_bfs, "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble, "zbv": zbv, "v_half": v_half,
+    "v_min": v_min, "dualpipev": dualpipev,
+}  # fmt: skip

@@ -2,8 +2,8 @@
 be carried out at all.
 
 A device performs its actions in order, each as soon as the device is free and what the action needs
-has arrived. What goes from one device to another takes the link between the two, one direction of
-it, and one thing after another, while computing goes on:
+has arrived. What goes to another device takes the link between the two, one direction of it, one
+thing after another, while computing goes on:
 
     device 0   F0--F1--F2                 B0--      What F0 made is on the link 0 > 1 while F1 is
     link 0>1       ~~  ~~  ~~                       being computed, and B0 waits for the gradient
@@ -21,31 +21,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
-from syncpipe.schedules.schedule import (
-    HALVES,
-    KINDS,
-    LETTERS,
-    Action,
-    Devices,
-    Kind,
-    Schedule,
-    devices_of,
-)
+from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, devices_of
 
-__all__ = [
-    "Costs",
-    "Played",
-    "Simulation",
-    "Span",
-    "counted",
-    "lanes",
-    "play",
-    "simulate",
-    "validate",
-]
+__all__ = ["Costs", "Simulation", "Span", "counted", "lanes", "play", "simulate", "validate"]
 
 
 @dataclass(frozen=True)
@@ -54,22 +35,17 @@ class Costs:
 
     Attributes:
         forward: for each stage.
-        backward_input: for each stage, the gradient of its inputs.
-        backward_weight: for each stage, the gradients of its parameters. A whole backward takes as
-            long as its two halves.
+        backward_input, backward_weight: for each stage, the gradients of its inputs and of its
+            parameters. A whole backward takes as long as its two halves.
         transfer: for each but the last stage, of its output to the next stage, and of the gradient
-            back. Nothing, if the two are on one device, whatever stands here. Empty means no time
-            at all.
+            back; nothing if the two are on one device. Empty: none.
         skips: for each pair (stage that stashes, stage that pops) the same.
-        recompute: for each stage, a forward that is done once more before a backward. Empty means
-            as long as the forward.
-        last: what the last micro-batch takes, where it is smaller than the others; None if not.
-        update: for each stage, an update of its weights (see ``simulate(update_every=)``). Empty
-            means no time at all.
+        recompute: for each stage, a forward that is done once more. Empty: as the forward.
+        last: what the last micro-batch takes, where it is smaller than the others.
+        update: for each stage, an update of its weights. Empty: none.
 
     Raises:
-        ValueError: if lengths do not match, a time is no number or negative, or a skip leads
-            nowhere.
+        ValueError: lengths do not match, a time is no number or negative, or a skip leads nowhere.
     """
 
     forward: tuple[float, ...]
@@ -85,19 +61,19 @@ class Costs:
         n = len(self.forward)
         if n == 0:
             raise ValueError("costs are for at least one stage, but forward is empty")
+        object.__setattr__(self, "skips", dict(self.skips))
         empty = {"transfer": (0.0,) * (n - 1), "recompute": self.forward, "update": (0.0,) * n}
+        every = {"skips": tuple(self.skips.values())}
         for name in ("forward", *HALVES, *empty):
-            times = tuple(getattr(self, name) or empty.get(name, ()))
+            times = every[name] = tuple(getattr(self, name) or empty.get(name, ()))
             length = n - (name == "transfer")
             if len(times) != length:
                 raise ValueError(
                     f"{name} has {len(times)} times, but forward is for {n} stages: give {length}"
                 )
             object.__setattr__(self, name, times)
-        object.__setattr__(self, "skips", dict(self.skips))
-        for name in ("forward", *HALVES, *empty, "skips"):
-            times = getattr(self, name)
-            for time in times.values() if name == "skips" else times:
+        for name, times in every.items():
+            for time in times:
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{name} has the time {time}: give a finite one, not negative")
         for source, target in self.skips:
@@ -108,18 +84,12 @@ class Costs:
 
     @classmethod
     def even(
-        cls,
-        n: int,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        transfer: float = 0.0,
-        update: float = 0.0,
-    ) -> Costs:
+        cls, n: int, forward: float = 1.0, backward_input: float = 1.0,
+        backward_weight: float = 1.0, transfer: float = 0.0, update: float = 0.0,
+    ) -> Costs:  # fmt: skip
         """The same for each of ``n`` stages."""
-        between = (transfer,) * (n - 1)
         kinds = (forward,) * n, (backward_input,) * n, (backward_weight,) * n
-        return cls(*kinds, transfer=between, update=(update,) * n)
+        return cls(*kinds, transfer=(transfer,) * (n - 1), update=(update,) * n)
 
     def of(self, action: Action) -> float:
         """How long an action takes, for any but the last micro-batch."""
@@ -144,18 +114,14 @@ class Costs:
 
 #: When something was there, for each micro-batch; less than 0 if never.
 Times = list[float]
-
 #: What is sent: when it arrives, the devices of the stage that it is for, the time on the link.
 _Way = tuple[Times, tuple[int, ...], float]
-
 #: Actions of a kind on a stage: when they end, what they need, what they send, how long they take;
 #: so many of them, the first ones, come after a recomputation, which takes so long.
 _Cell = tuple[Times, list[Times], list[_Way], float, int, float]
 
 
 class Played(NamedTuple):
-    """What became of it."""
-
     makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
     ends: dict[Kind, list[Times]]  # by kind and stage, when the action of each micro-batch ended
     done: list[int]  # for each device how many of its actions could be carried out
@@ -163,28 +129,17 @@ class Played(NamedTuple):
 
 
 def play(
-    rows: Sequence[Sequence[tuple[Kind, int, int]]],
-    m: int,
-    device_of: Devices,
-    costs: Costs,
+    rows: Sequence[Sequence[tuple[Kind, int, int]]], m: int, device_of: Devices, costs: Costs,
     recomputed: Sequence[int] = (),
-) -> Played:
-    """Plays lists of actions through; nothing is checked.
+) -> Played:  # fmt: skip
+    """Plays lists of actions through, one for each device; nothing is checked.
 
-    Args:
-        rows: for each device its actions in order, those of schedules only.
-        m: number of micro-batches.
-        device_of: for each stage the index of its device, or those of its replicas.
-        costs: how long everything takes.
-        recomputed: for each stage how many micro-batches, the first ones, are recomputed before
-            they go back, for which nothing has to arrive. Empty: none.
+    Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
     usual, last = _cells(m, device_of, costs, recomputed or (0,) * len(device_of))
     final = m - 1 if costs.last is not None else m
     done, free, runs = [0] * len(rows), [0.0] * len(rows), []
     links = [[0.0] * len(rows) for _ in rows]
-    left = [iter(row) for row in rows]
-    heads: list[list[tuple[Kind, int, int]]] = [[] for _ in rows]  # read, and not yet performed
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
     moved = True
     while moved:
@@ -192,7 +147,7 @@ def play(
         for d in sweep:
             start, now, sent = done[d], free[d], links[d]
             p = start
-            for kind, i, j in chain(heads[d], left[d]):
+            for kind, i, j in rows[d][start:]:
                 ends, needs, sends, time, count, again = (usual if i < final else last)[kind][j]
                 ready = now + again if i < count else now
                 for arrivals in needs:
@@ -212,10 +167,7 @@ def play(
                             arrivals[i] = sent[to] = (now if now > busy else busy) + way
                     p += 1
                     continue
-                heads[d] = [(kind, i, j)]
                 break
-            else:
-                heads[d] = []
             if p > start:
                 runs.append((d, start, p))
                 done[d], free[d], moved = p, now, True
@@ -228,21 +180,21 @@ def _cells(
     m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int]
 ) -> list[dict[Kind, list[_Cell]]]:
     """For each kind and stage: of all micro-batches but the last, and of that."""
-    stages = range(len(device_of))
-    devices = [devices_of(device_of, j) for j in stages]
-    ends = {kind: [[-1.0] * m for _ in stages] for kind in LETTERS.values()}
-    backward = [[forwards] for forwards in ends["forward"]]
-    needs: dict[Kind, list[list[Times]]] = {"backward": backward, "backward_input": backward}
-    needs["forward"] = [[] for _ in stages]
+    n = len(device_of)
+    devices, nobody = [devices_of(device_of, j) for j in range(n)], [0] * n
+    kinds: tuple[Kind, ...] = ("forward", "backward", *HALVES)
+    ends = {kind: [[-1.0] * m for _ in range(n)] for kind in kinds}
+    needs: dict[Kind, list[list[Times]]] = {"forward": [[] for _ in range(n)]}
+    needs["backward"] = needs["backward_input"] = [[forwards] for forwards in ends["forward"]]
     needs["backward_weight"] = [[inputs] for inputs in ends["backward_input"]]
     arrived = [([-1.0] * m, [-1.0] * m) for _ in costs.edges]
     for (a, b, _), (activations, gradients) in zip(costs.edges, arrived, strict=True):
         needs["forward"][b].append(activations)
-        backward[a].append(gradients)
+        needs["backward"][a].append(gradients)
     tables = []
     for one in (costs, costs.last or costs):
         sends: dict[str, list[list[_Way]]] = {
-            what: [[] for _ in stages] for what in ("activation", "gradient", "")
+            what: [[] for _ in range(n)] for what in ("activation", "gradient", "")
         }
         for edge, (activations, gradients) in zip(costs.edges, arrived, strict=True):
             a, b, time = *edge[:2], one.edges.get(edge, 0.0)
@@ -251,7 +203,7 @@ def _cells(
         table: dict[Kind, list[_Cell]] = {}
         for kind, own in ends.items():
             what = KINDS[kind].sends
-            counts = recomputed if what == "gradient" else [0] * len(stages)
+            counts = recomputed if what == "gradient" else nobody
             columns = own, needs[kind], sends[what], one.times[kind], counts, one.recompute
             table[kind] = list(zip(*columns, strict=True))
         tables.append(table)
@@ -261,13 +213,8 @@ def _cells(
 def validate(schedule: Schedule) -> None:
     """Prove that free-running devices can carry out a schedule, and that it is a whole one.
 
-    Each cell has one forward and one backward, whole or in two halves, on the device of its stage;
-    everything that an action needs comes before it on the same device; and devices never wait for
-    each other in a circle. Who passes has no deadlock, however long actions take: what a device
-    waits for depends on the order alone.
-
-    Raises:
-        ValueError: naming the first action that is wrong, and why.
+    Who passes has no deadlock, however long actions take: it depends on the order alone. Otherwise
+    a ValueError names the first action that is wrong, and why.
     """
     for problem in _problems(schedule):
         raise ValueError(f"schedule {schedule.name!r} is not valid: {problem}")
@@ -275,46 +222,31 @@ def validate(schedule: Schedule) -> None:
 
 def _problems(schedule: Schedule) -> Iterator[str]:
     """What is wrong; each check relies on those before it."""
-    m, n, rows = schedule.m, schedule.n, schedule.actions
+    m, n, rows, device_of = schedule.m, schedule.n, schedule.actions, schedule.device_of
     if m < 1 or n < 1:
         yield f"it needs micro-batches and stages, not m={m}, n={n}"
-    if {d for j in range(n) for d in devices_of(schedule.device_of, j)} != set(range(len(rows))):
-        yield (
-            f"it has {len(rows)} lists of actions, but device_of={schedule.device_of}; there is "
-            "one list for each device, and each device has a stage"
-        )
-    places: dict[Action, tuple[int, int]] = {}
-    for d, row in enumerate(rows):
-        for position, action in enumerate(row):
-            kind, i, j = action
-            if kind not in LETTERS.values():
-                yield f"action {position} of device {d} has the kind {kind!r}; there are " + (
-                    ", ".join(LETTERS.values())
-                )
-            where = f"{action}, action {position} of device {d}"
-            if not (0 <= i < m and 0 <= j < n):
-                yield f"{where}, is outside of m={m}, n={n}"
-            if schedule.device(i, j) != d:
-                yield f"{where}, belongs on device {schedule.device(i, j)}"
-            if action in places:
-                yield f"{where}, was already action {places[action][1]}"
-            if kind == "backward" and (i, j) in schedule.splits:
-                yield f"{where}, is a whole backward, but that cell's is split as well"
-            places[action] = d, position
-    whole: tuple[Kind, ...] = ("backward",)
+    if {d for j in range(n) for d in devices_of(device_of, j)} != set(range(len(rows))):
+        yield f"it has {len(rows)} lists of actions, one for each device, but {device_of=}"
+    wanted: list[dict[Action, None]] = [{} for _ in rows]
     for i, j in product(range(m), range(n)):
-        for kind in ("forward", *(HALVES if (i, j) in schedule.splits else whole)):
-            if (action := Action(kind, i, j)) not in places:
-                yield f"{action} is missing on device {schedule.device(i, j)}: {kind} of {i, j}"
-    done = play(rows, m, schedule.device_of, Costs.even(n, 0.0, 0.0, 0.0)).done
+        kinds = HALVES if (i, j) in schedule.splits else ("backward",)
+        wanted[schedule.device(i, j)] |= {Action(kind, i, j): None for kind in ("forward", *kinds)}
+    for d, row in enumerate(rows):
+        for p, action in enumerate(row):
+            if action not in wanted[d]:
+                why = "is there twice" if action in row[:p] else "is none of its cells, or is split"
+                yield f"{action}, action {p} of device {d}, {why}: {m=}, {device_of=}"
+            del wanted[d][action]
+        for action in wanted[d]:
+            yield f"{action} is missing on device {d}: {action.kind} of {action[1:]}"
+    done = play(rows, m, device_of, Costs.even(n, 0.0, 0.0, 0.0)).done
     stuck = []
     for d, row in enumerate(rows):
         for action in row[done[d] : done[d] + 1]:
-            needed = {a: places[a] for a in schedule.predecessors(action)}
-            missing = [f"{a}, action {p} of {e}" for a, (e, p) in needed.items() if p >= done[e]]
-            stuck.append(
-                f"{action}, action {done[d]} of device {d}, waits for {' and '.join(missing)}"
-            )
+            needed = [(a, schedule.device(a.i, a.j)) for a in schedule.predecessors(action)]
+            places = [(a, rows[e].index(a), e) for a, e in needed]
+            missing = " and ".join(f"{a}, action {p} of {e}" for a, p, e in places if p >= done[e])
+            stuck.append(f"{action}, action {done[d]} of device {d}, waits for {missing}")
     if stuck:
         yield f"deadlock: {'; '.join(stuck)}"
 
@@ -323,40 +255,24 @@ def counted(rematerialized: Sequence[int] | None, m: int, n: int) -> tuple[int, 
     """How many micro-batches each stage recomputes, checked; None: none."""
     counts = (0,) * n if rematerialized is None else tuple(rematerialized)
     if len(counts) != n or not all(0 <= count <= m for count in counts):
-        raise ValueError(
-            f"rematerialized={counts}: give it a number from 0 to m={m} for each of the {n} stages"
-        )
+        raise ValueError(f"rematerialized={counts}: give {n} numbers, one a stage, of 0 to m={m}")
     return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, on one row of a timeline.
+    """Something that took time, on one row of a timeline."""
 
-    Attributes:
-        kind: of the action, or ``"transfer"``.
-        i: micro-batch.
-        j: stage; for a transfer the one that it comes from.
-        row: index of the worker or device; for a transfer the one that sends.
-        start: seconds since the timeline's beginning; for a simulation in its own unit.
-        end: the same.
-        target: for a transfer the stage that it goes to.
-        step: which call of the pipe (mini-batch) it belongs to.
-        backward: for a transfer, whether it carries a gradient.
-        host: for how long the thread that did it was running, in Python or in what that called, in
-            the unit of the others; None where unknown.
-    """
-
-    kind: str
-    i: int
-    j: int
-    row: int
-    start: float
-    end: float
-    target: int | None = None
-    step: int = 0
-    backward: bool = False
-    host: float | None = None
+    kind: str  # of the action, or "transfer"
+    i: int  # micro-batch
+    j: int  # stage; for a transfer the one that it comes from
+    row: int  # index of the worker or device; for a transfer the one that sends
+    start: float  # seconds since the timeline's beginning; for a simulation in its own unit
+    end: float  # the same
+    target: int | None = None  # for a transfer the stage that it goes to
+    step: int = 0  # which call of the pipe (mini-batch) it belongs to
+    backward: bool = False  # for a transfer, whether it carries a gradient
+    host: float | None = None  # for how long its thread was running, where that is known
 
     @property
     def duration(self) -> float:
@@ -377,31 +293,20 @@ def lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened when.
-
-    Attributes:
-        schedule: what was simulated.
-        costs: with these times.
-        spans: all actions, in the order in which they started; the first did at 0.
-        transfers: everything that went between devices, in the order in which it started.
-        makespan: when the last action ended.
-        rematerialized: for each stage so many micro-batches, the first ones, were recomputed.
-    """
+    """All actions, and all transfers between devices, each in the order in which they started."""
 
     schedule: Schedule
     costs: Costs
     spans: tuple[Span, ...]
     transfers: tuple[Span, ...]
-    makespan: float
+    makespan: float  # when the last action ended; the first started at 0
     rematerialized: tuple[int, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
         """For each device the time that it spent on actions."""
-        times: list[list[float]] = [[] for _ in self.schedule.actions]
-        for span in self.spans:
-            times[span.row].append(span.duration)
-        return tuple(map(math.fsum, times))
+        rows = range(len(self.schedule.actions))
+        return tuple([math.fsum(s.duration for s in self.spans if s.row == row) for row in rows])
 
     @property
     def bubble(self) -> float:
@@ -416,25 +321,21 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    costs: Costs,
-    rematerialized: Sequence[int] | None = None,
-    *,
+    schedule: Schedule, costs: Costs, rematerialized: Sequence[int] | None = None, *,
     update_every: int | None = None,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """Play a schedule through with times.
 
     Args:
         schedule: what each device does in which order.
         costs: how long it takes; for as many stages.
         rematerialized: for each stage how many micro-batches, the first ones, are recomputed before
-            they go back. A recomputation waits for no gradient. None: nothing is recomputed.
+            they go back. A recomputation waits for no gradient.
         update_every: each stage updates its weights whenever so many micro-batches have gone back,
-            without waiting for the others, as ``Pipe.train_stream`` does. None: never.
+            without waiting for the others, as ``Pipe.train_stream`` does.
 
     Raises:
-        ValueError: if the schedule is not valid, or the costs or the numbers of recomputed
-            micro-batches are for another number of stages.
+        ValueError: the schedule is not valid, or something is for another number of stages.
     """
     validate(schedule)
     if (n := len(costs.forward)) != schedule.n:

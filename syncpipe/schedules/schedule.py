@@ -1,24 +1,20 @@
 """What a schedule is: the order in which each device works on its cells (micro-batch, stage).
 
 A backward may come in two halves: ``backward_input`` computes the gradient that the stage to the
-left waits for, ``backward_weight`` those of the parameters, for which nobody waits. Recomputations,
-sums of replicas' gradients and updates of weights are in no schedule. They are added when it is
-compiled (:mod:`syncpipe.schedules.steps`).
+left waits for, ``backward_weight`` those of the parameters, for which nobody waits. The other kinds
+are in no schedule; they are added when it is compiled.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "HALVES", "KINDS", "LETTERS", "Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv",
-    "to_csv",
-]  # fmt: skip
+__all__ = ["Action", "Devices", "Kind", "Schedule", "devices_of", "from_csv", "to_csv"]
 
 Kind = Literal[
     "forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "update"
@@ -26,8 +22,6 @@ Kind = Literal[
 
 
 class About(NamedTuple):
-    """What is to be known of a kind; whoever adds one begins here."""
-
     letter: str  # in files; empty for what is in no schedule
     shade: float  # in pictures: from the colour of its micro-batch to white, or if < 0 to black
     alive: int  # what it adds to the number of micro-batches in flight on its stage
@@ -70,7 +64,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """Stage, letter and micro-batch, as in CSV files: ``2F0`` is micro-batch 0 on stage 2."""
-        return f"{self.j}{KINDS[self.kind].letter}{self.i}"
+        return f"{self.j}{KINDS[self.kind].letter if self.kind in KINDS else '?'}{self.i}"
 
 
 #: For each stage the index of its device; or of several, if it has replicas, to which micro-batches
@@ -84,31 +78,25 @@ def devices_of(device_of: Devices, j: int) -> tuple[int, ...]:
     return devices if isinstance(devices, tuple) else (devices,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Schedule:
     """For each device the actions that it performs, in order, for one mini-batch.
 
     Devices run free: each walks its own list, and waits only until what the next action needs is
-    there. Nothing is checked here; see :func:`validate`.
+    there. Nothing is checked here; see :func:`validate`. Schedules are equal whatever their names.
 
     Attributes:
         m: number of micro-batches.
         device_of: for each stage the index of the device that it is on; of one with replicas those
             of all of them, micro-batch ``i`` being on number ``i % r`` of ``r``.
         actions: for each device its actions in order.
-        name: what people call it; two schedules are equal whatever their names.
+        name: what people call it.
     """
 
     m: int
     device_of: Devices
     actions: tuple[tuple[Action, ...], ...]
-    name: str = "custom"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Schedule):
-            return NotImplemented
-        mine, theirs = ((each.m, each.device_of, each.actions) for each in (self, other))
-        return mine == theirs
+    name: str = field(default="custom", compare=False)
 
     def __hash__(self) -> int:
         return hash((self.m, self.device_of))  # of all actions it would take its time
@@ -129,11 +117,7 @@ class Schedule:
         return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in HALVES)
 
     def predecessors(self, action: Action) -> tuple[Action, ...]:
-        """The actions that must be over before this one can start.
-
-        A skip adds nothing: from a stage to one further right, its way is always behind the one
-        through the stages between them.
-        """
+        """The actions that must be over before this one can start; skips add nothing."""
         kind, i, j = action
         if kind == "forward":
             return (Action("forward", i, j - 1),) if j > 0 else ()
@@ -150,15 +134,14 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """For each stage the largest number of micro-batches whose activations are alive at once.
 
-        From the start of the forward to the end of the backward, or of its weight half. A cell
-        stays on one device, so the order alone decides this and the duration of actions does not.
-        Of a stage with replicas it is the number on any one of them.
+        From the start of the forward to the end of the backward, or of its weight half; of a stage
+        with replicas on any one of them. The order alone decides this, no duration does.
         """
-        rows = [[self.actions[d] for d in devices_of(self.device_of, j)] for j in range(self.n)]
-        return tuple(
-            max(_most_alive(a for a in row if a.j == j) for row in own)
-            for j, own in enumerate(rows)
-        )
+        peaks = []
+        for j in range(self.n):
+            rows = [self.actions[d] for d in devices_of(self.device_of, j)]
+            peaks.append(max(_most_alive(a for a in row if a.j == j) for row in rows))
+        return tuple(peaks)
 
     @cached_property
     def in_flight_on_device(self) -> tuple[int, ...]:
@@ -175,10 +158,7 @@ def to_csv(schedule: Schedule) -> str:
 
     A row for each device, in order, without a header; a cell for each action, in order: stage,
     letter, micro-batch. ``F`` is a forward, ``B`` a whole backward, ``I`` and ``W`` its input and
-    weight halves. Cells are separated by commas, without spaces or quotes, and each row ends in a
-    newline. The name is not written.
-
-    This is the "compute only" format of ``torch.distributed.pipelining``, which can load it.
+    weight halves. This is the "compute only" format of ``torch.distributed.pipelining``.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
@@ -186,47 +166,33 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read what :func:`to_csv` writes.
 
-    Space around a cell, empty cells (idle time, to those who align columns) and empty lines at the
-    end mean nothing. The numbers of micro-batches and stages are one more than the largest that
-    occur. Whether the result can run is for :func:`syncpipe.schedules.validate` to say.
-
-    Args:
-        text: the contents of the file.
-        name: what to call the schedule.
+    Space around a cell, empty cells and empty lines at the end mean nothing. Whether the result can
+    run is for :func:`syncpipe.schedules.validate` to say.
 
     Raises:
         ValueError: on a cell that is no action, and on a stage that is on two devices or none.
     """
-    rows: list[tuple[Action, ...]] = []
+    rows: list[list[Action]] = []
     device_of: dict[int, int] = {}
     for d, line in enumerate(text.rstrip().splitlines()):
-        cells = [cell.strip() for cell in line.split(",")]
-        rows.append(tuple([_parse(cell, d + 1) for cell in cells if cell]))
-        for action in rows[d]:
+        rows.append([])
+        for cell in filter(None, map(str.strip, line.split(","))):
+            match = re.fullmatch(rf"(\d+)([{''.join(LETTERS)}])(\d+)", cell, re.ASCII)
+            if match is None:
+                raise ValueError(
+                    f"line {d + 1}: {cell!r} is no action; write stage, letter "
+                    f"({', '.join(LETTERS)}) and micro-batch, as in '2F0'"
+                )
+            action = Action(LETTERS[match[2]], int(match[3]), int(match[1]))
+            rows[d].append(action)
             if device_of.setdefault(action.j, d) != d:
                 raise ValueError(
                     f"stage {action.j} is on lines {device_of[action.j] + 1} and {d + 1}; "
                     "a line is a device, and each stage is on one of them"
                 )
-    if not device_of:
-        raise ValueError("there is no action in this schedule; write for example '0F0,0B0'")
-    n = 1 + max(device_of)
-    for j in range(n):
-        if j not in device_of:
-            raise ValueError(f"stage {j} has no action, but stage {n - 1} has")
+    missing = set(range(1 + max(device_of, default=0))) - set(device_of)
+    if missing:
+        raise ValueError(f"there is no action of the stages {missing}; write for example '0F0,0B0'")
     m = 1 + max(action.i for row in rows for action in row)
-    return Schedule(m, tuple([device_of[j] for j in range(n)]), tuple(rows), name)
-
-
-_CELL = re.compile(rf"(\d+)([{''.join(LETTERS)}])(\d+)", re.ASCII)
-
-
-def _parse(cell: str, line: int) -> Action:
-    match = _CELL.fullmatch(cell)
-    if match is None:
-        raise ValueError(
-            f"line {line}: {cell!r} is no action; write stage, letter ({', '.join(LETTERS)}) and "
-            "micro-batch, as in '2F0'"
-        )
-    j, letter, i = match.groups()
-    return Action(LETTERS[letter], int(i), int(j))
+    stages = tuple([device_of[j] for j in sorted(device_of)])
+    return Schedule(m, stages, tuple(map(tuple, rows)), name)

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count, islice
 from typing import NamedTuple
 
 from syncpipe.schedules.named import gpipe
 from syncpipe.schedules.schedule import KINDS, Action, Devices, Kind, Schedule, devices_of
 
 __all__ = [
-    "Edge", "Step", "Steps", "compiled", "forward_steps", "in_turn", "maker", "numbers_of",
-    "training_steps",
+    "Edge", "Step", "Steps", "forward_steps", "in_turn", "maker", "numbers_of", "training_steps",
 ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class Steps:
 
     @cached_property
     def serial(self) -> tuple[Step, ...]:
-        """An order in which one thread can run all of them: each worker's next one in turn."""
+        """An order in which one thread can run all of them."""
         return self.of[0] if len(self.of) == 1 else tuple(in_turn(self.of))
 
 
@@ -75,9 +75,6 @@ def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
     """An order in which one thread can run everything: the next step of each row in turn.
 
     Rows may be made on the way; one is asked for its next step when the last one has run.
-
-    Raises:
-        RuntimeError: there is none, which no valid schedule meets.
     """
     left = [iter(row) for row in rows]
     heads = [next(row, None) for row in left]
@@ -98,35 +95,25 @@ def in_turn(rows: Iterable[Iterable[Step]]) -> Iterator[Step]:
 
 def numbers_of(worker_of: Devices) -> list[tuple[int, ...]]:
     """For each stage the numbers of its replicas."""
-    numbers: list[tuple[int, ...]] = []
-    following = len(worker_of)
-    for j in range(len(worker_of)):
-        more = len(devices_of(worker_of, j)) - 1
-        numbers.append((j, *range(following, following + more)))
-        following += more
-    return numbers
+    following, stages = count(len(worker_of)), range(len(worker_of))
+    return [(j, *islice(following, len(devices_of(worker_of, j)) - 1)) for j in stages]
 
 
 @lru_cache(maxsize=128)
 def forward_steps(edges: tuple[Edge, ...], m: int, worker_of: Devices) -> Steps:
     """The steps of the forward half of :func:`.gpipe`.
 
-    A lone worker takes the micro-batches one after another through all of its stages: exactly what
-    the plain model does with them. Arguments are those of :func:`maker`.
+    A lone worker takes one micro-batch after another through all stages, as the plain model does.
     """
-    rows = gpipe(m, worker_of).actions
-    program = [[action for action in row if action.kind == "forward"] for row in rows]
-    return compiled(edges, program, numbers_of(worker_of))
+    steps = training_steps(edges, gpipe(m, worker_of), (0,) * len(worker_of))
+    return Steps(tuple([tuple([s for s in row if s.what[0] == "forward"]) for row in steps.of]))
 
 
 @lru_cache(maxsize=128)
 def training_steps(
-    edges: tuple[Edge, ...],
-    schedule: Schedule,
-    rematerialized: tuple[int, ...],
-    *,
+    edges: tuple[Edge, ...], schedule: Schedule, rematerialized: tuple[int, ...], *,
     returns: tuple[Edge, ...] = (),
-) -> Steps:
+) -> Steps:  # fmt: skip
     """The steps of a valid schedule; further arguments are those of :func:`maker`.
 
     Of each stage so many micro-batches, the first ones, are recomputed, right before their backward
@@ -146,63 +133,39 @@ def training_steps(
             last = max(k for k, action in enumerate(program[d]) if action.j == j)
             program[d].insert(last + 1 if i else len(program[d]), Action("reduce", i, j))
     numbers = numbers_of(schedule.device_of)
-    return compiled(edges, program, numbers, returns=returns)
-
-
-def compiled(
-    edges: Sequence[Edge],
-    program: Sequence[Sequence[Action]],
-    numbers: Sequence[tuple[int, ...]],
-    *,
-    returns: Sequence[Edge] = (),
-) -> Steps:
-    """Works out who needs and sends which messages; a cell is the worker's that has its forward."""
-    worker_of = {(a.i, a.j): w for w, row in enumerate(program) for a in row if a.kind == "forward"}
-    m = 1 + max(i for i, _ in worker_of)
-    step = maker(edges, lambda i, j: worker_of[i, j], numbers, m, returns=returns)
+    step = maker(edges, schedule.device, numbers, schedule.m, returns=returns)
     return Steps(tuple([tuple(map(step, row)) for row in program]))
 
 
 def maker(
-    edges: Sequence[Edge],
-    worker_of: Callable[[int, int], int],
-    numbers: Sequence[tuple[int, ...]],
-    m: int = 0,
-    *,
-    returns: Sequence[Edge] = (),
-) -> Callable[[Action], Step]:
-    """What makes a step of an action.
+    edges: Sequence[Edge], worker_of: Callable[[int, int], int],
+    numbers: Sequence[tuple[int, ...]], m: int = 0, *, returns: Sequence[Edge] = (),
+) -> Callable[[Action], Step]:  # fmt: skip
+    """What makes a step of an action, given the edges, the worker of each cell, the numbers of the
+    replicas of each stage and, if there are several, of micro-batches.
 
-    Args:
-        edges: numbered from 0 on; the order of those that come to a stage, or leave it, is that of
-            the messages.
-        worker_of: the worker of a cell.
-        numbers: for each stage those of its replicas.
-        m: number of micro-batches, where there are replicas.
-        returns: more edges, numbered after the others, over which only gradients go.
+    Messages are in the order of the edges, which are numbered from 0 on. ``returns`` are more of
+    them, numbered after the others, over which only gradients go.
     """
-    count, stages, both = len(edges) + len(returns), range(len(numbers)), [*edges, *returns]
-    to = [[edge for edge in edges if edge.target == j] for j in stages]
-    of = [[edge for edge in edges if edge.source == j] for j in stages]
-    back_to = [[edge for edge in both if edge.target == j] for j in stages]
-    back_of = [[edge for edge in both if edge.source == j] for j in stages]
+    size, both = len(edges) + len(returns), [*edges, *returns]
 
     def step(action: Action) -> Step:
         kind, i, j = action
-        needs: list[int] = []
-        sends: list[int] = []
-        receivers: list[int] = []
+        into: list[Edge] = []
+        out: list[Edge] = []
         if kind == "forward":
-            needs = [2 * (i * count + edge.number) for edge in to[j]]
-            sends = [2 * (i * count + edge.number) for edge in of[j]]
-            receivers = [edge.target for edge in of[j]]
+            into = [edge for edge in edges if edge.target == j]
+            out = [edge for edge in edges if edge.source == j]
         elif KINDS[kind].sends == "gradient":
-            needs = [2 * (i * count + edge.number) + 1 for edge in back_of[j]]
-            sends = [2 * (i * count + edge.number) + 1 for edge in back_to[j]]
-            receivers = [edge.source for edge in back_to[j]]
-        workers = [worker_of(i, k) for k in receivers]
+            into = [edge for edge in both if edge.source == j]
+            out = [edge for edge in both if edge.target == j]
+        back = kind != "forward"
+        needs, sends = (
+            [2 * (i * size + edge.number) + back for edge in some] for some in (into, out)
+        )
+        workers = [worker_of(i, edge.source if back else edge.target) for edge in out]
         if kind == "reduce":  # the sums of a stage's replicas have the numbers after all others
-            sums = [2 * m * count + number for number in numbers[j][:m]]
+            sums = [2 * m * size + number for number in numbers[j][:m]]
             needs, sends = ([], [sums[i]]) if i else (sums[1:], [])
             workers = [worker_of(0, j)] * len(sends)
         what = kind, numbers[j][i % len(numbers[j])]

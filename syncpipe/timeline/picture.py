@@ -50,7 +50,7 @@ INK, FAINT, IDLE, HELD, HATCH = "#222222", "#666666", "#E6E7EA", "#8E94A3", "///
 #: Inches: of a row, of what stands above rows, and of boxes and of a whole that are easy to read.
 ROW, HEADING, COMFORTABLE, NARROWEST, WIDEST = 0.7, 0.72, 0.27, 6.5, 20.0
 #: Points: of titles, names and notes, and of what stands in boxes. A character is 0.65 as wide.
-TITLE, NAME, SMALL, SIZES = 11.0, 9.0, 8.0, (9.0, 8.0, 7.0, 6.0, 5.0)
+TITLE, NAME, SMALL, SMALLEST = 11.0, 9.0, 8.0, 7.0
 _STYLE: dict[str, Any] = {
     "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "fontsize": SMALL,
     "labelcolor": INK, "frameon": False, "columnspacing": 1.6,
@@ -84,15 +84,10 @@ class Panel(NamedTuple):
 
     def held(self, row: int) -> list[tuple[float, int]]:
         """From which time on how many micro-batches are in flight; empty if none goes back."""
-        changes = []
-        for span in self.actions(row):
-            alive = KINDS[span.kind].alive  # type: ignore[index]
-            if alive:
-                changes.append((self.x(span.start if alive > 0 else span.end), alive))
-        changes.sort()
-        counts = accumulate(alive for _, alive in changes)
-        held = [(time, count) for (time, _), count in zip(changes, counts, strict=True)]
-        return held if any(alive < 0 for _, alive in changes) else []
+        found = [(KINDS[s.kind].alive, s) for s in self.actions(row)]  # type: ignore[index]
+        changes = sorted((self.x(s.start if k > 0 else s.end), k) for k, s in found if k)
+        times, alive = [time for time, _ in changes], [k for _, k in changes]
+        return list(zip(times, accumulate(alive), strict=True)) if -1 in alive else []
 
 
 def draw(panels: Sequence[Panel], axis: str) -> Figure:
@@ -146,9 +141,9 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
     axes.set_title(facts, fontsize=NAME, color=FAINT, pad=5, **left)
     if title:
         axes.annotate(
-            title, (0, 1), (0, 9 + 1.35 * NAME * (1 + facts.count("\n"))),
-            xycoords="axes fraction", textcoords="offset points",
-            fontsize=TITLE, fontweight="bold", color=INK, parse_math=False,
+            title, (0, 1), (0, 9 + 1.35 * NAME * (1 + facts.count("\n"))), fontsize=TITLE,
+            xycoords="axes fraction", textcoords="offset points", fontweight="bold", color=INK,
+            parse_math=False,
         )  # fmt: skip
     _paint_rows(axes, panel, panels)
     boxes: dict[tuple[str, int, float, float], list[tuple[float, float]]] = defaultdict(list)
@@ -157,30 +152,28 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
         hair = min(0.005 * inch, 0.1 * width)  # to its neighbours
         place = look(span), span.i % len(PALETTE), top, bottom - top
         boxes[place].append((panel.x(span.start) + hair, width - 2 * hair))
-    # A recomputation may be part of a backward.
+    # A recomputation may be part of a backward. Edges, which have no width, are for hatches.
     for (what, i, *y), x in sorted(boxes.items(), key=lambda item: item[0][0] == "recompute"):
+        colours: dict[str, Any]
+        colours = {"facecolor": _colour(what, i), "edgecolor": _colour("backward", i)}
         hatch = HATCH if what == "recompute" else None
-        edge = _colour("backward", i)  # without width; it is for hatches
-        axes.broken_barh(
-            x, (y[0], y[1]), facecolor=_colour(what, i), edgecolor=edge, lw=0, hatch=hatch
-        )
-    for span, text, middle, size in _labels(panel, inch):
+        axes.broken_barh(x, (y[0], y[1]), lw=0, hatch=hatch, **colours)
+    for span, text, middle in _labels(panel, inch):
         colour = _colour(look(span), span.i)
         red, green, blue = (c**2.2 for c in to_rgb(colour))
         dark = 0.21 * red + 0.72 * green + 0.07 * blue < 0.29  # its luminance
         # Over hatches a number needs quiet ground.
         effects = [withStroke(linewidth=2.5, foreground=colour)] * (span.kind == "recompute")
         axes.text(
-            middle, span.row + sum(PARTS["box"]) / 2, text, fontsize=size, linespacing=0.95,
+            middle, span.row + sum(PARTS["box"]) / 2, text, fontsize=SMALLEST, linespacing=0.95,
             color="white" if dark else INK, ha="center", path_effects=effects,
             va="center" if "\n" in text else "center_baseline",
         )  # fmt: skip
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    times = [panel.x(t) for panel in panels for window in panel.windows for t in window]
-    first, last = (min(times), max(times)) if times else (0.0, 1.0)
-    return first, last if last > first else first + 1.0
+    times = [panel.x(t) for panel in panels for window in panel.windows for t in window] or [0.0]
+    return min(times), max(times) if max(times) > min(times) else min(times) + 1.0
 
 
 def _paint_rows(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
@@ -219,12 +212,8 @@ def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
             yield span, row + top + lane * pitch, row + top + (lane + 0.9) * pitch
 
 
-def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float, float]]:
-    """What stands in boxes: the micro-batch, and which of several stages; all in one size.
-
-    The size is the largest in which nearly all fit that have room at all; others are left out.
-    """
-    found = []
+def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float]]:
+    """What stands in boxes that have room: the micro-batch, and which of several stages."""
     for row in range(len(panel.rows)):
         own = sorted(panel.actions(row), key=lambda span: (span.start, -span.end))
         several = len({span.j for span in own}) > 1
@@ -233,15 +222,8 @@ def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float, float
             end = min(span.end, after.start) if after else span.end
             left, right = panel.x(span.start), panel.x(end)
             lines = [str(span.i), *([f"s{span.j}"] if several else [])]
-            room = (right - left) / inch / max(map(len, lines))
-            if room >= _wide("0", SIZES[-1]):
-                found.append((span, "\n".join(lines), (left + right) / 2, room))
-    rooms = sorted(room for *_, room in found)
-    fitting = [size for size in SIZES if rooms and rooms[len(rooms) // 20] >= _wide("0", size)]
-    size = max(fitting, default=SIZES[-1])
-    for span, text, middle, room in found:
-        if room >= _wide("0", size):
-            yield span, text, middle, size
+            if (right - left) / inch >= max(_wide(line, SMALLEST) for line in lines):
+                yield span, "\n".join(lines), (left + right) / 2
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
@@ -268,9 +250,8 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[Any, str]]:
 
 def look(span: Span) -> str:
     """What a span looks like: its kind, or what it transfers."""
-    if span.kind != "transfer":
-        return span.kind
-    return "gradient" if span.backward else "activation"
+    sent = "gradient" if span.backward else "activation"
+    return sent if span.kind == "transfer" else span.kind
 
 
 def _wide(text: str, size: float) -> float:

@@ -13,9 +13,10 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
 from syncpipe.schedules.player import Costs, Simulation, Span, lanes
@@ -40,12 +41,8 @@ class Timeline:
     Args:
         spans: in any order.
         rows: what the workers or devices are called.
-        unit: of time: ``"s"``, ``"ms"`` or ``"us"``, of which the handiest is shown, or any other,
-            which is shown as it is.
+        unit: of time: ``"s"``, ``"ms"`` or ``"us"``, of which the handiest is shown, or any other.
         title: stands above pictures.
-
-    Attributes:
-        rows, unit, title: as given.
 
     Raises:
         ValueError: on a span of an unknown kind, on no row, or that ends before it starts.
@@ -57,33 +54,19 @@ class Timeline:
         self.rows, self.unit, self.title = tuple(rows), unit, title
         self._spans = tuple(sorted(spans, key=lambda span: span.start))
         for span in self._spans:
-            if span.kind not in KINDS:
-                raise ValueError(f"kind={span.kind!r} in {span}; there are {', '.join(KINDS)}")
-            if not 0 <= span.row < len(rows):
-                raise ValueError(f"row={span.row} in {span}, but rows={self.rows} has {len(rows)}")
-            if not -math.inf < span.start <= span.end < math.inf:
+            times = -math.inf < span.start <= span.end < math.inf
+            if span.kind not in KINDS or not 0 <= span.row < len(rows) or not times:
                 raise ValueError(
-                    f"start={span.start}, end={span.end} in {span}; both are finite, and the end "
-                    "is not before the start"
+                    f"{span}: kinds are {', '.join(KINDS)}; rows={self.rows} has {len(rows)}; "
+                    "start and end are finite, and the end is not before the start"
                 )
 
     @classmethod
     def of(
-        cls,
-        simulation: Simulation,
-        title: str = "",
-        *,
-        rows: Sequence[str] = (),
-        unit: str = "units",
-    ) -> Timeline:
-        """What a simulation says.
-
-        Args:
-            simulation: what was simulated.
-            title: stands above pictures; without one it is called as its schedule is.
-            rows: what the devices are called; by default by their numbers.
-            unit: of the times in the simulation.
-        """
+        cls, simulation: Simulation, title: str = "", *,
+        rows: Sequence[str] = (), unit: str = "units",
+    ) -> Timeline:  # fmt: skip
+        """What a simulation says, under the name of its schedule, with devices by their numbers."""
         schedule = simulation.schedule
         names = rows or [f"device {d}" for d in range(len(schedule.actions))]
         spans = [*simulation.spans, *simulation.transfers]
@@ -97,11 +80,10 @@ class Timeline:
     @property
     def windows(self) -> tuple[tuple[float, float], ...]:
         """When steps ran, from the first start to the last end; steps that overlap are one."""
-        steps: dict[int, tuple[float, float]] = {}
+        steps: dict[int, list[float]] = defaultdict(list)
         for span in self.spans:
-            start, end = steps.get(span.step, (span.start, span.end))
-            steps[span.step] = min(start, span.start), max(end, span.end)
-        return _merged(steps.values())
+            steps[span.step] += span.start, span.end
+        return _merged((min(times), max(times)) for times in steps.values())
 
     @property
     def makespan(self) -> float:
@@ -112,19 +94,14 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """For each row the time that it spent on actions; a transfer is none."""
-        actions: list[list[tuple[float, float]]] = [[] for _ in self.rows]
-        for span in self.spans:
-            if span.kind != "transfer":
-                actions[span.row].append((span.start, span.end))
-        return tuple([_total(_merged(row)) for row in actions])
+        actions = [span for span in self.spans if span.kind != "transfer"]
+        rows = range(len(self.rows))
+        times = [[(span.start, span.end) for span in actions if span.row == row] for row in rows]
+        return tuple([_total(_merged(own)) for own in times])
 
     @property
     def host(self) -> tuple[float | None, ...]:
-        """For each row the time for which its thread was running in actions, where it is known.
-
-        Under an interpreter lock no two of them run Python at a time, so that the sum over all
-        rows bounds a step from below where the work is Python's, or the driver's of a device.
-        """
+        """For each row the time for which its thread was running in actions, where it is known."""
         spans, rows = self.spans, range(len(self.rows))
         return tuple(_host([span for span in spans if span.row == row]) for row in rows)
 
@@ -145,27 +122,26 @@ class Timeline:
             ValueError: on a stage without forward or backward.
         """
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        ways: dict[tuple[int, int, int, int], float] = defaultdict(float)
+        sent: dict[tuple[int, int, int, int], float] = defaultdict(float)
         for span in self.spans:
             if span.target is None:
                 times[span.kind, span.j].append(span.duration)
             else:  # a stage may send several things to another
-                ways[span.j, span.target, span.step, span.i] += span.duration
-        stages = range(1 + max((j for _, j in times), default=-1))
+                sent[span.j, span.target, span.step, span.i] += span.duration
         took = {key: median(samples) for key, samples in times.items()}
-        if not stages or any(("forward", j) not in took for j in stages):
-            raise ValueError("costs are of steps of train_batch, and no step has been recorded")
-        for j in stages:
-            whole = took.get(("backward", j), -1.0)
-            if took.setdefault(("backward_input", j), whole) < 0:
-                raise ValueError(f"no backward of stage {j} has been recorded: trace train_batch")
-        links: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for (j, target, *_), time in ways.items():
-            links[j, target].append(time)
-        slower: dict[tuple[int, int], float] = {}
-        for (j, target), samples in links.items():
-            link = min(j, target), max(j, target)
-            slower[link] = max(median(samples), slower.get(link, 0.0))
+        stages = range(1 + max((j for _, j in took), default=-1))
+        for j in stages or (0,):
+            took.setdefault(("backward_input", j), took.get(("backward", j), -1.0))
+            if ("forward", j) not in took or took["backward_input", j] < 0:
+                raise ValueError(
+                    f"no forward or no backward of stage {j} has been recorded: trace train_batch"
+                )
+        ways: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for (j, target, *_), time in sent.items():
+            ways[j, target].append(time)
+        slower: dict[tuple[int, int], float] = defaultdict(float)
+        for way, samples in ways.items():
+            slower[min(way), max(way)] = max(median(samples), slower[min(way), max(way)])
         return Costs(
             forward=tuple([took["forward", j] for j in stages]),
             backward_input=tuple([took["backward_input", j] for j in stages]),
@@ -184,27 +160,24 @@ class Timeline:
 
     def table(self) -> str:
         """A line for each row and one for all: busy, idle and host time, what each kind took."""
-        spans, time = self.spans, _total(self.windows)
+        spans, time, n = self.spans, _total(self.windows), len(self.rows)
         whole, whole_unit = _handy(self.unit, time)
         factor, short_unit = _handy(self.unit, median([span.duration for span in spans] or [0.0]))
         kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
         host = ["host"] if _host(spans) is not None else []
         lines = [["", "busy", "idle", *host, *kinds]]
-        rows = [
-            (name, busy, time, [span for span in spans if span.row == row])
-            for row, (name, busy) in enumerate(zip(self.rows, self.busy, strict=True))
-        ]
-        rows.append(("all", math.fsum(self.busy), len(rows) * time, list(spans)))
-        for name, busy, lasted, own in rows:
-            line = [name, f"{_number(busy * whole)} {whole_unit}", f"{_idle(busy, lasted):.1%}"]
+        busy = [*self.busy, math.fsum(self.busy)]
+        for row, name in enumerate([*self.rows, "all"]):
+            own = [span for span in spans if row in (span.row, n)]
+            line = [name, f"{_number(busy[row] * whole)} {whole_unit}"]
+            line.append(f"{_idle(busy[row], time * (n if row == n else 1)):.1%}")
             if host:
                 running = _host(own)
                 line.append("-" if running is None else f"{_number(running * whole)} {whole_unit}")
             for kind in kinds:
-                took = [span.duration * factor for span in own if span.kind == kind]
-                mean = math.fsum(took) / max(1, len(took))
-                shown = f"{len(took)} x {_number(mean)} | {_number(median(took or [0.0]))}"
-                line.append(shown if took else "-")
+                took = [span.duration * factor for span in own if span.kind == kind] or [0.0]
+                shown = f"{len(took)} x {_number(fmean(took))} | {_number(median(took))}"
+                line.append(shown if any(span.kind == kind for span in own) else "-")
             lines.append(line)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
@@ -219,15 +192,10 @@ class Timeline:
         return f"makespan {_number(self.makespan * factor)} {unit}, bubble {self.bubble:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file; its suffix says of which kind.
+        """Write a file: ``.svg`` and ``.png`` are pictures, ``.json`` is for https://ui.perfetto.dev.
 
-        ``.svg`` and ``.png`` are pictures. ``.json`` is a trace in Chrome's format, which
-        https://ui.perfetto.dev opens: a thread for each row, and beside it those of its transfers.
-        Where the unit of time is none that is known, it is shown as a second.
-
-        Raises:
-            ValueError: if the suffix is another one.
-            ImportError: if a picture needs matplotlib, which is missing.
+        There a row is a thread, with others for its transfers, and any other unit is shown as "s".
+        Pictures need matplotlib, ``syncpipe[plot]``.
         """
         suffix = _suffix(path, ".json", ".svg", ".png")
         if suffix == ".json":
@@ -238,15 +206,8 @@ class Timeline:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw a picture: what ran when, how long rows idled, and what their memory held.
 
-        Args:
-            ax: where to draw. None: on a figure of its own, which knows nothing of pyplot, so any
-                thread can make one, and no window opens.
-
-        Returns:
-            The axes; ``plot().figure`` is the figure.
-
-        Raises:
-            ImportError: if matplotlib is missing.
+        Without axes it is on a figure of its own, which knows nothing of pyplot, so any thread can
+        make one, and no window opens.
         """
         figure = _drawn({self.title: self}, ax=ax)
         return figure.axes[0] if ax is None else ax
@@ -258,11 +219,9 @@ class Timeline:
     def _repr_svg_(self) -> str | None:
         """What a notebook shows, if it can."""
         file = StringIO()
-        try:
+        with suppress(ImportError):
             self.figure().savefig(file, format="svg")
-        except ImportError:
-            return None
-        return file.getvalue()
+        return file.getvalue() or None
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.title!r}" if self.title else type(self).__name__
@@ -274,20 +233,15 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
 
     Args:
         timelines: by what stands above each.
-        scale: draw all equally long, the axis being the percentage of each one's own makespan:
-            the way to hold what was simulated, in units, against what was measured, in seconds.
-
-    Raises:
-        ValueError: if there is none, or if their units differ and they are not scaled.
-        ImportError: if matplotlib is missing.
+        scale: draw all equally long, in percent of each one's own makespan. Without it all have the
+            same unit.
     """
     units = list(dict.fromkeys(timeline.unit for timeline in timelines.values()))
     if not units:
         raise ValueError(f"timelines={timelines} is empty; give at least one, by name")
     if len(units) > 1 and not scale:
         raise ValueError(
-            f"timelines have the units {', '.join(units)}, and so no time axis in common; "
-            "scale=True draws each by its own makespan"
+            f"timelines have the units {', '.join(units)}: scale=True draws each by its makespan"
         )
     return cast("Figure", _drawn(timelines, scale=scale))
 
@@ -295,12 +249,7 @@ def compare(timelines: Mapping[str, Timeline], *, scale: bool = False) -> Figure
 def save_comparison(
     path: str | os.PathLike[str], timelines: Mapping[str, Timeline], *, scale: bool = False
 ) -> None:
-    """Write what :func:`compare` draws, as ``.svg`` or ``.png``.
-
-    Raises:
-        ValueError: as :func:`compare` does, and if the suffix is another one.
-        ImportError: if matplotlib is missing.
-    """
+    """Write what :func:`compare` draws, as ``.svg`` or ``.png``."""
     suffix = _suffix(path, ".svg", ".png")
     compare(timelines, scale=scale).savefig(path, format=suffix[1:], dpi=150)
 
@@ -334,9 +283,8 @@ def _drawn(
         idle = [_idle(busy, _total(windows)) for busy in timeline.busy]
         # One alone is drawn as it is, several from the first start of each.
         start = min((s.start for s in spans), default=0.0) if len(timelines) > 1 else 0.0
-        facts = f"{_contents(spans)}, {timeline._summary}" if spans else "nothing ran"
         share = 100 / (timeline.makespan or 1.0) if scale else factor
-        rows = timeline.rows
+        facts, rows = timeline._summary if spans else "nothing ran", timeline.rows
         panels.append(picture.Panel(title, facts, rows, idle, spans, windows, start, share))
     axis = "time (% of the makespan)" if scale else f"time ({unit})"
     return picture.draw(panels, axis) if ax is None else picture.paint(ax, panels[0], axis)
@@ -380,16 +328,6 @@ def _handy(unit: str, time: float) -> tuple[float, str]:
 def _number(value: float) -> str:
     """Three digits that count, and all of those before the point."""
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
-
-
-def _contents(spans: Sequence[Span]) -> str:
-    actions = [span for span in spans if span.kind != "transfer"]
-    steps = len({span.step for span in actions})
-    counts = {"step": steps} if steps > 1 else {}
-    counts |= {"micro-batch": len({s.i for s in actions}), "stage": len({s.j for s in actions})}
-    ending = {"micro-batch": "es"}
-    words = [f"{k} {what}{ending.get(what, 's') * (k != 1)}" for what, k in counts.items()]
-    return ", ".join(words)
 
 
 def _trace(timeline: Timeline) -> dict[str, Any]:

@@ -16,21 +16,16 @@ __all__ = ["Trace"]
 class Trace(Timeline):
     """A timeline of everything that a pipe does from ``__enter__`` to ``__exit__``.
 
-    It is made by ``Pipe.trace()``, which says more. On an accelerator the times are those of the
-    device. Reading them waits for the device, recording them does not.
-
-    Args:
-        rows: what the workers are called.
-        attach: called with the trace when it begins, and with None when it ends.
-        title: stands above pictures.
+    It is made by ``Pipe.trace()``, which says more. Reading the times of an accelerator waits for
+    the device, recording them does not. The pipe is told the trace when it begins, and None when it
+    ends.
     """
 
     def __init__(
         self, rows: Sequence[str], attach: Callable[[Trace | None], None], title: str = ""
     ) -> None:
         super().__init__([], rows, "s", title)
-        self._attach = attach
-        self._entered = False
+        self._attach, self._entered = attach, False
         self._records: list[Record] = []
         self._origins: dict[torch.device, Moment] = {}
         self._steps = itertools.count()
@@ -49,16 +44,9 @@ class Trace(Timeline):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Everything so far, in the order in which it started; times are in seconds.
-
-        Raises:
-            RuntimeError: the trace was never entered.
-        """
+        """Everything so far, in the order in which it started; times are in seconds."""
         if not self._entered:
-            raise RuntimeError(
-                "this trace has recorded nothing: it records inside of a block, "
-                "`with pipe.trace() as trace:`"
-            )
+            raise RuntimeError("a trace records inside of a block, `with pipe.trace() as trace:`")
         found = []
         for record in list(self._records):
             if record.start is not None and record.end is not None:

@@ -1,4 +1,4 @@
-"""Bubble and memory of the schedules for several stages on each device, as their papers have them.
+"""Bubble, memory and orders of the schedules, as their papers and PyTorch have them.
 
 Times are in units of a forward of one stage. What 1F1B would idle with a device's two stages as
 one is ``6 (p-1)``, and its first device has ``2 p`` cells in flight.
@@ -9,20 +9,24 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
 from syncpipe.schedules import (
     SCHEDULES,
+    Action,
     Costs,
+    Kind,
     Schedule,
     Simulation,
     build,
-    gpipe,
     one_f_one_b,
     simulate,
 )
-from tests.schedules.layouts import LAYOUTS, V_SHAPED, in_a_v, rounds
+from tests.schedules.layouts import LAYOUTS, in_a_v
 
 SIZES = [(4, 2), (6, 3), (8, 4), (16, 4), (20, 5), (32, 8)]
 HALVES = [(1, 1, 1), (2, 2, 1), (1, 2, 1), (4, 5, 4), (2, 3, 2), (2, 1, 1)]
@@ -52,62 +56,18 @@ def idle_in_between(simulation: Simulation) -> float:
     return max(times)
 
 
-# --- stages that go round the devices -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("each", [1, 2, 3])
-@pytest.mark.parametrize(("m", "p"), SIZES)
-def test_looped_bfs_has_the_bubble_of_interleaving_and_the_memory_of_gpipe(
-    m: int, p: int, each: int
-) -> None:
-    schedule = build("looped_bfs", m, rounds(p, each))
-    assert played(schedule).bubble == pytest.approx((p - 1) / (each * m + p - 1))
-    assert schedule.in_flight_on_device == (m * each,) * p
-    if each == 1:
-        assert schedule == gpipe(m, p)
-
-
 @pytest.mark.parametrize(("f", "i", "w"), HALVES)
-@pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize(("m", "p"), SIZES)
-def test_interleaved_zero_bubble_idles_as_zb_h1_does_for_one_stage(
-    m: int, p: int, each: int, f: float, i: float, w: float
-) -> None:
-    schedule = build("interleaved_zero_bubble", m, rounds(p, each))
+def test_zero_bubble_idles_as_its_paper_says(m: int, p: int, f: float, i: float, w: float) -> None:
+    """Qi et al. 2023, table 2: (p-1)(F+B-W) and (p-1)(F+B-2W), B being their input half."""
+    schedule = build("zb_h1", m, range(p))
     assert idle(played(schedule, f, i, w)) == pytest.approx((p - 1) * (f + i - w))
-    assert schedule.in_flight_on_device == (p * each,) * p
-    if each == 1:
-        assert schedule == build("zb_h1", m, range(p))
-
-
-# --- one stage on each device -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("f", "i", "w"), HALVES)
-@pytest.mark.parametrize(("m", "p"), SIZES)
-def test_zb_h2_idles_only_at_the_ends(m: int, p: int, f: float, i: float, w: float) -> None:
-    """Qi et al. 2023, table 2: (p-1)(F+B-2W), B being their input half, and (2p-1) in flight."""
+    assert schedule.in_flight_on_device == (p,) * p
     schedule = build("zb_h2", m, range(p))
     simulation = played(schedule, f, i, w)
     assert idle_in_between(simulation) == pytest.approx((p - 1) * (f + i - 2 * w))
     assert idle(simulation) == pytest.approx((p - 1) * max(f, f + i - 2 * w))
     assert schedule.in_flight == (min(m, 2 * p - 1),) * p
-
-
-# --- stages in a V ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("more", [0, 1, 8])
-@pytest.mark.parametrize("p", range(1, 9))
-def test_zbv_has_no_bubble_with_the_memory_of_1f1b_and_dualpipev_little_more(
-    p: int, more: int
-) -> None:
-    """DeepSeek: (p-1)(F&B + B - 3W), 2 (p-1) where a pair takes as long as its parts; 2p+1."""
-    zbv, dual = (build(name, 2 * p + more, in_a_v(p)) for name in ("zbv", "dualpipev"))
-    assert idle_in_between(played(zbv)) == 0
-    assert idle(played(zbv)) == idle(played(dual)) == p - 1
-    assert zbv.in_flight_on_device == (2 * p,) * p
-    assert max(dual.in_flight_on_device) == 2 * p + 1
 
 
 @pytest.mark.parametrize("p", range(1, 17))
@@ -120,33 +80,84 @@ def test_v_half_and_v_min_have_their_parts_of_the_bubble_and_of_the_memory(p: in
         assert 2 * p / 3 <= max(least.in_flight_on_device) <= 2 * (p + 4) / 3
 
 
-@pytest.mark.parametrize("name", V_SHAPED)
-def test_fewer_micro_batches_never_need_more_memory(name: str) -> None:
-    for p in range(1, 7):
-        most = max(build(name, 6 * p, in_a_v(p)).in_flight_on_device)
-        for m in range(1, 4 * p):
-            assert max(build(name, m, in_a_v(p)).in_flight_on_device) <= most
-
-
 # --- the table of the page ----------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
 ROW = re.compile(r'\| `"(\w+)"`(.*?)\|.*\| ([\d.]+) %, ([\d.]+) \| ([\d.]+) %, ([\d.]+) \|\n')
-TEXTBOOK = partial(one_f_one_b, slots="textbook")
 
 
-def test_the_table_names_all_of_them() -> None:
-    assert {row[0] for row in ROW.findall(PAGE.read_text())} == set(SCHEDULES)
+def test_the_table_of_the_page_is_what_the_simulator_says() -> None:
+    rows = ROW.findall(PAGE)
+    assert {row[0] for row in rows} == set(SCHEDULES)
+    for name, more, *numbers in rows:
+        seen = []
+        for m, p in ((8, 4), (64, 16)):
+            made: Any = partial(one_f_one_b, slots="textbook") if "textbook" in more else name
+            schedule = build(made, m, LAYOUTS.get(name, range)(p))
+            most = max(schedule.in_flight_on_device) * p / schedule.n
+            seen += [100 * played(schedule).bubble, most]
+        assert [round(number, 1) for number in seen] == list(map(float, numbers)), name
+
+
+# --- torch.distributed.pipelining: theirs without processes, as data ----------------------------
+
+#: By our name; they have two stages on each device.
+THEIRS = {
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+KINDS: dict[str, Kind] = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
+}
+
+
+def theirs(name: str, m: int, devices: int) -> Schedule:
+    """Their schedule for the stages of the first process, which knows the order of all others."""
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    if not hasattr(module, THEIRS[name]):
+        pytest.skip(f"this PyTorch has no {THEIRS[name]}")
+    stage: Any = SimpleNamespace(
+        group_size=devices, group_rank=0, num_stages=2 * devices, stage_index=0,
+        submod=nn.Identity(), is_first=True, is_last=False,
+    )  # fmt: skip
+    order = getattr(module, THEIRS[name])([stage, stage], m).pipeline_order
+    rows = []
+    for rank in range(devices):
+        row: list[Action] = []
+        for cell in order[rank]:
+            for one in () if cell is None else getattr(cell, "sub_actions", None) or (cell,):
+                action = Action(
+                    KINDS[one.computation_type.name], one.microbatch_index, one.stage_index
+                )
+                assert repr(one) == str(action)  # the cells of our files
+                row.append(action)
+        rows.append(tuple(row))
+    return Schedule(m, LAYOUTS[name](devices), tuple(rows), THEIRS[name])
+
+
+SOME = [(4, 1), (4, 2), (9, 3), (8, 4), (16, 4), (32, 8)]
 
 
 @pytest.mark.parametrize(
-    "row", ROW.findall(PAGE.read_text()), ids=lambda row: row[0] + row[1].strip()
+    ("name", "m", "devices"),
+    [*((name, m, p) for name in THEIRS for m, p in SOME), *(("zbv", m, 4) for m in range(1, 7))],
 )
-def test_the_table_is_what_the_simulator_says(row: tuple[str, ...]) -> None:
-    name, more, *numbers = row
-    seen = []
-    for m, p in ((8, 4), (64, 16)):
-        layout = LAYOUTS.get(name, range)(p)
-        schedule = build(TEXTBOOK if "textbook" in more else name, m, layout)
-        seen += [100 * played(schedule).bubble, max(schedule.in_flight_on_device) * p / schedule.n]
-    assert [round(number, 1) for number in seen] == list(map(float, numbers))
+def test_the_order_is_that_of_pytorch(name: str, m: int, devices: int) -> None:
+    other = theirs(name, m, devices)
+    ours = build(name, m, other.device_of)
+
+    def order(schedule: Schedule) -> list[list[Action | str]]:
+        """Of which stage a weight half is makes no difference: nobody waits for it."""
+        return [
+            [a if a.kind != "backward_weight" else "W" for a in row] for row in schedule.actions
+        ]
+
+    assert order(ours) == order(other)
+    assert played(ours).makespan == played(other).makespan
+    assert ours.in_flight_on_device == other.in_flight_on_device

@@ -1,20 +1,22 @@
-"""Schedules as data: what they promise, what validation refuses, and the CSV files."""
+"""Schedules as data: what they promise, what validation refuses, files, and ``build``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncpipe.options import consecutive
 from syncpipe.schedules import (
     SCHEDULES,
     build,
+    dealt,
     from_csv,
     gpipe,
     interleaved_1f1b,
@@ -25,14 +27,12 @@ from syncpipe.schedules import (
     zb_h1,
     zb_h2,
 )
-from syncpipe.schedules.schedule import (
-    LETTERS,
-    Action,
-    Schedule,
-)
+from syncpipe.schedules.schedule import LETTERS, Action, Schedule
 from tests.schedules.layouts import LOOPED, V_SHAPED, in_a_v, rounds
+from tests.support.training import any_schedule
 
 BY_STAGE = ["naive", "gpipe", "1f1b", "zb_h1", "zb_h2"]  # these work wherever the stages are
+SLOTS = partial(one_f_one_b, 4, 2)
 
 
 @st.composite
@@ -62,18 +62,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return build(partial(one_f_one_b, slots=slots), m, device_of)
 
 
-def letters(schedule: Schedule, device: int) -> str:
-    return " ".join(str(action) for action in schedule.actions[device])
-
-
 # --- what they look like ------------------------------------------------------------------------
 
 
 def test_orders_as_in_the_literature() -> None:
     assert to_csv(naive(2, 2)) == "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
     assert to_csv(gpipe(3, 2)) == "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0\n"
-    assert to_csv(one_f_one_b(3, 2, slots="textbook")) == (
-        "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert to_csv(SLOTS(slots="textbook")) == (
+        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
     )
     assert to_csv(zb_h1(3, 2)) == (
         "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
@@ -84,90 +80,116 @@ def test_orders_as_in_the_literature() -> None:
     )
     # Narayanan et al. 2021, figure 4 (bottom): the first of four devices with two stages each.
     assert interleaved_1f1b(8, rounds(4, 2)).in_flight_on_device == (11, 9, 7, 5)
-    first = "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0"
-    assert letters(interleaved_1f1b(8, rounds(4, 2)), 0).startswith(first)
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 8])
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-def test_micro_batches_in_flight(m: int, n: int) -> None:
-    assert naive(m, n).in_flight == (1,) * n
-    assert gpipe(m, n).in_flight == (m,) * n
-    textbook = one_f_one_b(m, n, slots="textbook")
-    assert textbook.in_flight == tuple(min(m, n - s) for s in range(n))
-    overlap = one_f_one_b(m, n, slots="overlap")
-    assert overlap.in_flight == tuple(min(m, 2 * (n - s) - 1) for s in range(n))
-    assert max(zb_h1(m, n).in_flight) == max(textbook.in_flight)
-    assert one_f_one_b(m, n, slots=[m] * n).in_flight == gpipe(m, n).in_flight
-
-
-def test_neighbours_on_one_device_are_one_stage() -> None:
+    first = "0F0,0F1,0F2,0F3,4F0,4F1,4F2,4F3,0F4,0F5,0F6,4B0,0F7,4B1,4F4,4B2,4F5,4B3,4F6,0B0"
+    assert to_csv(interleaved_1f1b(8, rounds(4, 2))).startswith(first)
+    # Neighbours on one device are one stage.
+    assert to_csv(one_f_one_b(2, (0, 0))) == "0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1\n"
+    assert to_csv(gpipe(2, (0, 0))) == "0F0,1F0,0F1,1F1,1B1,0B1,1B0,0B0\n"
     assert one_f_one_b(8, (0, 0, 1, 1), slots="textbook").in_flight == (2, 2, 1, 1)
-    assert one_f_one_b(8, (0, 0, 0)).in_flight == (1, 1, 1)
     assert zb_h1(8, (0, 0, 1, 1)).in_flight == (2, 2, 2, 2)
-    assert letters(one_f_one_b(2, (0, 0)), 0) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
-    assert letters(gpipe(2, (0, 0)), 0) == "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0"
 
 
-@given(schedules())
-def test_every_built_in_is_valid(schedule: Schedule) -> None:
+# --- stages that several devices serve: 1F1B-RR, and others dealt out --------------------------
+
+
+@settings(max_examples=100)
+@given(data=st.data(), m=st.integers(1, 9), name=st.sampled_from(BY_STAGE))
+def test_stages_may_have_devices_in_common_in_any_way(data, m, name):
+    n = data.draw(st.integers(1, 4))
+    some = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
+    drawn = [data.draw(some) for _ in range(n)]
+    order = list(dict.fromkeys(d for those in drawn for d in those))
+    hands = [tuple(map(order.index, those)) for those in drawn]
+    schedule = build(name, m, tuple([own if len(own) > 1 else own[0] for own in hands]))
     validate(schedule)
-    assert all(1 <= alive <= schedule.m for alive in schedule.in_flight)
-    cells = schedule.m * schedule.n
-    assert sum(map(len, schedule.actions)) == 2 * cells + len(schedule.splits)
+    for d, row in enumerate(schedule.actions):
+        cells = {(i, j) for j in range(n) for i in range(m) if hands[j][i % len(hands[j])] == d}
+        assert {(a.i, a.j) for a in row} == cells
 
 
-@given(st.integers(1, 10), placements(), st.sampled_from(BY_STAGE))
-def test_merging_keeps_the_order_of_each_stage(
-    m: int, device_of: tuple[int, ...], name: str
-) -> None:
-    # With device_of all different there is nothing to merge; the depths must agree, so no runs.
-    assume(all(a != b for a, b in pairwise(device_of)))
-    merged, alone = build(name, m, device_of), build(name, m, range(len(device_of)))
-    for j, d in enumerate(device_of):
-        assert tuple(a for a in merged.actions[d] if a.j == j) == alone.actions[j]
+@settings(max_examples=100)
+@given(data=st.data(), m=st.integers(1, 6), seed=st.integers(0, 2**32), halves=st.booleans())
+def test_any_schedule_can_be_dealt_out(data, m, seed, halves):
+    devices = data.draw(st.sampled_from([(0, 1, 2), (0, 1, 0), (0, 0, 1), (0, 1, 1, 0)]))
+    groups = [(0, 1), (2, 3, 4), 5]
+    schedule = any_schedule(m, devices, seed=seed, halves=halves, in_order=False)
+    found = dealt(schedule, tuple([groups[d] for d in devices]))
+    validate(found)
+    for d, row in enumerate(schedule.actions):
+        hands = groups[d] if isinstance(groups[d], tuple) else (groups[d],)
+        for k, hand in enumerate(hands):
+            wanted = tuple([action for action in row if action.i % len(hands) == k])
+            assert found.actions[hand] == wanted
 
 
-# --- validation ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("replicas", "textbook", "overlap"),
+    [
+        ([2, 1, 1], (2, 2, 1), (3, 3, 1)),
+        ([7, 1], (2, 1), (2, 1)),
+        ([9, 5, 1, 1], (2, 2, 2, 1), (3, 2, 3, 1)),
+        ([1, 5, 3], (10, 2, 1), (17, 3, 1)),
+        ([4], (1,), (1,)),
+    ],
+)
+def test_what_is_in_flight_on_each_device(replicas, textbook, overlap):
+    placement = consecutive(replicas)
+    for slots, wanted in (("textbook", textbook), ("overlap", overlap)):
+        assert one_f_one_b(60, placement, slots=slots).in_flight == wanted
 
 
-def mutated(rows: Sequence[str], m: int, device_of: tuple[int, ...]) -> Schedule:
+def test_what_is_made_for_one_device_each_is_dealt_out_by_build():
+    placement = ((0, 1), 2)
+    for schedule in (gpipe(4, 2), lambda m, device_of: gpipe(m, device_of)):
+        assert build(schedule, 4, placement).actions == gpipe(4, placement).actions
+    assert one_f_one_b(12, placement, slots=[2, 3]).in_flight == (2, 3)
+    with pytest.raises(ValueError, match="with all replicas no more than the stage before"):
+        one_f_one_b(12, placement, slots=[2, 5])
+    with pytest.raises(ValueError, match="one device each, but device_of="):
+        SCHEDULES["interleaved_1f1b"](4, ((0, 1), (2, 3), (0, 1), (2, 3)))
+    with pytest.raises(ValueError, match="made for device_of"):
+        build(gpipe(4, 3), 4, placement)
+
+
+# --- validation and files -----------------------------------------------------------------------
+
+
+def written(rows: Sequence[str], m: int, device_of: tuple[int, ...]) -> Schedule:
     """A schedule from rows of cells, however wrong."""
     kinds: dict[str, Any] = LETTERS | {"S": "sideways"}
     actions = [[Action(kinds[c[1]], int(c[2:]), int(c[0])) for c in row.split()] for row in rows]
     return Schedule(m, device_of, tuple(map(tuple, actions)), "mine")
 
 
-WRONG = {
-    "twice": (["0F0 0B0 0F0"], 1, (0,), r"0F0, action 2 of device 0, was already action 0"),
-    "whole and split": (["0F0 0B0 0I0 0W0"], 1, (0,), r"0B0, action 1 .* split as well"),
-    "no such micro-batch": (["0F0 0F1 0B0"], 1, (0,), r"0F1, action 1 .* outside of m=1, n=1"),
-    "no such stage": (["0F0 1F0 0B0"], 1, (0,), r"1F0, action 1 .* outside of m=1, n=1"),
-    "wrong device": (["0F0 1F0 0B0", "1B0"], 1, (0, 1), r"1F0, action 1 .* belongs on device 1"),
-    "no device": (["0F0 0B0", ""], 1, (0,), r"2 lists of actions, but device_of=\(0,\)"),
-    "an empty row": (["0F0 0B0", "", "1F0 1B0"], 1, (0, 2), r"each device has a stage"),
-    "no such kind": (["0S0"], 1, (0,), r"'sideways'; there are forward, backward"),
-    "no stage": ([], 1, (), r"m=1, n=0"),
-    "no micro-batch": ([""], 0, (0,), r"m=0, n=1"),
-    "backward first": (["0B0 0F0"], 1, (0,), r"0B0, action 0 .* waits for 0F0, action 1 of 0"),
-    "weight first": (["0F0 0W0 0I0"], 1, (0,), r"0W0, action 1 .* waits for 0I0, action 2 of 0"),
-    "edge, forward": (["1F0 0F0 1B0 0B0"], 1, (0, 0), r"1F0, action 0 .* waits for 0F0"),
-    "edge, backward": (["0F0 1F0 0B0 1B0"], 1, (0, 0), r"0B0, action 2 .* waits for 1B0"),
-    "deadlock": (
-        ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
-        2,
-        (0, 1),
-        r"deadlock: 0B0, action 1 of device 0, waits for 1B0, action 2 of 1; "
-        r"1F1, action 1 of device 1, waits for 0F1, action 2 of 0",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_named(case: str) -> None:
-    rows, m, device_of, message = WRONG[case]
+@pytest.mark.parametrize(
+    ("rows", "m", "device_of", "message"),
+    [
+        (["0F0 0B0 0F0"], 1, (0,), r"0F0, action 2 of device 0, is there twice"),
+        (["0F0 0B0 0I0 0W0"], 1, (0,), r"0B0, action 1 .* none of its cells, or is split"),
+        (["0F0 0F1 0B0"], 1, (0,), r"0F1, action 1 .* none of its cells.* m=1, device_of=\(0,\)"),
+        (["0F0 1F0 0B0"], 1, (0,), r"1F0, action 1 .* none of its cells"),
+        (["0F0 1F0 0B0", "1B0"], 1, (0, 1), r"1F0, action 1 of device 0, is none of its cells"),
+        (["0S0"], 1, (0,), r"0\?0, action 0 of device 0, is none of its cells"),
+        (["0F0 0B0", ""], 1, (0,), r"2 lists of actions, one for each .* device_of=\(0,\)"),
+        (["0F0 0B0", "", "1F0 1B0"], 1, (0, 2), r"3 lists of actions, one for each device"),
+        ([], 1, (), r"m=1, n=0"),
+        ([""], 0, (0,), r"m=0, n=1"),
+        (["0B0 0F0"], 1, (0,), r"0B0, action 0 of device 0, waits for 0F0, action 1 of 0"),
+        (["0F0 0W0 0I0"], 1, (0,), r"0W0, action 1 .* waits for 0I0, action 2 of 0"),
+        (["1F0 0F0 1B0 0B0"], 1, (0, 0), r"1F0, action 0 .* waits for 0F0"),
+        (["0F0 1F0 0B0 1B0"], 1, (0, 0), r"0B0, action 2 .* waits for 1B0"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], 2, (0, 1),
+            r"deadlock: 0B0, action 1 of device 0, waits for 1B0, action 2 of 1; "
+            r"1F1, action 1 of device 1, waits for 0F1, action 2 of 0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    rows: list[str], m: int, device_of: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"schedule 'mine' is not valid: .*{message}"):
-        validate(mutated(rows, m, device_of))
+        validate(written(rows, m, device_of))
 
 
 def can_finish(schedule: Schedule) -> bool:
@@ -186,110 +208,134 @@ def can_finish(schedule: Schedule) -> bool:
 
 
 @given(schedules(), st.data())
-def test_reordered_schedules(schedule: Schedule, data: st.DataObject) -> None:
+def test_reordered_and_lost_actions_and_files(schedule: Schedule, data: st.DataObject) -> None:
     """Two actions of a device change places: valid if and only if there is no circle now."""
-    d = data.draw(st.integers(0, len(schedule.actions) - 1))
-    row = list(schedule.actions[d])
-    a = data.draw(st.integers(0, len(row) - 1))
-    b = data.draw(st.integers(0, len(row) - 1))
-    row[a], row[b] = row[b], row[a]
-    changed = replace(
-        schedule, actions=(*schedule.actions[:d], tuple(row), *schedule.actions[d + 1 :])
-    )
-    if can_finish(changed):
-        validate(changed)
-    else:
-        with pytest.raises(ValueError, match="deadlock"):
-            validate(changed)
+    validate(schedule)
+    assert all(1 <= alive <= schedule.m for alive in schedule.in_flight)
+    cells = schedule.m * schedule.n
+    assert sum(map(len, schedule.actions)) == 2 * cells + len(schedule.splits)
+    again = from_csv(to_csv(schedule), schedule.name)
+    assert (again, again.name, to_csv(again)) == (schedule, schedule.name, to_csv(schedule))
 
-
-@given(schedules(), st.data())
-def test_a_lost_action_is_named(schedule: Schedule, data: st.DataObject) -> None:
     d = data.draw(st.integers(0, len(schedule.actions) - 1))
     row = schedule.actions[d]
-    k = data.draw(st.integers(0, len(row) - 1))
-    rest = row[:k] + row[k + 1 :]
-    changed = replace(schedule, actions=(*schedule.actions[:d], rest, *schedule.actions[d + 1 :]))
-    with pytest.raises(ValueError, match=f"{row[k]} is missing on device {d}"):
-        validate(changed)
+    a, b = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
+
+    def changed(row: Sequence[Action]) -> Schedule:
+        rows = (*schedule.actions[:d], tuple(row), *schedule.actions[d + 1 :])
+        return replace(schedule, actions=rows)
+
+    with pytest.raises(ValueError, match=f"{row[a]} is missing on device {d}"):
+        validate(changed(row[:a] + row[a + 1 :]))
+    order = list(row)
+    order[a], order[b] = order[b], order[a]
+    if can_finish(changed(order)):
+        validate(changed(order))
+    else:
+        with pytest.raises(ValueError, match="deadlock"):
+            validate(changed(order))
 
 
-# --- CSV ----------------------------------------------------------------------------------------
+# --- build, and what cannot be ------------------------------------------------------------------
 
 
-@given(schedules())
-def test_csv_round_trip(schedule: Schedule) -> None:
-    text = to_csv(schedule)
-    again = from_csv(text, schedule.name)
-    assert again == schedule
-    assert again.name == schedule.name
-    assert to_csv(again) == text
+def test_build_by_name_object_file_and_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = build("zb_h1", 4, [0, 1])
+    assert build(schedule, 4, (0, 1)) is schedule
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule).replace(",", ", ,") + "\n")  # idle time and space
+    assert build(path, 4, (0, 1)) == build(str(path), 4, (0, 1)) == schedule
+    assert build(str(path), 4, (0, 1)).name == "mine.csv"
+    assert build(partial(one_f_one_b, slots=[4, 2]), 4, [0, 1]) == SLOTS(slots=range(4, 0, -2))
+    for make in (gpipe, naive):
+        monkeypatch.setitem(SCHEDULES, "mine", lambda m, device_of, make=make: make(m, device_of))
+        assert build("mine", 2, (0, 1)) == make(2, 2)
 
 
-def test_csv_with_idle_time_and_space() -> None:
-    text = "0F0, 0F1, , ,0B0,,0B1\r\n,1F0,1B0,1F1,1B1\r\n\r\n"
-    expected = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert to_csv(from_csv(text)) == expected
+class Counts:
+    """Counts how often it is asked; has no hash, and is equal to all others."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __call__(self, m: int, device_of: tuple[int, ...]) -> Schedule:
+        self.asked.append((m, device_of))
+        return gpipe(m, device_of)
+
+
+def test_a_function_is_asked_once_for_the_same() -> None:
+    one, other = Counts(), Counts()
+    for function in (one, other, one):
+        for m in (4, 3):
+            assert build(function, m, [0, 1]) == gpipe(m, 2)
+    assert one.asked == other.asked == [(4, (0, 1)), (3, (0, 1))]
+
+
+def fails(m: int, device_of: tuple[int, ...]) -> Schedule:
+    raise ZeroDivisionError("its own")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("function", "kind", "message", "name"),
     [
-        ("0F0,0X0", "line 1: '0X0' is no action"),
-        ("0F0,0B0\n1F0,F1", "line 2: 'F1' is no action"),
-        ("0F0,0B0,0F", "line 1: '0F' is no action"),
-        ("0F0\n0B0", "stage 0 is on lines 1 and 2"),
-        ("0F0,0B0,2F0,2B0", "stage 1 has no action, but stage 2 has"),
-        ("", "no action in this schedule"),
-        (",,\n", "no action in this schedule"),
+        (fails, ZeroDivisionError, "its own", "fails"),
+        (len, TypeError, "len", "len"),
+        (partial(gpipe, slots=2), TypeError, "slots", "partial(gpipe, slots=2)"),
+        (lambda *_: "1f1b", TypeError, "schedule=<lambda> returned '1f1b'", "<lambda>"),
+        (lambda m, d: gpipe(m + 1, d), ValueError, "made for m=5, but here m=4", "<lambda>"),
+        (lambda m, d: gpipe(m, 3), ValueError, "but here device_of", "<lambda>"),
+        (lambda m, d: Schedule(m, d, ((), ())), ValueError, "0F0 is missing", "<lambda>"),
     ],
 )
-def test_csv_errors(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_csv(text)
+def test_what_is_wrong_with_a_function_is_said(
+    function: Any, kind: type[Exception], message: str, name: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        build(function, 4, (0, 1))
+    [note] = caught.value.__notes__
+    assert f"schedule={name}" in note.replace("test_what_.<locals>.", "")
+    assert note.endswith("m=4, device_of=(0, 1)")
 
 
-def test_pytorch_reads_the_cells() -> None:
-    module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    action_type = getattr(module, "_Action", None)
-    if action_type is None:
-        pytest.skip("this PyTorch keeps its actions elsewhere")
-    for row in zb_h1(3, 2).actions + gpipe(3, 2).actions:
-        for action in row:
-            theirs = action_type.from_str(str(action))
-            assert (theirs.stage_index, theirs.microbatch_index) == (action.j, action.i)
-            assert repr(theirs) == str(action)
-
-
-# --- what cannot be -----------------------------------------------------------------------------
-
-SLOTS = partial(one_f_one_b, 4, 2)
+ROUND, BACK = r"stages that go round .* devices=\[0, 1, 0, 1\]", r"stages .* in a V.*\[0, 1, 1, 0\]"
+ELSEWHERE = [
+    *((LOOPED, ROUND, d) for d in [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)]),
+    *((V_SHAPED, BACK, d) for d in [(0, 1), (0, 1, 0, 1), (0, 1, 1), (1, 0, 0, 1)]),
+]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SLOTS(slots="many"), "slots='many': use 'textbook', 'overlap' or a number"),
-        (lambda: SLOTS(slots=2), "slots=2: use 'textbook', 'overlap' or a number"),
-        (lambda: SLOTS(slots={0: 1}), "slots={0: 1}: use 'textbook', 'overlap' or a number"),
-        (lambda: SLOTS(slots=[2]), r"slots=\[2\] has 1 numbers, but there are 2 stages"),
-        (lambda: SLOTS(slots=[1, 0]), "stage 1 has 0, but needs at least one, and at most 1"),
-        (lambda: SLOTS(slots=[1, 2]), "stage 1 has 2, but .* at most 1: .* wait for ever"),
-        (lambda: gpipe(0, 2), "at least one micro-batch, but m=0"),
+        *((partial(SLOTS, slots=slots), r"slots=.*'overlap' or a number for each of 2 stages")
+          for slots in ("many", 2, {0: 1}, [2], [1, 0], [1, 2], [2, "a"])),
+        (partial(gpipe, 0, 2), "at least one micro-batch, but m=0"),
         *((partial(gpipe, 4, d), "device_of=.* must name") for d in ((), (1,), (0, 2), 0)),
-        *(
-            (partial(build, name, 4, device_of), rf"{name} needs {where}, but device_of=")
-            for names, where, several in (
-                (LOOPED, r"stages that go round .*, such as devices=\[0, 1, 0, 1\]",
-                 [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)]),
-                (V_SHAPED, r"two stages .*, such as devices=\[0, 1, 1, 0\]",
-                 [(0, 1), (0, 1, 0, 1), (0, 1, 1), (1, 0, 0, 1)]),
-            )
-            for name in names
-            for device_of in several
-        ),
+        *((partial(build, name, 4, d), rf"{name} needs {where}, but device_of=")
+          for names, where, d in ELSEWHERE for name in names),
+        *((partial(from_csv, text), message) for text, message in (
+            ("0F0,0X0", "line 1: '0X0' is no action"),
+            ("0F0,0B0\n1F0,F1", "line 2: 'F1' is no action"),
+            ("0F0\n0B0", "stage 0 is on lines 1 and 2"),
+            ("0F0,0B0,2F0,2B0", "no action of the stages {1}"),
+            (",,\n", "no action of the stages {0}"),
+        )),
+        *((partial(build, schedule, 4, (0, 1)), message) for schedule, message in (
+            ("1F1B", "no schedule '1F1B'; did you mean '1f1b'"),
+            ("chimera", "the names are naive, gpipe, 1f1b, zb_h1, zb_h2, looped_bfs, inter"),
+            (3, "schedule=3: must be a name, .*; the names are naive"),
+            ("auto", r"schedules\.auto\(m, device_of, costs="),
+            (gpipe(5, 2), "'gpipe' is made for m=5, but here m=4"),
+            (gpipe(4, 3), r"made for device_of=\(0, 1, 2\), but here device_of=\(0, 1\)"),
+            (Schedule(4, (0, 1), ((), ())), "'custom' is not valid: 0F0 is missing"),
+        )),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(make: Callable[[], Schedule], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
         make()

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import syncpipe
 from syncpipe import Pipe
 from syncpipe.schedules import build
+from syncpipe.timeline import Timeline
 from tests.support.skips import Receive, Send
 from tests.support.training import fitting
 
@@ -43,12 +45,8 @@ def actions(trace, row):
 @pytest.mark.parametrize("inline", [False, True])
 def test_each_row_of_train_batch_is_what_the_schedule_says(name, inline):
     pipe = make()
-    with pipe.trace() as trace:
-        if inline:
-            with syncpipe.inline():
-                pipe.train_batch(*batch(), loss_fn=F.mse_loss, schedule=name)
-        else:
-            pipe.train_batch(*batch(), loss_fn=F.mse_loss, schedule=name)
+    with pipe.trace() as trace, syncpipe.inline() if inline else nullcontext():
+        pipe.train_batch(*batch(), loss_fn=F.mse_loss, schedule=name)
     for row, expected in enumerate(build(name, 4, [0, 1, 2]).actions):
         assert actions(trace, row) == [tuple(action) for action in expected]
 
@@ -108,16 +106,13 @@ def test_forward_and_the_backward_of_autograd(checkpoint, devices):
         assert {(i, j) for k, i, j in found if k == kind} == cells
     assert set(found.values()) == {1}
     assert all((s.host is None) == (s.kind == "transfer") for s in trace.spans)
-
-
-def test_a_second_backward_is_there_as_well():
-    pipe = make()
-    with pipe.trace() as trace:
+    with pipe.trace() as trace:  # each call is a step, and a second backward is there as well
         loss = pipe(batch()[0]).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    found = Counter(s.kind for s in trace.spans)
-    assert found["backward"] == 2 * found["forward"]
+        pipe.eval_batch(batch()[0])
+    counts = Counter((span.kind, span.step) for span in trace.spans)
+    assert counts["backward", 0] == 2 * counts["forward", 0] == 2 * counts["forward", 1] == 24
 
 
 def test_every_way_between_workers_forth_and_back():
@@ -131,17 +126,6 @@ def test_every_way_between_workers_forth_and_back():
         **{(j, k, False): 2 for j, k in forth},
         **{(k, j, True): 2 for j, k in forth},
     }
-
-
-def test_each_call_is_a_step():
-    pipe = make()
-    with pipe.trace() as trace:
-        for _ in range(3):
-            pipe.train_batch(*batch(), loss_fn=F.mse_loss)
-        pipe.eval_batch(batch()[0])
-    assert Counter(s.step for s in trace.spans if s.kind == "forward") == dict.fromkeys(
-        range(4), 12
-    )
 
 
 def test_rows_are_the_devices():
@@ -180,30 +164,21 @@ def test_what_was_done_before_a_failure_is_there_and_the_trace_ends():
         pass
 
 
-def test_a_trace_does_not_change_the_result():
+def test_a_trace_does_not_change_the_result_and_draws_itself(tmp_path):
     results = []
     for traced in (False, True):
         pipe = make(checkpoint="always")
         torch.manual_seed(1)
         x, t = batch()
-        if traced:
-            with pipe.trace():
-                pipe.train_batch(x, t, loss_fn=F.mse_loss)
-                F.mse_loss(pipe(x), t).backward()
-        else:
+        with pipe.trace("one step") if traced else nullcontext() as trace:
             pipe.train_batch(x, t, loss_fn=F.mse_loss)
             F.mse_loss(pipe(x), t).backward()
         results.append([p.grad for p in pipe.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_trace_can_be_saved_for_perfetto_and_draws_itself(tmp_path):
-    pipe = make()
-    with pipe.trace("one step") as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     trace.save(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
+    assert trace.costs.forward == Timeline(trace.spans, trace.rows).costs.forward
     pytest.importorskip("matplotlib")
     svg = trace._repr_svg_()
     assert "cpu:1" in svg

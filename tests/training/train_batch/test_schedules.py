@@ -48,7 +48,7 @@ def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
         ("gpipe", "textbook", "only schedule='1f1b' has slots, not 'gpipe'"),
         ("1f1b", [1, 2, 2, 2], "wait for ever"),
         (one_f_one_b, "textbook", "only schedule='1f1b' has slots, not one_f_one_b"),
-        (partial(one_f_one_b, slots=[2]), None, "1 numbers, but there are 4 stages"),
+        (partial(one_f_one_b, slots=[2]), None, "a number for each of 4 stages"),
         (lambda m, _: gpipe(m, 3), None, r"made for device_of=\(0, 1, 2\)"),
         (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
         (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
