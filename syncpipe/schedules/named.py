@@ -97,10 +97,11 @@ def _laid_out(
     line = tuple(range(max(single) + 1))
     wanted = line + line[::-1] if shape == "v" else line * (len(single) // len(line))
     if single != wanted:
-        example = [*line, *line] if shape == "rounds" else [*line, *line[::-1]]
+        where, example = "two stages on each device, which go there and back", [*line, *line[::-1]]
+        if shape == "rounds":
+            where, example = "stages that go round the devices evenly", [*line, *line]
         raise ValueError(
-            f"{name} needs stages that go round the devices evenly, or in a V, such as "
-            f"devices={example}, but device_of={list(single)}"
+            f"{name} needs {where}, such as devices={example}, but device_of={list(single)}"
         )
     return single
 
@@ -175,9 +176,9 @@ def one_f_one_b(
     counts = [count * len(devices_of(devices, j)) for j, count in enumerate(own)] if valid else []
     if not valid or counts != sorted(counts, reverse=True):
         raise ValueError(
-            f"slots={slots!r}: use 'textbook', 'overlap' or a number for each of {n} stages: at "
-            "least one, and with all replicas no more than the stage before, or it would wait for "
-            "ever"
+            f"slots={slots!r}: {len(own)} numbers; use 'textbook', 'overlap' or a number for each "
+            f"of {n} stages: at least one, and with all replicas no more than the stage before, or "
+            "it would wait for ever"
         )
     return _by_counts("1f1b", m, devices, counts)
 

@@ -176,7 +176,7 @@ MODES = ".*".join(f"{mode!r}" for mode in CHECKPOINT_MODES)
         ({"checkpoint": ["never"] * 3}, ValueError, r"has 3 modes.*2 stages"),
         ({"schedule": "gpip"}, ValueError, "did you mean 'gpipe'"),
         ({"schedule": 3}, TypeError, "schedule=3"),
-        ({"slots": [2, 1, 1]}, ValueError, r"slots=\(2, 1, 1\) has 3 numbers.*2 stages"),
+        ({"slots": [2, 1, 1]}, ValueError, r"slots=\(2, 1, 1\).* 2 stages"),
         ({"slots": "some"}, ValueError, "slots='some'"),
         ({"slots": 3}, ValueError, "slots=3"),
         ({"slots": {0: 1}}, ValueError, "slots={0: 1}"),
@@ -408,7 +408,7 @@ def test_train_batch_uses_the_schedule_of_the_call_or_else_of_the_pipe(own, aske
     pipe.schedule = "naive"  # and forgets slots
     assert pipe.schedule == "naive"
     assert rows_of(pipe) == rows_of(counted(**NEVER), schedule="naive")
-    with pytest.raises(ValueError, match=r"slots=\[2, 1\] has 2 numbers.*4 stages"):
+    with pytest.raises(ValueError, match=r"slots=\[2, 1\].* 4 stages"):
         pipe.schedule = partial(one_f_one_b, slots=[2, 1])
     assert pipe.schedule == "naive"
 
