@@ -518,9 +518,12 @@ class LossHead:
         try:
             if self._check is not None and j == self._call.pipeline.numbers[-1][0]:
                 self._check.keep(i, *given)
+            before = self._mark(j)
             result, self.draws[j] = self._call.runs[j].run_loss(
                 i, objective.call, given, self.draws[j]
             )
+            if self._mark(j) != before:
+                raise RuntimeError(_BACKWARD)
             if j not in self._known and self._entering is not None:
                 self._known[j] = self._call.to_stage(self._entering, j)
             with self._lock:
@@ -534,6 +537,12 @@ class LossHead:
             if isinstance(error, RuntimeError) and FOREIGN in str(error):
                 raise RuntimeError(_BACKWARD) from error
             raise
+
+    def _mark(self, j: int) -> Any:
+        """Differs when a gradient was added to: no border may notice a backward by the loss."""
+        probes = () if self._leaves is None else reversed(self._leaves.parameters[j])
+        grad = next((p.grad for p in probes if p.requires_grad), None)
+        return None if grad is None else (id(grad), grad._version)
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         """Backward of the loss of a micro-batch, and of the cell where their graphs are one.

@@ -170,14 +170,18 @@ def test_an_input_with_its_target_inside_is_noted(input: Any, note: str, call: s
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("balance", [[1, 1], [2]])
-def test_a_loss_function_that_calls_backward_is_told_so(balance: list[int], retain: bool) -> None:
+@pytest.mark.parametrize("checkpoint", ["except_last", "never"])
+@pytest.mark.parametrize(("balance", "frozen"), [([1, 1], False), ([1, 1], True), ([2], False)])
+def test_a_loss_function_that_calls_backward_is_told_so(
+    balance: list[int], frozen: bool, checkpoint: str, retain: bool
+) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = F.cross_entropy(output, target)
         loss.backward(retain_graph=retain)
         return loss
 
-    pipe = Pipe(linear_model(2), balance, devices=CPUS, chunks=2)
+    pipe = Pipe(linear_model(2), balance, devices=CPUS, chunks=2, checkpoint=checkpoint)
+    pipe[0].requires_grad_(not frozen)
     with pytest.raises(RuntimeError, match=r"loss_fn must not call backward\(\): train_batch"):
         pipe.train_batch(X, Y, loss_fn=loss_fn)
     assert all(parameter.grad is None for parameter in pipe.parameters())
