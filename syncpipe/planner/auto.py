@@ -197,7 +197,8 @@ def _measured_plan(
     rows = max(1, -(-options["batch_size"] // len(options["devices"])))
     while True:
         try:
-            return plan(layers, _resized(input, rows), timeout=timeout, **options)
+            found: Plan = plan(layers, _resized(input, rows), timeout=timeout, **options)
+            return found
         except torch.OutOfMemoryError as error:
             if rows == 1:
                 notes = "; ".join(getattr(error, "__notes__", ()))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from syncpipe.planner.alternatives import Alternative, alternatives_of
 from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
-from syncpipe.planner.replicas import replicated, runnable
+from syncpipe.planner.replicas import Replicas, replicated, runnable
 from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
@@ -34,7 +34,37 @@ __all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]
 _ADAM = 4.0
 
 
+@overload
 def plan(
+    module: Layers | Profile, sample: Any = None, *, replicas: Literal[True], **options: Any
+) -> Replicas: ...
+
+
+@overload
+def plan(
+    module: Layers | Profile,
+    sample: Any = None,
+    *,
+    devices: Any,
+    batch_size: int,
+    memory: float | str | Sequence[float | str] | None = None,
+    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
+    speed: Sequence[float] | None = None,
+    host_bandwidth: float | str | None = None,
+    chunks: int | Iterable[int] | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    param_scale: float | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    on: str | DeviceSpec | None = None,
+    efficiency: float | None = None,
+    replicas: Literal[False] = False,
+    timeout: float = 5.0,
+    progress: bool | None = None,
+) -> Plan: ...
+
+
+def plan(  # type: ignore[misc]  # the options of the first one are those of the second one
     module: Layers | Profile,
     sample: Any = None,
     *,
@@ -54,7 +84,7 @@ def plan(
     replicas: bool = False,
     timeout: float = 5.0,
     progress: bool | None = None,
-) -> Plan:
+) -> Plan | Replicas:
     """Find how to run a model on several devices so that a step is as short as possible.
 
     The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
@@ -140,7 +170,7 @@ def plan(
             raise ValueError("replicas=True is for devices that are alike, with links alike")
         samples = None if layers.whole else max(1, batch_size // len(machine))
         found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
-        return cast("Plan", runnable(found, layers, machine, batch_size, scale))
+        return runnable(found, layers, machine, batch_size, scale)
     terms = Terms(layers, machine, batch_size, scale)
     order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
     terms, there = terms.on(machine.ordered(order)), _real(devices)

@@ -95,6 +95,10 @@ class Program:
         self._sums = self.chain.sums["time"]
         self._times = doubles(self._sums)
         self._inputs = doubles((*self.chain.inputs, 0.0))
+        grows = all(a >= b for a, b in zip(self.chain.stored, self.chain.shared, strict=True))
+        least = zip(self.chain.sums["fixed"], self.chain.sums["stored"], strict=True)
+        #: What layers hold at least, before each boundary; empty if more layers may hold less.
+        self._least = [fixed + stored for fixed, stored in least] if grows else []
 
     def lowest(self, n: int) -> float:
         """Seconds that no cut into ``n`` stages falls short of.
@@ -123,16 +127,23 @@ class Program:
         return None
 
     def _windows(self, n: int, limit: float) -> list[tuple[int, int]]:
-        """Where stages can begin and end, if none of them has more work than the limit."""
+        """Where stages can begin and end, if none of them has more work than the limit, and none
+        that begins later holds less than those to its right."""
         sums, count = self._sums, len(self.chain)
-        most = [v * limit / self.m + NOTICED * sums[-1] for v in self.machine.speed[:n]]
+        speed, fastest, slack = self.machine.speed[:n], max(self.machine.speed[:n]), NOTICED
         late, early = [0], [count]
-        for s in range(n):
-            end = bisect_right(sums, sums[late[-1]] + most[s]) - 1
-            late.append(min(count - (n - 1 - s), end))
-        for s in reversed(range(n)):
-            start = bisect_left(sums, sums[early[-1]] - most[s])
-            early.append(max(s, min(start, early[-1] - 1)))
+        for v in speed:
+            time = sums[late[-1]]  # that many seconds are gone before its first micro-batch
+            time += v * (limit - time / fastest) / self.m + slack * sums[-1]
+            late.append(min(count - (n - len(late)), bisect_right(sums, time) - 1))
+        for v, memory in zip(reversed(speed), reversed(self.machine.memory[:n]), strict=True):
+            end, rest = early[-1], 1 - v / (self.m * fastest)
+            time = (sums[end] - v * limit / self.m) / rest - slack * sums[-1] if rest > 0 else 0.0
+            start = bisect_left(sums, time)
+            if self._least:
+                held = self._least[end] - memory * (1 + slack) - self._least[-1] * slack
+                start = max(start, bisect_left(self._least, held))
+            early.append(max(n - len(early), min(start, end - 1)))
         return [*zip(reversed(early), late, strict=True)]
 
     def _cut(self, n: int, slots: Sequence[int], limit: float) -> Cut | None:
