@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import syncpipe
 from benchmarks.common import Group, Options, Part, Spread, rounds, timed
 from benchmarks.counted import actual_peaks
 from benchmarks.peers import linear_task, resnext_task, transformer_task
-from benchmarks.tasks import LOOP, Peer, Task, checked, trained
+from benchmarks.tasks import LOOP, Peer, Task, check, plain, trained
 from syncpipe import Pipe
 from syncpipe.balance import balance_cost, profile
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
@@ -356,10 +357,9 @@ def beside_measured(
         timeout=0.02 if quick else 5.0, **more,
     )  # fmt: skip
     one = Chain.of(plan.profile, plan.batch_size / plan.chunks, PARAM_SCALE)
-    plain = one.sums["time"][-1] * plan.chunks
-    model = copy.deepcopy(task.model)
-    task = replace(task, model=model, chunks=plan.chunks)
-    pipe = Pipe(model, **plan.options(), devices=plan.devices)
+    alone = one.sums["time"][-1] * plan.chunks
+    task = replace(task, chunks=plan.chunks)
+    pipe = Pipe(copy.deepcopy(task.model), **plan.options(), devices=plan.devices)
     target = task.target.to(pipe.devices[-1])
     step = trained(pipe, task.loss)
     peer = Peer("", "the plan", "", "", lambda x, _: step(x.to(pipe.devices[0]), target))
@@ -374,9 +374,11 @@ def beside_measured(
 
         return second
 
-    steps = checked(task, [peer])
-    samples = rounds({label: job(run) for label, run in steps.items()}, repeats, name)
-    for label, predicted in ((LOOP, plain), ("the plan", plan.step_time)):
+    loop, planned = plain(task)[0], replace(task, model=pipe)
+    check(peer.how, planned.outcome(peer), task.outcome(loop))
+    jobs = {LOOP: job(partial(task.step, loop)), peer.how: job(partial(planned.step, peer))}
+    samples = rounds(jobs, repeats, name)
+    for label, predicted in ((LOOP, alone), ("the plan", plan.step_time)):
         row = {"model": name, "what": label, "micro-batches": plan.chunks}
         if label != LOOP:
             row |= {"run": plan.schedule, "balance": "-".join(map(str, plan.balance))}

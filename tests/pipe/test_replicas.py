@@ -341,7 +341,7 @@ def test_they_can_be_set_copied_and_saved():
 
 
 def test_slots_and_schedules_are_for_each_device():
-    with pytest.raises(ValueError, match="stage 1 has 3, but needs at least one, and at most 2"):
+    with pytest.raises(ValueError, match=r"slots=\(1, 3\).*no more than the stage before"):
         dealt(linear_model(), [2, 2], [2, 1], slots=[1, 3])
     pipe = dealt(linear_model(), [2, 2], [2, 1], slots=[1, 2], chunks=4)
     pipe.train_batch(torch.randn(4, 3), loss_fn=torch.mean)
