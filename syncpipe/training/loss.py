@@ -679,13 +679,18 @@ class LossCheck:
             return False
         if self._goes_away(abs(whole - parts)):
             return False
+        reason = (
+            "it is no mean over samples. A mean over what is not masked needs weight=, such as "
+            "weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn; a sum "
+            "over samples needs loss_reduction='sum'"
+        )
+        if objective.adds_up:
+            reason = "it is no sum over samples. A mean over them needs loss_reduction='mean'"
         warnings.warn(
             f"loss_fn gives {whole:.6g} for {len(self._kept)} micro-batches at once, but put "
             f"together from each of them the loss is {parts:.6g}, and gradients are off likewise: "
-            "it is no mean over samples. A mean over what is not masked needs weight=, such as "
-            "weight=lambda target: (target != -100).sum(), or (loss, weight) from loss_fn; a sum "
-            "over samples needs loss_reduction='sum'; a loss that compares samples needs them all, "
-            "as loss_fn(pipe(input), target). If it is meant to be so: verify=False",
+            f"{reason}; a loss that compares samples needs them all, as loss_fn(pipe(input), "
+            "target). If it is meant to be so: verify=False",
             stacklevel=outside(),
         )
         return True

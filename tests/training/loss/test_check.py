@@ -126,6 +126,13 @@ def test_again_when_asked() -> None:
     assert [len(warned(pipe, **MASKED, verify=True)) for _ in range(2)] == [1, 1]
 
 
+def test_a_mean_that_was_taken_for_a_sum_needs_no_sum() -> None:
+    mean = {"input": X, "loss_fn": lambda y: (y**2).mean(), "loss_reduction": "sum"}
+    [text] = warned(Pipe(nn.Sequential(nn.Linear(3, 3)), [1], chunks=4), **mean)
+    assert "no sum over samples. A mean over them needs loss_reduction='mean'" in text
+    assert "loss_reduction='sum'" not in text
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_a_loss_of_about_zero_is_not_warned_about(dtype: torch.dtype) -> None:
     rows = 100 * torch.randn(16, 3)
