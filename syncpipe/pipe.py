@@ -12,6 +12,7 @@ from itertools import chain, islice
 from textwrap import indent
 from types import MethodType
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -178,6 +179,7 @@ class Pipe(nn.Module):
             checked_schedule(schedule, slots),
         )
         layers = as_sequential(module)
+        self._made_of: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training = layers.training
         self._averaging: Any = None  # the other processes, see `syncpipe.distributed`
         self._warned = False  # that there are other processes
@@ -263,6 +265,15 @@ class Pipe(nn.Module):
 
     def _followed(self) -> Layout:
         """The layout, with layers that were replaced by name (``pipe.fc = ...``, LoRA)."""
+        for source, layers in self._made_of.items():
+            if list(source._modules.items()) != layers:
+                self._made_of = {}  # once
+                warnings.warn(
+                    "the nn.Sequential that this pipe was made of has other layers now "
+                    f"({len(source)}, was {len(layers)}), and the pipe keeps those that it was "
+                    "given: make another Pipe, or change pipe[k]",
+                    stacklevel=outside(),
+                )
         if list(self._modules.items()) != list(self._layout.layers.items()):
             self._change(layers=dict(self._modules))
         return self._layout
@@ -771,7 +782,12 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
-        gone = {"_pipeline": None, "_trace": None, "_averaging": None}
+        gone: dict[str, Any] = {
+            "_pipeline": None,
+            "_trace": None,
+            "_averaging": None,
+            "_made_of": {},
+        }
         return {**self.__dict__, **gone, "_loss_counts": LossCounts()}
 
     def __getattr__(self, name: str) -> Any:

@@ -217,6 +217,17 @@ def test_backward_after_train_batch_is_told_that_it_has_run(outputs: bool) -> No
     assert weight.grad == 2
 
 
+def test_a_model_whose_layers_change_after_it_was_made_a_pipe_is_warned_about_once() -> None:
+    model = linear_model(2)
+    pipe = Pipe(model, [1, 1], devices=CPUS)
+    expected = pipe(X)
+    pipe[0] = pipe[0]
+    model.append(nn.ReLU())
+    with pytest.warns(UserWarning, match=r"other layers now \(3, was 2\)"):
+        assert torch.equal(pipe(X), expected)
+    pipe(X)  # which would be an error: warnings are errors here
+
+
 def test_an_iterator_of_a_loader_of_whole_mini_batches_is_warned_about() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     pipe = a_pipe()
