@@ -36,7 +36,7 @@ setup(
     package_data={"syncpipe": ["py.typed"], "syncpipe.planner": ["page.html"]},
     python_requires=">=3.11",
     entry_points={"console_scripts": ["syncpipe = syncpipe.commands.main:main"]},
-    install_requires=["torch>=2.9"],
+    install_requires=["torch>=2.11"],
     extras_require={
         "demo": DEMO,
         "plot": ["matplotlib>=3.7"],

@@ -270,7 +270,7 @@ def _forward_actions(actions: list[Any], fill: bool) -> list[Any]:
 
 
 def _reset(schedule: Any, backward: bool) -> None:
-    """Lets PyTorch 2.9 to 2.11 prepare anew for training after evaluation, as later ones do."""
+    """Lets PyTorch 2.11 prepare anew for training after evaluation, as later ones do."""
     if vars(schedule).get("_syncpipe_backward") not in (None, backward):
         for name in ("_stage_initialized", "_stages_initialized"):
             if name in vars(schedule):

@@ -429,7 +429,7 @@ def _passing(layout: SkipLayout) -> list[list[SkipKey]]:
 class _PipelineStage(PipelineStage):
     """PyTorch's; its greeting of neighbours is for NCCL, and gloo fails if one comes late.
 
-    In 2.9 it is of another dtype than what they wait for, and goes to the same rank, too.
+    In some versions it is of another dtype than what they wait for, and goes to its own rank.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
