@@ -41,7 +41,7 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import numbers_of
-from syncpipe.training.cell import Gradients, Leaves
+from syncpipe.training.cell import Accumulated, Gradients
 from syncpipe.training.loss import Objective
 from syncpipe.training.train import Watch
 
@@ -252,7 +252,7 @@ class _Call:
         self._sent: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
     def begin(
-        self, plan: Schedule, leaves: Leaves, gradients: Gradients, objective: Objective
+        self, plan: Schedule, leaves: Accumulated, gradients: Gradients, objective: Objective
     ) -> Watch:
         """The call begins: what starts the sums of a stage after its last backward."""
         owner = self._owner

@@ -59,10 +59,6 @@ class Border:
         self._count = sum(flags)
         self.grads: list[Tensor | None] = [None] * self._count
 
-    def begin(self) -> None:
-        """Call before its cell goes back."""
-        self.open, self.grads = True, [None] * self._count
-
     def cross(self, inputs: Any) -> Any:
         """The inputs, a tree of tensors without a graph, as the begin of one."""
         if not self._count:
@@ -229,41 +225,22 @@ class Gradients:
 
 
 class Leaves:
-    """What the workers of one call may add gradients to, each of them to leaves of its own.
+    """The leaves that the cells of one call give gradients to; ``known`` are those of each stage.
 
-    ``gradients`` learn of every leaf before it gets one. ``known`` are for each stage the leaves
-    that are known; None: the parameters of its layers.
-
-    Attributes:
-        parameters: for each stage those that are its own.
-        waits: for each those whose first gradient is still to come; None before it went back.
+    A graph alone tells which others there are: one micro-batch may use a leaf that no other does.
     """
 
     looks = False  #: whether the graph of a cell is looked at when it has gone forward
 
-    def __init__(self, call: Call, gradients: Gradients, known: Any = None) -> None:
-        self._call, self._gradients = call, gradients
-        stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
-        self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
-        own: list[list[Tensor]] = known or [_parameters_of(s.partition) for s in stages]
-        self.parameters = own
-        self._known = [{id(ANCHOR), *map(id, parameters)} for parameters in own]
-        if call.ties is not None:  # what is tied is the first stage's
-            for j, parameters in enumerate(own):
-                foreign = call.ties.foreign(j)
-                own[j] = [p for p in parameters if id(p) not in foreign]
-                self._known[j] -= foreign
-                self._known[j].update(map(id, call.ties.leaves[j]))
-        #: The nodes of leaves that are known, so that nobody walks there again.
-        self._nodes: list[set[Any]] = [set() for _ in stages]
-        self.waits: list[list[Tensor] | None] = [None for _ in stages]
-        for j, parameters in enumerate(own):
-            for parameter in parameters:
-                self._owner.setdefault(id(parameter), (parameter, j))
-        gradients.register(chain(*own))
+    def __init__(self, call: Call, known: Iterable[Iterable[Tensor]]) -> None:
+        self._call = call
+        self._known = [{id(ANCHOR), *map(id, leaves)} for leaves in known]
+        #: The nodes of leaves that are known and were met, so that nobody walks there again.
+        self._nodes: list[set[Any]] = [set() for _ in self._known]
+        self.nested = [False for _ in self._known]  # whether layers run a backward in theirs
 
     def new(self, j: int, nodes: Iterable[Any], *begins: Any) -> list[Tensor]:
-        """The leaves of a graph of stage ``j`` that were in none before.
+        """The leaves of a graph of stage ``j`` that are not known.
 
         It ends in ``nodes``, and begins in leaves and in the borders ``begins``, nowhere else.
         """
@@ -276,9 +253,41 @@ class Leaves:
                     nodes_known.add(node)
                 else:
                     new.append(node.variable)
-            elif kind is CROSSING and node.apply.__self__ not in begins:
-                raise RuntimeError(FOREIGN)
+            elif kind is CROSSING:
+                if node.apply.__self__ not in begins:
+                    raise RuntimeError(FOREIGN)
+            elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
+                self.nested[j] = True
         return new
+
+
+class Accumulated(Leaves):
+    """Those of ``train_batch``: workers add to their gradients, each to those of its own leaves.
+
+    ``gradients`` learn of every leaf before it gets one. What is not ``known`` are, if nothing is
+    given, the parameters of layers.
+
+    Attributes:
+        parameters: for each stage those that are its own.
+        waits: for each those whose first gradient is still to come; None before it went back.
+    """
+
+    def __init__(self, call: Call, gradients: Gradients, known: Any = None) -> None:
+        stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
+        own: list[list[Tensor]] = known or [_parameters_of(s.partition) for s in stages]
+        if call.ties is not None:  # what is tied is the first stage's
+            for j, parameters in enumerate(own):
+                foreign = call.ties.foreign(j)
+                own[j] = [p for p in parameters if id(p) not in foreign]
+        super().__init__(call, own if call.ties is None else map(chain, own, call.ties.leaves))
+        self.parameters = own
+        self._gradients = gradients
+        self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
+        self.waits: list[list[Tensor] | None] = [None for _ in stages]
+        for j, parameters in enumerate(own):
+            for parameter in parameters:
+                self._owner.setdefault(id(parameter), (parameter, j))
+        gradients.register(chain(*own))
 
     def claim(self, j: int, new: list[Tensor]) -> None:
         """Call before a graph of stage ``j`` goes back, with the leaves that are new.
@@ -317,9 +326,12 @@ class Leaves:
                 self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
                 self.waits[j] = rest
 
-    def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
-        """Backward through the graph of a cell of stage ``j``, from its roots."""
-        new = self.new(j, map(_node_of, roots), cell.border)
+    def go_back(
+        self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *begins: Any
+    ) -> None:
+        """Backward through a graph of a cell of stage ``j``, from its roots to its border, or to
+        those where it ``begins``."""
+        new = self.new(j, map(_node_of, roots), *(begins or (cell.border,)))
         if new or self.waits[j] is None:
             self.claim(j, new)
         run = go_back if cell.halves is None else cell.halves.go_back

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
-from syncpipe.runtime.graph import AccumulateGrad, captured, go_back, nodes_of
+from syncpipe.runtime.graph import captured, go_back
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.streams import moved
 from syncpipe.schedules.build import build
@@ -31,7 +31,7 @@ from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
 from syncpipe.stages.call import Call, needs_graph, plain
 from syncpipe.stages.pipeline import Pipeline
-from syncpipe.training.cell import ANCHOR, CROSSING, FOREIGN, Border, Cell, is_shared
+from syncpipe.training.cell import ANCHOR, Border, Cell, Leaves, is_shared
 from syncpipe.training.sources import Source
 from syncpipe.training.train import TrainingTask
 
@@ -90,8 +90,8 @@ class _Outputs:
         return [[None if grad is None else next(brought) for grad in grads]]
 
 
-class Captured:
-    """What gets gradients in one call of ``pipe(x)``, as ``Leaves`` in ``train_batch``.
+class Captured(Leaves):
+    """Those of one call of ``pipe(x)``: captured in each cell, and summed for each stage.
 
     It is also what the node of the call runs. ``_given`` are the tensors that get gradients, each
     with the leaves that stand for it: ``(number of the stage, leaf)``.
@@ -100,44 +100,30 @@ class Captured:
     looks, _keep = True, False
 
     def __init__(self, call: Call, micro_batches: list[Any]) -> None:
-        self._call, self._micro_batches = call, micro_batches
         stages = call.pipeline.stages
-        self._found: list[dict[int, Tensor]] = [{} for _ in stages]
-        self._known: list[set[int]] = [set() for _ in stages]  # those in modules, by identity
-        self._used: list[set[int]] = [set() for _ in stages]  # those in the graph of any cell
+        inside = [chain(_tensors_of(s.partition), call.instead[s.number].values()) for s in stages]
+        super().__init__(call, inside)
+        self._micro_batches = micro_batches
+        self._found: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
         self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
         self._given: list[tuple[Tensor, list[tuple[int, Tensor]]]] = []
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        self._nested = [False for _ in stages]
-        self.waits = [() for _ in stages]  # nothing is added to any leaf, see ``Leaves``
+        self.waits = [() for _ in stages]  # nothing is added to any leaf
         self._sums: list[dict[int, Tensor]] = []
         self._summed: list[set[int]] = []  # the leaves whose sum was made here: nobody else has it
 
     def look(self, j: int, outputs: Any, border: Border) -> None:
         """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
-        known = self._known[j]
-        if not known:
-            inside = _tensors_of(self._call.pipeline.stages[j].partition)
-            known.update(map(id, [*inside, *self._call.instead[j].values(), ANCHOR]))
-        for node in nodes_of([t.grad_fn for t in tensors_in(outputs) if t.requires_grad]):
-            kind = type(node)
-            if kind is AccumulateGrad:
-                leaf = node.variable
-                self._used[j].add(id(leaf))
-                if id(leaf) in known:
-                    continue
-                if leaf._backward_hooks:
-                    raise RuntimeError(
-                        f"{described(leaf)}, which requires grad and has hooks, is used by "
-                        f"{self._call.pipeline.stages[j].describe(0)}, and is none of the "
-                        "parameters of its layers: its hooks would run once for each micro-batch. "
-                        "Make it a parameter of a layer, or use syncpipe.inline(graph=True)"
-                    )
-                self._found[j][id(leaf)] = leaf
-            elif kind.__name__ == "CheckpointFunctionBackward":  # use_reentrant=True
-                self._nested[j] = True
-            elif kind is CROSSING and node.apply.__self__ is not border:
-                raise RuntimeError(FOREIGN)
+        nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.requires_grad]
+        for leaf in self.new(j, nodes, border):
+            if leaf._backward_hooks:
+                raise RuntimeError(
+                    f"{described(leaf)}, which requires grad and has hooks, is used by "
+                    f"{self._call.pipeline.stages[j].describe(0)}, and is none of the "
+                    "parameters of its layers: its hooks would run once for each micro-batch. "
+                    "Make it a parameter of a layer, or use syncpipe.inline(graph=True)"
+                )
+            self._found[j][id(leaf)] = leaf
 
     def _close(self) -> None:
         """Finds what gets gradients, after the last forward.
@@ -147,18 +133,17 @@ class Captured:
         call, n = self._call, self._call.pipeline.n
         given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
         for j, stage in reversed(list(enumerate(call.pipeline.stages))):
-            ties, instead = call.ties, call.instead[j]
-            own: list[Tensor] = list(self._found[j].values())
+            ties, instead, own = call.ties, call.instead[j], dict(self._found[j])
             if j >= n:
                 assert call.replicas is not None
-                self._own[j] = [*own, *call.replicas.trained[j]]
+                self._own[j] = [*own.values(), *call.replicas.trained[j]]
             else:
                 foreign = set() if ties is None else ties.foreign(j)
-                own += [t for t in _tensors_of(stage.partition) if id(t) not in foreign]
+                own |= {id(t): t for t in _tensors_of(stage.partition) if id(t) not in foreign}
                 for module in stage.partition.modules():
                     for held in (module._parameters, module._buffers):
                         self._places += [(held, name, tensor) for name, tensor in held.items()]
-            for tensor in own:
+            for tensor in own.values():
                 if tensor.requires_grad:
                     leaf = instead.get(id(tensor), tensor)
                     tensor = call.originals.get(id(tensor), tensor)
@@ -167,11 +152,11 @@ class Captured:
                         self._own[j].append(leaf)
             if ties is not None and j < n:
                 self._own[j] += ties.leaves[j]
-        if not any(self._nested):  # where a graph does not show all leaves
-            leaves = {leaf for used in self._used for leaf in used}
+        if not any(self.nested):  # where a graph does not show all leaves
+            leaves = [*chain(*self._found), *[id(node.variable) for node in chain(*self._nodes)]]
             used = {id(call.originals[k]) if k in call.originals else k for k in leaves}
             given = {k: found for k, found in given.items() if k in used}
-        self._given = list(given.values())
+        self._given, self._nodes = list(given.values()), []
 
     def joined(
         self, task: TrainingTask, head: _Outputs, entered: list[Tensor], outputs: list[Any]
@@ -249,10 +234,10 @@ class Captured:
         return list(found)
 
     def go_back(self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell) -> None:
-        """As of ``Leaves``."""
+        """As of ``Accumulated``."""
         own, lane = self._own[j], self._call.lane_of[j]
         found: Sequence[Tensor | None]
-        if self._nested[j]:
+        if self.nested[j]:
             found = self._accumulated(own, roots, grads)
         else:
             found = captured(roots, grads, (*own, ANCHOR), keep=self._keep)[:-1]
@@ -277,12 +262,12 @@ class Captured:
         return undone(run, map(setattr, own, repeat("grad"), before))
 
     def taken(self, j: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """As of ``Leaves``."""
+        """As of ``Accumulated``."""
         self._summed[j].difference_update(map(id, leaves))
         return [self._sums[j].pop(id(leaf), None) for leaf in leaves]
 
     def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """As of ``Leaves``.
+        """As of ``Accumulated``.
 
         A first gradient is never added to in place: of ``x + p`` it is the gradient of ``x`` as
         well, which another stage may still read.

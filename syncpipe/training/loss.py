@@ -47,7 +47,6 @@ from syncpipe.data import (
 )
 from syncpipe.hints import outside
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.graph import go_back
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
 from syncpipe.state import SIMPLE, unchanged
@@ -480,6 +479,11 @@ class LossHead:
         draws = None if objective is None else objective.draws
         #: For each worker the generators that the loss function draws from, if that is known.
         self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.numbers[-1], draws)
+        #: For each a parameter whose gradient tells of a backward.
+        self._probes: dict[int, Tensor | None] = {
+            j: next((p for p in reversed(leaves.parameters[j]) if p.requires_grad), None)
+            for j in (self.draws if leaves is not None else ())
+        }
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None  # detached
         self.goes_back = False  # whether any loss needed a gradient
 
@@ -540,8 +544,7 @@ class LossHead:
 
     def _mark(self, j: int) -> Any:
         """Differs when a gradient was added to: no border may notice a backward by the loss."""
-        probes = () if self._leaves is None else reversed(self._leaves.parameters[j])
-        grad = next((p.grad for p in probes if p.requires_grad), None)
+        grad = None if (probe := self._probes.get(j)) is None else probe.grad
         return None if grad is None else (id(grad), grad._version)
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
@@ -552,11 +555,9 @@ class LossHead:
         if cell.root is not None:
             (root, grad), cell.root = cell.root, None
             begin = cell.border if cell.output is None else cell.output
-            self._leaves.claim(j, self._leaves.new(j, [root.node], begin, cell.target))
-            if not begin.open and cell.output is not None:
+            if not begin.open:
                 raise RuntimeError(_BACKWARD)
-            run = go_back if cell.halves is None else cell.halves.go_back
-            run([root], [grad])
+            self._leaves.go_back(j, [root], [grad], cell, begin, cell.target)
         return [] if cell.output is None else [cell.output.grads]
 
 

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import chain, repeat
 from typing import Any
 
@@ -49,7 +50,7 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import swaps_of
 from syncpipe.stages.stage import Stage
-from syncpipe.training.cell import Gradients, Leaves
+from syncpipe.training.cell import Accumulated, Gradients
 from syncpipe.training.loss import Loss, LossHead, Objective, known_loss
 from syncpipe.training.sources import FromIterator, Source, mini_batch
 from syncpipe.training.train import Parcel, TrainingTask, check_can_train
@@ -270,6 +271,13 @@ def _optimizers(
             raise TypeError(
                 f"optimizer of stage {j}, which has {len(own)} parameters to train, is "
                 f"{type(each).__name__}: it must be a torch.optim.Optimizer"
+            )
+        step = None if each is None else signature(each.step).parameters.get("closure")
+        if step is not None and step.default is step.empty:
+            raise TypeError(
+                f"optimizer of stage {j} is {type(each).__name__}, whose step computes the loss "
+                "of a mini-batch several times (closure), and in train_stream each goes through "
+                "the stages once: use one whose step() needs none, such as SGD or Adam"
             )
         groups = [] if each is None else each.param_groups
         there = {id(p) for group in groups for p in group["params"]}
@@ -576,7 +584,7 @@ class _MiniBatches(FromIterator):
         return self._noted.pop(i)
 
 
-class _StreamLeaves(Leaves):
+class _StreamLeaves(Accumulated):
     """What cells may add gradients to: what they compute with, and nothing else."""
 
     def __init__(self, call: Call, weights: Sequence[_StageWeights]) -> None:
@@ -598,7 +606,7 @@ class _StreamLeaves(Leaves):
 
 class _StreamTask(TrainingTask):
     def __init__(
-        self, call: Call, source: _MiniBatches, head: LossHead, leaves: Leaves, weights: Any
+        self, call: Call, source: _MiniBatches, head: LossHead, leaves: Accumulated, weights: Any
     ) -> None:
         super().__init__(call, source, head, leaves)
         self._stream, self._weights = source, weights

@@ -38,7 +38,7 @@ from syncpipe.stages.call import Call, sent
 from syncpipe.stages.inplace import handed_on, sent_marks
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
-from syncpipe.training.cell import Border, Cell, Gradients, Leaves, detached, ends_of
+from syncpipe.training.cell import Accumulated, Border, Cell, Gradients, detached, ends_of
 from syncpipe.training.loss import LossCounts, LossHead, Objective, known_loss
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
@@ -267,7 +267,8 @@ class TrainingTask:
 
     def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> None:
         """Backward through the graph of a cell; ``grads``, for each outgoing edge, are let go."""
-        cell.border.begin()
+        border = cell.border
+        border.open, border.grads = True, [None] * len(border.grads)
         if self._last[j]:
             grads += self._head.go_back(j, i, cell)
         roots, given = cell.roots(grads)
@@ -354,7 +355,7 @@ def train(
         gradients = Gradients()
         try:
             call = Call(pipeline, source.m, **running)
-            leaves = Leaves(call, gradients)
+            leaves = Accumulated(call, gradients)
             check = counts.check(objective, source.targets, source.m, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None

@@ -109,6 +109,7 @@ def test_skips_across_stages_and_running_statistics():
 REFUSED = [
     ({"optimizer": lambda ps: None}, TypeError, "optimizer of stage 0.*is NoneType"),
     ({"optimizer": [None]}, ValueError, "1 optimizers, but there are 4 stages"),
+    ({"optimizer": torch.optim.LBFGS}, TypeError, r"optimizer of stage 0 is LBFGS, .*\(closure\)"),
     ({"optimizer": 0.1}, TypeError, "optimizer=float.*lambda parameters"),
     ({"steps": 0}, ValueError, "steps=0"),
     ({"steps": True}, ValueError, "steps=True"),

@@ -22,8 +22,6 @@ from tests.support.training import (
     assert_trains_as,
     device_of,
     fitting,
-    orders_of,
-    plain_step,
     schedule_of,
 )
 
@@ -80,75 +78,66 @@ def test_train_batch_equals_the_plain_loop_to_the_last_bit(
 @pytest.mark.parametrize("run", RUNS)
 def test_a_tied_head_learns_as_in_the_plain_loop(run, checkpoint):
     options, devices = RUNS[run]
-    plain = language_model()
     pipe = Pipe(language_model(), [1, 2, 1, 1], devices=devices, chunks=4, checkpoint=checkpoint)
-    optimizers = [torch.optim.SGD(module.parameters(), 0.5, 0.9) for module in (pipe, plain)]
+    plain, optimizer = language_model(), torch.optim.SGD(pipe.parameters(), 0.5, 0.9)
     x, target = words(8), words(8, 1)
     losses = []
     for _ in range(4):
-        schedule = schedule_of(pipe, 4, options.get("schedule", "1f1b"))
-        expected = plain_step(
-            plain, x, target, loss_fn=loss_of, chunks=4, orders=orders_of(schedule),
-            balance=pipe.balance,
-        )  # fmt: skip
-        losses.append((pipe.train_batch(x, target, loss_fn=loss_of, **options), expected.loss))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in losses:
-        torch.testing.assert_close(ours, theirs)
-        assert schedule.splits or torch.equal(ours, theirs)
-    assert losses[-1][0] < losses[0][0]
+        plain.load_state_dict(pipe.state_dict())
+        plain.zero_grad()
+        losses.append(assert_trains_as(pipe, plain, x, target, loss_fn=loss_of, **options).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
 
 
-def test_three_stages_add_in_the_plain_loops_order_whoever_is_late():
-    # 0.1 + 0.2 + 0.3 is not 0.1 + (0.2 + 0.3)
+class Add(nn.Module):
+    def __init__(self, factor: float, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.factor, self.weight = factor, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight * self.factor
+
+
+class Idle(nn.Linear):
+    """Does not use its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def added() -> nn.Sequential:
     weight = nn.Parameter(torch.tensor([0.7]))
+    return nn.Sequential(*[Add(factor, weight) for factor in (0.3, 0.2, 0.1)])
 
-    class Add(nn.Module):
-        def __init__(self, factor: float) -> None:
-            super().__init__()
-            self.weight, self.factor = weight, factor
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.weight * self.factor
+def tied(first: nn.Module, middle: nn.Module) -> nn.Sequential:
+    rows, columns = first.weight.shape
+    model = nn.Sequential(first, middle, nn.Linear(columns, rows, bias=False))
+    model[2].weight = first.weight
+    if isinstance(middle, Idle):
+        middle.weight = first.weight
+    return model
 
-    model = nn.Sequential(*[Add(factor) for factor in (0.3, 0.2, 0.1)])
+
+#: Models of three stages, and their input.
+THREE: dict[str, tuple[Any, Tensor]] = {
+    "0.1 + 0.2 + 0.3 is not 0.1 + (0.2 + 0.3)": (added, torch.zeros(2, 1)),
+    "idle": (lambda: tied(nn.Linear(3, 3, bias=False), Idle(3, 3)), torch.randn(4, 3)),
+    "sparse": (
+        lambda: tied(nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)), words(4)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_stages_add_in_the_plain_loops_order_whoever_is_late(name):
+    make, x = THREE[name]
+    model = make()
     plain = copy.deepcopy(model)
     pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
-    x = torch.zeros(2, 1)
     for _ in range(20):
-        weight.grad = plain[0].weight.grad = None
-        pipe.train_batch(x, loss_fn=lambda y: y.mean())
-        for piece in x.chunk(2):
-            (plain(piece).mean() / 2).backward()
-        assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
-
-
-def test_a_stage_that_does_not_use_its_tied_weight_adds_nothing():
-    class Idle(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Idle(3, 3), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[2].weight = model[0].weight
-    plain = copy.deepcopy(model)
-    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
-    x = torch.randn(4, 3)
-    pipe.train_batch(x, loss_fn=lambda y: y.mean())
-    for piece in x.chunk(2):
-        (plain(piece).mean() / 2).backward()
-    assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)
-
-
-def test_gradients_of_an_embedding_may_be_sparse():
-    embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
-    model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
-    model[2].weight = embedding.weight
-    plain = copy.deepcopy(model)
-    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
-    x, target = words(4), words(4, 1)
-    pipe.train_batch(x, target, loss_fn=loss_of)
-    for a, b in zip(x.chunk(2), target.chunk(2), strict=True):
-        (loss_of(plain(a), b) / 2).backward()
-    assert torch.equal(pipe[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+        assert_trains_as(pipe, plain, x, loss_fn=torch.mean)
+        pipe.zero_grad()
+        plain.zero_grad()

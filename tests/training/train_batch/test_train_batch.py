@@ -1,4 +1,4 @@
-"""``train_batch``: inputs, layers of all kinds, what the caller set, recomputation, copies."""
+"""``train_batch``: schedules, inputs, layers of all kinds, what the caller set, recomputation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +20,83 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncpipe import NoChunk, Pipe, inline, is_checkpointing, is_recomputing
+from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
-from tests.support.training import FOUR, KINDS, RUNS, WHOLE, assert_trains_as, weigh
-from tests.training.train_batch.loop import assert_same_state, by_hand, model, model_pipe
+from tests.support.training import (
+    FOUR,
+    KINDS,
+    LAST_FIRST,
+    RUNS,
+    any_schedule,
+    assert_same_step,
+    assert_trains_as,
+    orders_of,
+    pipe_step,
+    weigh,
+)
+
+every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+every_kind = pytest.mark.parametrize("run", KINDS)
+some_runs = pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)
+    )
+
+
+def model_pipe(run: str, **options: Any) -> Pipe:
+    return Pipe(model(), [2, 2, 1, 1], devices=RUNS[run][1], **{"chunks": 5, **options})
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed input"])
+@every_mode
+@pytest.mark.parametrize("run", RUNS)
+def test_loss_outputs_buffers_and_all_gradients_are_those_of_the_loop(run, checkpoint, leaf):
+    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
+    for _ in range(3):  # gradients accumulate
+        x, target = torch.randn(14, 6, requires_grad=True), torch.randn(14, 3)  # 3, 3, 3, 3, 2
+        assert_trains_as(pipe, plain, x, target, loss_fn=F.mse_loss, leaf=leaf, **RUNS[run][0])
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            q.grad = p.grad.clone()  # of halves: the same bits
+
+
+@pytest.mark.parametrize("form", ["object", "path", "name of a file"])
+def test_a_schedule_can_be_an_object_or_a_file(form, tmp_path):
+    # A schedule of nobody's: each stage takes micro-batches back in an order of its own.
+    schedule = any_schedule(5, (0, 1, 2, 3), seed=3, halves=False, in_order=True)
+    orders = orders_of(schedule)
+    assert len(set(map(tuple, orders))) > 1
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule))
+    given = {"object": schedule, "path": path, "name of a file": str(path)}[form]
+    x, plain, pipe = torch.randn(14, 6, requires_grad=True), model(), model_pipe("1f1b")
+    assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=given)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots", "message"),
+    [
+        ("1f2b", None, "did you mean '1f1b'"),
+        (gpipe(3, 4), None, "made for m=3, but here m=5"),
+        (one_f_one_b(5, 2), None, r"made for device_of=\(0, 1\)"),
+        ("gpipe", "textbook", "only schedule='1f1b' has slots, not 'gpipe'"),
+        ("1f1b", [1, 2, 2, 2], "wait for ever"),
+        (one_f_one_b, "textbook", "only schedule='1f1b' has slots, not one_f_one_b"),
+        (partial(one_f_one_b, slots=[2]), None, "a number for each of 4 stages"),
+        (lambda m, _: gpipe(m, 3), None, r"made for device_of=\(0, 1, 2\)"),
+        (lambda m, d: Schedule(m, d, ((),) * 4), None, "0F0 is missing"),
+        (any_schedule(5, (0, 1, 0, 1), seed=0, halves=True, in_order=True), None, "device_of"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
+    pipe = model_pipe("1f1b")
+    with pytest.raises(ValueError, match=message):
+        pipe.train_batch(torch.randn(10, 6), loss_fn=weigh, schedule=schedule, slots=slots)
+    assert all(p.grad is None for p in pipe.parameters())
 
 
 class Tree(nn.Module):
@@ -39,8 +113,8 @@ class Tree(nn.Module):
         return {**tree, "x": x, "pair": pair, "mask": x.detach() > 0}
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@every_mode
+@some_runs
 def test_trees_with_numbers_none_and_several_tensors(run, checkpoint):
     layers = nn.Sequential(Tree(), Tree(), Tree())
     plain = copy.deepcopy(layers)
@@ -72,8 +146,8 @@ def test_a_tensor_that_every_micro_batch_needs_whole():
     torch.testing.assert_close([whole.grad, *(p.grad for p in layers.parameters())], list(grads))
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@every_mode
+@some_runs
 def test_a_pipe_inside_a_layer(run, checkpoint):
     def build(inner):
         torch.manual_seed(2)
@@ -86,7 +160,7 @@ def test_a_pipe_inside_a_layer(run, checkpoint):
     assert_trains_as(pipe, plain, torch.randn(8, 6), loss_fn=weigh, schedule=run)
 
 
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@some_runs
 def test_fake_tensors_are_trained(run):
     with FakeTensorMode():
         pipe = model_pipe(run)
@@ -154,8 +228,8 @@ ARCHITECTURES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@every_mode
+@some_runs
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name, run, checkpoint):
     torch.manual_seed(0)
@@ -197,8 +271,8 @@ def test_autocast_is_off_in_backward_and_as_it_was_afterwards(run, by_hand):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@every_mode
+@some_runs
 def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoint, cache):
     def loss_fn(y, t):
         assert torch.is_autocast_enabled("cpu")
@@ -232,60 +306,63 @@ def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoin
         plain.load_state_dict(pipe.state_dict())
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", KINDS)
+@every_mode
+@every_kind
 def test_hooks_on_layers_see_what_they_see_in_the_loop(run, checkpoint):
     def listen(module):
-        calls, grads = [], {}
+        calls, grads = [], []
+
+        def note(*, k, when):
+            if not is_recomputing():
+                calls.append((k, when))
+
         for k in range(6):
-            module[k].register_forward_pre_hook(
-                lambda *_, k=k: None if is_recomputing() else calls.append((k, "before"))
-            )
-            module[k].register_forward_hook(
-                lambda *_, k=k: None if is_recomputing() else calls.append((k, "after"))
-            )
+            module[k].register_forward_pre_hook(lambda *_, k=k: note(k=k, when="before"))
+            module[k].register_forward_hook(lambda *_, k=k: note(k=k, when="after"))
             module[k].register_full_backward_hook(
-                lambda _, gi, go, k=k: grads.setdefault(k, []).extend([gi[0], go[0]])
+                lambda _, gi, go, k=k: grads.append((k, gi[0], go[0]))
             )
         return calls, grads
 
     plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
     ours, theirs = listen(pipe), listen(plain)
     x, target = torch.randn(10, 6, requires_grad=True), torch.randn(10, 3)
-    by_hand(plain, x, target, run)
-    pipe.train_batch(x, target, loss_fn=F.mse_loss, **RUNS[run][0])
+    assert_trains_as(pipe, plain, x, target, loss_fn=F.mse_loss, **RUNS[run][0])
     assert sorted(ours[0]) == sorted(theirs[0])
     for k in range(6):
-        assert_same(ours[1][k], theirs[1][k])
+        found = [[grads[1:] for grads in seen if grads[0] == k] for _, seen in (ours, theirs)]
+        assert_same(found[0], found[1][::-1] if run in LAST_FIRST else found[1])
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@every_mode
+@some_runs
 def test_saved_tensor_hooks_of_the_caller(run, checkpoint):
-    plain, pipe, packed = model(), model_pipe(run, checkpoint=checkpoint), []
-    x, target = torch.randn(10, 6), torch.randn(10, 3)
-    by_hand(plain, x, target, run)
-    with saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, packed.__getitem__):
-        pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=run)
+    x, target, packed, steps = torch.randn(10, 6), torch.randn(10, 3), [], []
+    hooks = saved_tensors_hooks(lambda t: packed.append(t) or len(packed) - 1, packed.__getitem__)
+    for context in (nullcontext(), hooks):
+        pipe = model_pipe(run, checkpoint=checkpoint)
+        with context:
+            steps.append(pipe_step(pipe, x, target, loss_fn=F.mse_loss, schedule=run))
     assert packed
-    assert_same_state(pipe, plain, exact=run in WHOLE)
+    assert_same_step(*steps, exact=run != "zb_h1")  # which does not split with hooks
 
 
-@pytest.mark.parametrize("run", ["gpipe", "1f1b", "zb_h1"])
+@some_runs
 def test_the_flop_counter_counts_what_it_counts_for_the_loop(run):
-    x, target, flops = torch.randn(10, 6), torch.randn(10, 3), []
-    for checkpoint in ("never", "always", None):
+    x, target = torch.randn(10, 6), torch.randn(10, 3)
+
+    def flops(step):
         with FlopCounterMode(display=False) as counter:
-            if checkpoint is None:
-                by_hand(model(), x, target, run)
-            else:
-                pipe = model_pipe(run, checkpoint=checkpoint)
-                pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=run)
-        flops.append(counter.get_total_flops())
-    with FlopCounterMode(display=False) as counter:
-        model()(x)
-    assert flops[0] == flops[2]
-    assert flops[1] == flops[2] + counter.get_total_flops()
+            step()
+        return counter.get_total_flops()
+
+    def train(checkpoint):
+        pipe = model_pipe(run, checkpoint=checkpoint)
+        return flops(lambda: pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=run))
+
+    whole = flops(lambda: F.mse_loss(model()(x), target).backward())
+    assert train("never") == whole
+    assert train("always") == whole + flops(lambda: model()(x))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
@@ -328,8 +405,8 @@ def test_hooks_stay_where_a_call_fails():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", KINDS)
+@every_mode
+@every_kind
 def test_deferred_batch_norm_counts_the_mini_batch_once(run, checkpoint):
     pipe = model_pipe(run, checkpoint=checkpoint, deferred_batch_norm=True)
     x = torch.randn(10, 6)
@@ -342,8 +419,8 @@ def test_deferred_batch_norm_counts_the_mini_batch_once(run, checkpoint):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", KINDS)
+@every_mode
+@every_kind
 def test_the_mode_says_which_micro_batches_are_recomputed_and_each_is_once(
     run, checkpoint, training
 ):
@@ -403,22 +480,17 @@ def test_a_recomputation_starts_before_the_gradient_arrives(run):
 def test_a_copy_of_a_pipe_that_was_trained_trains(copied):
     pipe, x = model_pipe("1f1b"), torch.randn(10, 6)
     pipe.train_batch(x, loss_fn=weigh)
-    other = copied(pipe)
-    for module in (pipe, other):
-        module.zero_grad()
-        module.train_batch(x, loss_fn=weigh)
-    assert_same_state(other, pipe, exact=True)
+    pipe.zero_grad()
+    assert_same_step(*[pipe_step(module, x, loss_fn=weigh) for module in (copied(pipe), pipe)])
 
 
 def test_two_threads_train_one_pipe():
-    pipe, plain = model_pipe("1f1b").eval(), model().eval()  # nothing but .grad changes
+    pipe, other = model_pipe("1f1b").eval(), model_pipe("1f1b").eval()  # only .grad changes
     x, target = torch.randn(10, 6), torch.randn(10, 3)
-    losses = []
-    in_threads(
-        lambda _: losses.extend(pipe.train_batch(x, target, loss_fn=F.mse_loss) for _ in range(25)),
-        *range(2),
-    )
-    for _ in range(50):
-        expected, _ = by_hand(plain, x, target, "1f1b")
-    assert_same(losses, [expected] * 50)
-    assert_same_state(pipe, plain, exact=True)
+
+    def train(pipe, steps):
+        return [pipe.train_batch(x, target, loss_fn=F.mse_loss) for _ in range(steps)]
+
+    first, second = in_threads(partial(train, pipe), 25, 25)
+    assert_same([*first, *second], train(other, 50))
+    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in other.parameters()])
