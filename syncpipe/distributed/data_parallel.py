@@ -21,10 +21,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar
@@ -146,17 +144,10 @@ class Averaging:
     agreed: list[list[int]] | None = None
 
     def __init__(self, group: Any, stages: int, capacity: float, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        options: dict[str, Any] = {
-            "timeout": timedelta(seconds=timeout + 5),  # so that we are the ones to say so
-            # Processes that are not in the group know nothing of this.
-            "use_local_synchronization": len(ranks) < dist.get_world_size(),
-        }
-        backends = ["gloo", *[str(dist.get_backend_config(group))] * stages]
-        groups = [dist.new_group(ranks, backend=backend, **options) for backend in backends]
-        weakref.finalize(self, _destroy, groups, os.getpid()).atexit = False
-        self.peers = Peers(groups[0], "data-parallel pipe", "process", timeout)
-        self.groups = self.peers.groups = groups[1:]
+        self.peers = peers = Peers(group, "data-parallel pipe", "process", timeout)
+        peers.group = peers.new_group("numbers", "gloo")
+        backend = str(dist.get_backend_config(group))
+        self.groups = [peers.new_group(f"stage {j}", backend) for j in range(stages)]
         self.capacity, self.syncs = capacity, True
         self._process, self._busy = os.getpid(), threading.Lock()
 
@@ -392,9 +383,3 @@ def _is_there(leaf: Tensor) -> bool:
             "does not average: make its layer with sparse=False"
         )
     return leaf.grad is not None
-
-
-def _destroy(groups: list[dist.ProcessGroup], process: int) -> None:
-    for group in groups if process == os.getpid() else []:
-        with suppress(Exception):  # all may have been destroyed by the user
-            dist.destroy_process_group(group)

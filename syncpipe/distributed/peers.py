@@ -50,8 +50,8 @@ class LostProcess(RuntimeError):
 class Peers:
     """The processes of a group. One thread at a time makes calls.
 
-    ``groups`` are more process groups, which are closed when one fails. A call is ``sent`` when
-    something of it may be; where all raise before that, all go on.
+    ``groups`` are more process groups, which are closed when one fails, and end with the peers. A
+    call is ``sent`` when something of it may be; where all raise before that, all go on.
     """
 
     sent = False
@@ -60,21 +60,47 @@ class Peers:
         self.group, self._what, self._unit, self._timeout = group, what, unit, timeout
         self.groups: list[Any] = []
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-        name = f"syncpipe/{group.group_name}/{ranks}"
+        self._ranks = dist.get_process_group_ranks(group)
+        name = f"syncpipe/{group.group_name}/{'-'.join(map(str, self._ranks))}"
         _NUMBERS[name] += 1  # alike everywhere: all make the same, in turn
-        self._keys = [f"{name}/{_NUMBERS[name]}/{rank}" for rank in range(self.size)]
+        self._prefix = f"{name}/{_NUMBERS[name]}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
         #: The last calls, those refused, why there are no more, and whether that is a failure.
         self._row: dict[str, Any] = {
             "calls": deque(maxlen=_KEPT), "refused": [], "gone": "", "failed": False
         }  # fmt: skip
-        self.by_host = "cpu:" in str(dist.get_backend_config(group))  # sends from its memory
         self._calls, self._begun, self._stop = 0, math.inf, threading.Event()
         own = self._store, self._keys[self.rank], self._row
         weakref.finalize(self, _leave, self._stop, os.getpid(), self._name(self.rank), *own)
+        weakref.finalize(self, _destroy, self.groups, os.getpid()).atexit = False
         given = weakref.ref(self), self._stop
         self._watch = threading.Thread(target=_watch, args=given, daemon=True, name="peers")
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the group sends from the host's memory."""
+        return "cpu:" in str(dist.get_backend_config(self.group))
+
+    def new_group(
+        self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
+    ) -> Any:
+        """Makes a process group of all, or of some, of which others know nothing.
+
+        PyTorch would name it by counters that differ where other groups were made or dropped.
+        """
+        c10d: Any = dist.distributed_c10d
+        world = [self._ranks[rank] for rank in ranks or range(self.size)]
+        options: dict[str, Any] = {"backend": backend, "use_local_synchronization": True}
+        if self._timeout < math.inf:
+            options["timeout"] = timedelta(seconds=self._timeout + 5)  # we are to say so first
+        named = c10d._process_group_name
+        c10d._process_group_name = lambda *_, **__: f"{self._prefix}/{name}"
+        try:
+            self.groups.append(dist.new_group(world, **options))
+        finally:
+            c10d._process_group_name = named
+        return self.groups[-1]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -218,7 +244,7 @@ class Peers:
 
     def close(self) -> None:
         """Closes the connections of all groups, so that nobody waits in them any more."""
-        for group in self.group, *self.groups:
+        for group in {self.group, *self.groups}:
             with suppress(Exception):
                 backend, size = str(dist.get_backend_config(group)), dist.get_world_size(group)
                 if size > 1 and "cpu:gloo" in backend:
@@ -274,6 +300,12 @@ def _leave(
     gone = f"{name} has ended{why}, after call {_last(row)}, and the others wait for it"
     row["gone"] = row["gone"] or gone
     _written(store, key, row)
+
+
+def _destroy(groups: list[Any], process: int) -> None:
+    for group in groups if process == os.getpid() else []:
+        with suppress(Exception):  # all may have been destroyed by the user
+            dist.destroy_process_group(group)
 
 
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:

@@ -7,7 +7,6 @@ weights, and ends all ranks with a reason when one fails.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +23,7 @@ from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
 
-__all__ = ["Run", "schedule_of"]
+__all__ = ["SCHEDULES", "Run", "schedule_of"]
 
 #: Our names; PyTorch's class, and where the stages of a rank are.
 SCHEDULES = {
@@ -73,16 +72,9 @@ def schedule_of(run: Run) -> Any:
                     f"same stage {stage.stage_index}, which PyTorch's halves get wrong: take "
                     "'interleaved_1f1b', or a balance that puts them on different stages"
                 )
-    theirs = getattr(pipelining, kind)
-    runtime = any(base.__name__ == "_PipelineScheduleRuntime" for base in theirs.__mro__)
-    if needed == "v" and not runtime and owner.peers.by_host and len(owner.balance) > 2:
-        raise ValueError(
-            f"{name!r} of PyTorch {torch.__version__} sends from a rank to itself, which gloo "
-            "cannot: take 'dualpipev', or a later PyTorch"
-        )
     # The last stage gives the loss already, for outputs and targets may be any trees. It counts
     # as the mini-batch's does, so there is nothing left to be divided.
-    schedule = _checked(theirs)(
+    schedule = _checked(getattr(pipelining, kind))(
         owner.stages[0] if needed == "one" else owner.stages,
         run.chunks,
         loss_fn=None if run.loss is None else lambda loss, _: loss.sum(),
@@ -132,16 +124,15 @@ class _Checked:
         what = f"{'step' if backward else 'eval'}() of {run.name!r}"
         step: Any = super().step  # type: ignore[misc]
         index = torch.arange(run.chunks)  # what PyTorch cuts: the numbers of the micro-batches
-        options: dict[str, Any] = {"target": index}
-        if "return_outputs" in inspect.signature(step).parameters:
-            options["return_outputs"] = False  # they are kept here, for they may be any trees
         with owner.peers.call(f"{what} with {run.chunks} micro-batches"):
             try:
                 batch = _MiniBatch(run, args, kwargs, target, backward, return_outputs)
                 owner.peers.sent = True
-                _reset(self, backward)
+                self._prepare_anew()
                 with owner._added_up() if backward else _forward_only(self):
-                    step(*([] if first is None else [index]), **options)
+                    # Outputs are kept here, for they may be any trees.
+                    given = [] if first is None else [index]
+                    step(*given, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
                     raise error.__cause__ from None  # PyTorch wraps it to show the arguments
@@ -154,6 +145,21 @@ class _Checked:
         if losses is not None:
             losses[:] = [share.detach() for share in batch.shares]
         return gather(batch.outputs) if return_outputs else None
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a mini-batch as ``step`` does, but forward only."""
+        before, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            self._has_backward = before
+
+    def _prepare_anew(self) -> None:
+        """Lets PyTorch 2.11 prepare for training after evaluation, as later ones do."""
+        own = vars(self)
+        for back in [name for name in own if name.endswith("_backward_initialized")]:
+            if own[back] != self._has_backward:
+                own |= {back: False, back.replace("backward", "forward"): False}
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         """PyTorch's vote whether all shapes are known: they are.
@@ -246,33 +252,14 @@ class _MiniBatch(Source):
 @contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
     """Takes what goes back out of a schedule; PyTorch leaves halves of backward in."""
-    names = ("pipeline_order", "pipeline_order_with_comms")
-    kept = {name: vars(schedule)[name] for name in names if name in vars(schedule)}
-    for name, orders in kept.items():
-        fill = name == "pipeline_order"  # which goes by time steps
-        found = {rank: _forward_actions(actions, fill) for rank, actions in orders.items()}
-        setattr(schedule, name, found)
+    orders: dict[int, list[Any]] = vars(schedule).get("pipeline_order_with_comms", {})
+    before = dict(orders)
+    forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+    for rank, actions in before.items():
+        parts = [part for action in actions for part in action.sub_actions or [action]]
+        orders[rank] = [part for part in parts if part.computation_type.value in forward]
     try:
         with torch.no_grad():
             yield
     finally:
-        vars(schedule).update(kept)
-
-
-def _forward_actions(actions: list[Any], fill: bool) -> list[Any]:
-    found: list[Any] = []
-    for action in actions:
-        parts = [] if action is None else getattr(action, "sub_actions", None) or [action]
-        forward = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-        kept = [part for part in parts if part.computation_type.value in forward]
-        found += kept[:1] or [None] if fill else kept
-    return found
-
-
-def _reset(schedule: Any, backward: bool) -> None:
-    """Lets PyTorch 2.11 prepare anew for training after evaluation, as later ones do."""
-    if vars(schedule).get("_syncpipe_backward") not in (None, backward):
-        for name in ("_stage_initialized", "_stages_initialized"):
-            if name in vars(schedule):
-                setattr(schedule, name, False)
-    schedule._syncpipe_backward = backward
+        orders.update(before)

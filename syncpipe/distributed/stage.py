@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -177,17 +177,15 @@ class Stages(nn.Module):
             made = (loss,) if part.outward is None else part.outward.wire()
             shapes = {"input_args": given, "output_args": made, "group": peers.group}
             self.stages.append(_PipelineStage(part, j, len(self.balance), self.device, **shapes))
-        for tie in self._tied:
+        for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
             mine = [place for place in tie.places if place.stage in parts]
             if len(ranks) == 1 or not mine:
                 continue
-            world = tuple(dist.get_global_rank(peers.group, rank) for rank in ranks)
-            group, place = _group_of(world, dist.group.WORLD), mine[0]
-            peers.groups.append(group)
+            group, place = peers.new_group(f"tie {k}", ranks=ranks), mine[0]
             tensor = attrgetter(place.full_name)(self).detach()
             dense = tensor.contiguous()
-            dist.broadcast(dense, world[0], group)
+            dist.broadcast(dense, dist.get_global_rank(peers.group, ranks[0]), group)
             tensor.copy_(dense)
             if place.is_parameter:
                 self._ties.append((place.full_name, group, ranks[0] == self.rank))
@@ -440,12 +438,6 @@ class _PipelineStage(PipelineStage):
         for operation in found:
             operation.tensor = operation.tensor.to(torch.float32)
         return found
-
-
-@cache
-def _group_of(ranks: tuple[int, ...], world: Any) -> Any:
-    """A group of some processes. Kept: its name goes by the groups that each of them has."""
-    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def _local(tensor: Any) -> Tensor:

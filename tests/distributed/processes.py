@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class Ranks:
             text=True,
         )
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What a function of a module returns in each process, or None of one that is gone."""
+    def run(self, function: Callable[..., Any], *args: Any, gone: Sequence[int] = ()) -> list[Any]:
+        """What a function of a module returns in each process, or None of those that are gone."""
         self._calls += 1
         stdin, stdout = self.server.stdin, self.server.stdout
         stdin.write(json.dumps([self._calls, function.__module__, function.__name__, *args]) + "\n")
@@ -56,11 +56,11 @@ class Ranks:
             waiting.discard(int(rank))
             if what == "gone":
                 self._there.discard(int(rank))
-        for rank in range(self._size):
-            with suppress(FileNotFoundError):
-                answer = torch.load(self._folder / f"{self._calls}-{rank}.pt", weights_only=False)
-                assert "error" not in answer, f"process {rank}:\n{answer['error']}"
-                results[rank] = answer["result"]
+        assert self._there == {*range(self._size)} - {*gone}, "processes that ended, or took long"
+        for rank in self._there:
+            answer = torch.load(self._folder / f"{self._calls}-{rank}.pt", weights_only=False)
+            assert "error" not in answer, f"process {rank}:\n{answer['error']}"
+            results[rank] = answer["result"]
         return results
 
 

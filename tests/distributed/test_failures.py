@@ -294,7 +294,7 @@ def test_a_process_that_does_not_come(three, tmp_path, how):
         first, gone, third = three.run(is_gone, how)
     else:
         with ranks(3, tmp_path) as processes:
-            first, gone, third = processes.run(is_gone, how)
+            first, gone, third = processes.run(is_gone, how, gone=[GUILTY])
     assert gone is None
     for found, then in first, third:
         assert found.startswith("LostProcess: ")

@@ -83,7 +83,7 @@ SAYS = {
 def test_all_ranks_say_why(three, tmp_path, how):
     if how == "killed":
         with ranks(3, tmp_path) as processes:
-            found = processes.run(fails, how)
+            found = processes.run(fails, how, gone=[1])
     else:
         found = three.run(fails, how)
     for says, answer in zip(SAYS[how], found, strict=True):
