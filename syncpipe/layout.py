@@ -24,7 +24,7 @@ from syncpipe.options import ReplicasLike, StageMode, check_slots, counts_of, mo
 from syncpipe.runtime.random_numbers import let_modules_hold
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
-from syncpipe.schedules.build import ScheduleLike
+from syncpipe.schedules.named import ScheduleLike
 from syncpipe.skip import verify_skippables
 from syncpipe.stages.stage import Partition
 

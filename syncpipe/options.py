@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from syncpipe.schedules import one_f_one_b
-from syncpipe.schedules.build import ScheduleLike, named, shown
+from syncpipe.schedules.named import ScheduleLike, named, shown
 from syncpipe.schedules.schedule import Devices, Schedule
 from syncpipe.schedules.stream import VERSIONS
 

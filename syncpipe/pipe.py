@@ -41,7 +41,7 @@ from syncpipe.options import (
 from syncpipe.planner.auto import auto
 from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.thread_state import INLINE, driven
-from syncpipe.schedules.build import ScheduleLike, shown
+from syncpipe.schedules.named import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
 from syncpipe.skip.skippable import unwrap_keys
 from syncpipe.stages.pipeline import Pipeline

@@ -184,7 +184,11 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
     def piped(schedule: str) -> Callable[[], object]:
         return lambda: pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
 
-    several, count, whole = f"{n} devices", n if on_cpu else all_threads, "the mini-batch"
+    several, count, whole = (
+        f"{n} device{'s' * (n > 1)}",
+        n if on_cpu else all_threads,
+        "the mini-batch",
+    )
     held = [f"{max(build(name, m, range(n)).in_flight)} of {m}" for name in ("gpipe", "1f1b")]
     ways = [
         ("plain model, 1 device", alone, 1 if on_cpu else count, whole),

@@ -2,9 +2,10 @@
 one made to measure."""
 
 from syncpipe.schedules.auto import AutoSchedule, auto
-from syncpipe.schedules.build import SCHEDULES, build
 from syncpipe.schedules.greedy import dealt
 from syncpipe.schedules.named import (
+    SCHEDULES,
+    build,
     dualpipev,
     gpipe,
     interleaved_1f1b,

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import Any
 
-from syncpipe.schedules.build import SCHEDULES, build
-from syncpipe.schedules.greedy import Lister, Work, edges_of
-from syncpipe.schedules.named import naive, one_f_one_b, zb_h1
+from syncpipe.schedules.greedy import ROUNDING, Lister, Problem, Urgencies
+from syncpipe.schedules.named import SCHEDULES, build, naive, one_f_one_b, zb_h1
 from syncpipe.schedules.player import Costs, counted, play
-from syncpipe.schedules.schedule import HALVES, KINDS, Action, Kind, Schedule
+from syncpipe.schedules.schedule import HALVES, Action, Kind, Schedule
 
-__all__ = ["AutoSchedule", "Problem", "Report", "auto", "lower_bound"]
+__all__ = ["AutoSchedule", "Report", "auto", "lower_bound"]
 
-_ROUNDING = 1e-9  # of floats that differ by less, relative, neither is the greater one
 _CLOSE = 1e-3  # a schedule that is longer than the bound by less, relative, is good enough
 _PATIENCE = (0.0, 1.0, 0.5, 2.0)  # of passes, one after another (syncpipe.schedules.greedy)
 _Rows = tuple[tuple[Action, ...], ...]
@@ -56,80 +54,6 @@ class AutoSchedule(Schedule):
     """A schedule by :func:`syncpipe.schedules.auto`; its ``report`` says what it is worth."""
 
     report: Report = field(default=Report(0.0, 0.0, {}, (), ()), repr=False)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The arguments of :func:`auto`, checked."""
-
-    m: int
-    device_of: tuple[int, ...]
-    costs: Costs
-    recomputed: tuple[int, ...]
-    activations: tuple[float, ...]
-    inputs: tuple[float, ...]
-    limits: tuple[float, ...]
-    split: bool
-
-    @property
-    def n(self) -> int:
-        """Number of stages."""
-        return len(self.device_of)
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of the codes of :mod:`syncpipe.schedules.greedy`, row by row."""
-        return ("forward", *HALVES) if self.split else ("forward", "backward")
-
-    def stages(self, d: int) -> list[int]:
-        """Those of a device."""
-        return [j for j in range(self.n) if self.device_of[j] == d]
-
-    def held(self, i: int, j: int) -> float:
-        """The memory of a cell from its forward on; that of its activations from its backward."""
-        return self.inputs[j] if i < self.recomputed[j] else self.activations[j]
-
-    def play(self, rows: Sequence[Sequence[Action]]) -> float:
-        """The step of a schedule."""
-        return play(rows, self.m, self.device_of, self.costs, self.recomputed).makespan
-
-    def peak(self, row: Iterable[Action]) -> float:
-        """The most that a device holds at once."""
-        held = peak = 0.0
-        for kind, i, j in row:
-            first = self.held(i, j)
-            if kind == "forward":
-                held += first
-            if KINDS[kind].sends == "gradient":
-                held += self.activations[j] - first
-            peak = max(peak, held)
-            if KINDS[kind].alive < 0:
-                held -= self.activations[j]
-        return peak
-
-    def fits(self, rows: Iterable[Iterable[Action]]) -> bool:
-        """Whether no device ever holds more than it may."""
-        limits = zip(map(self.peak, rows), self.limits, strict=True)
-        return all(peak <= limit * (1 + _ROUNDING) for peak, limit in limits)
-
-    def work(self) -> tuple[Work, Work]:
-        """What is to be listed, forth and back in time."""
-        m, own = self.m, [self.stages(d) for d in range(len(self.limits))]
-        lists = [
-            [[Action(kind, i, j) for i in range(m)] for kind in self.kinds for j in stages]
-            for stages in own
-        ]
-        # What must be left over to lead one micro-batch through all later stages on the device, so
-        # that it does not get stuck, and what a recomputation takes on besides.
-        reserve = []
-        for j, d in enumerate(self.device_of):
-            later = [max(self.held(0, k), self.held(m - 1, k)) for k in own[d] if k > j]
-            extra = max(self.activations[k] - self.held(0, k) for k in own[d])
-            reserve.append(math.fsum(later) + extra)
-        limits = [limit * (1 + _ROUNDING) for limit in self.limits]
-        memory = limits, self.activations, self.inputs, self.recomputed, reserve
-        work = Work(m, self.device_of, self.costs, lists, *memory)
-        return work, work.mirrored()
 
 
 def auto(
@@ -184,16 +108,16 @@ def auto(
         memory = [memory] * d
     p = replace(p, limits=_sizes("memory", memory, d))
     known = _known(p, starts)
-    steps = {name: p.play(schedule.actions) for name, schedule in known.items()}
+    steps = {name: p.play(schedule.actions).makespan for name, schedule in known.items()}
     order = [known[name] for name in sorted(steps, key=lambda name: steps[name])]
     shortest, bound = min(steps.values()), lower_bound(p)
     rows, step = order[0].actions, math.inf
     for time, found in _found(p, order):
-        if time < step * (1 - _ROUNDING) and time <= shortest * (1 + _ROUNDING):
+        if time < step * (1 - ROUNDING) and time <= shortest * (1 + ROUNDING):
             rows, step = found, time
         if step <= bound * (1 + _CLOSE):
             break
-    report = Report(min(step, shortest), bound, steps, tuple(map(p.peak, rows)), p.limits)
+    report = Report(min(step, shortest), bound, steps, tuple(map(p.peak, rows)), tuple(p.limits))
     return AutoSchedule(m, devices, rows, "auto", report)
 
 
@@ -226,40 +150,48 @@ def _known(p: Problem, starts: Iterable[Schedule]) -> dict[str, Schedule]:
 
 def _found(p: Problem, starts: Iterable[Schedule]) -> Iterator[tuple[float, _Rows]]:
     """Schedules and their steps: those given, with micro-batches in order, and lists of these."""
-    m, n = p.m, p.n
     # What brings gradients on first, then forwards, then weight halves.
-    urgencies = [[[float(rank * m + i) for i in range(m)] for rank in (1, 0, 2) for _ in range(n)]]
+    ranks: dict[Kind, int] = {"backward": 0, "backward_input": 0, "forward": 1, HALVES[1]: 2}
+    stages = range(len(p.device_of))
+    urgencies: list[Urgencies] = [
+        {kind: [[float(rank * p.m + i) for i in range(p.m)] for _ in stages]
+         for kind, rank in ranks.items()}
+    ]  # fmt: skip
     for schedule in starts:
         rows = _in_order(p, schedule)
         if p.fits(rows):
-            played = play(rows, m, p.device_of, p.costs, p.recomputed)
+            played = p.play(rows)
             yield played.makespan, rows
-            kinds = p.kinds if p.split else (*p.kinds, "backward")
-            urgencies.append([ends for kind in kinds for ends in played.ends[kind]])
-    works = p.work()
+            urgencies.append(played.ends)
+    lists = [
+        [[Action(kind, i, j) for i in range(p.m)] for kind in p.kinds for j in p.stages(d)]
+        for d in range(len(p.limits))
+    ]
     for patience, each, careful in product(_PATIENCE, urgencies[:2], (True, False)):
-        if not careful or any(works[0].reserve):
-            yield from _back_and_forth(p, works, each, patience, careful)
+        if not careful or any(p.spare):
+            yield from _back_and_forth(p, lists, each, patience, careful)
 
 
 def _back_and_forth(
-    p: Problem, works: Sequence[Work], urgencies: list[list[float]], *how: Any
+    p: Problem, lists: Sequence[Sequence[list[Action]]], urgencies: Urgencies, *how: Any
 ) -> Iterator[tuple[float, _Rows]]:
     """Lists again and again, until that was of no use twice."""
     least, useless = math.inf, 0
     while useless < 2:
         useless += 1
-        for work, step in zip(works, (1, -1), strict=True):
-            found = Lister(work, urgencies, *how)
+        for mirrored in (False, True):
+            found = Lister(p, lists, urgencies, *how, mirrored=mirrored)
             if found.stuck:
                 return
-            rows = tuple([tuple(row[::step]) for row in found.rows])
-            time = p.play(rows)
+            rows = tuple([tuple(row[:: -1 if mirrored else 1]) for row in found.rows])
+            time = p.play(rows).makespan
             yield time, rows
-            if time < least * (1 - _ROUNDING):
+            if time < least * (1 - ROUNDING):
                 least, useless = time, 0
             # What ends last in this direction is the first in the other one.
-            urgencies = [[-end for end in ends] for ends in found.ends]
+            urgencies = {
+                kind: [[-end for end in ends] for ends in row] for kind, row in found.ends.items()
+            }
 
 
 def _in_order(p: Problem, schedule: Schedule) -> _Rows:
@@ -283,32 +215,31 @@ def lower_bound(p: Problem) -> float:
     the last gradient goes on to stage 0; and for each memory, by Little's law, how often its places
     are taken: a micro-batch keeps one from its forward until its gradient can be back.
     """
-    n, m, again, where = p.n, p.m, p.costs.recompute, p.device_of * 3
-    times = [time for kind in p.kinds for time in p.costs.times[kind]]
-    times += [0.0] * (3 * n - len(times))
-    # For each code the longest way of a micro-batch to its start, and from its end. The quickest
-    # one is recomputed only where all are.
-    head, tail = [0.0] * len(times), [0.0] * len(times)
-    ways = []
-    for a, b, time in edges_of(p.costs):
-        recomputed = b == a + n < 2 * n and p.recomputed[a] == m
-        ways.append((a, b, again[a] if recomputed else time * (where[a] != where[b])))
-    codes = [*range(n), *reversed(range(n, 2 * n)), *range(2 * n, 3 * n)]
-    for c in codes:
-        head[c] = max([0.0, *(head[a] + times[a] + time for a, b, time in ways if b == c)])
-    for c in reversed(codes):
-        tail[c] = max([0.0, *(time + times[b] + tail[b] for a, b, time in ways if a == c)])
-    bounds = [begin + time for begin, time in zip(head, times, strict=True)]
-    for d, limit in enumerate(p.limits):
-        own, memory = p.stages(d), limit * (1 + _ROUNDING)
-        first, work, held = own[0], 0.0, 0.0
-        for j in own:
-            back = math.fsum(times[j + n :: n])
-            work += m * (times[j] + back) + p.recomputed[j] * again[j]
-            held += p.held(0, j) * (head[n + j] - head[j]) + p.activations[j] * back
-        turns = m * held / memory if held else 0.0
+    # The way of one micro-batch; the quickest one is recomputed only where all are.
+    own, costs = [p.stages(d) for d in range(len(p.limits))], replace(p.costs, last=None)
+    rows = [
+        [Action(kind, 0, j) for kind in p.kinds for j in sorted(stages, reverse=kind != "forward")]
+        for stages in own
+    ]
+    way = play(rows, 1, p.device_of, costs, [count == p.m for count in p.recomputed])
+    there, back = (
+        [ends[0] - time for ends, time in zip(way.ends[kind], costs.times[kind], strict=True)]
+        for kind in p.kinds[:2]
+    )  # when it starts
+    bounds = [way.makespan]
+    for stages, limit in zip(own, p.limits, strict=True):
+        first, memory, work, held = stages[0], limit * (1 + ROUNDING), 0.0, 0.0
+        for j in stages:
+            whole = costs.times["backward"][j]
+            work += p.m * (costs.forward[j] + whole) + p.recomputed[j] * costs.recompute[j]
+            held += p.held(0, j) * (back[j] - there[j]) + p.activations[j] * whole
+        turns = p.m * held / memory if held else 0.0
         size = p.activations[first]
-        if len(own) == 1 and held and p.held(0, first) == size:  # places are whole ones
-            turns = math.ceil(m / max(1, math.floor(min(m, memory / size)))) * held / size
-        bounds.append(head[first] + max(work, turns) + (0.0 if p.split else tail[n + first]))
+        if len(stages) == 1 and held and p.held(0, first) == size:  # places are whole ones
+            turns = math.ceil(p.m / max(1, math.floor(min(p.m, memory / size)))) * held / size
+        after = [
+            costs.times["backward"][j] + costs.transfer[j] * (p.device_of[j] != p.device_of[j + 1])
+            for j in range(0 if p.split else first)
+        ]
+        bounds.append(there[first] + max(work, turns) + math.fsum(after))
     return max(bounds)

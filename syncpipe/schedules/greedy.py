@@ -10,101 +10,123 @@ happened is one in which they can happen again. So no result has a deadlock.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from operator import itemgetter
 
-from syncpipe.schedules.player import Costs
-from syncpipe.schedules.schedule import KINDS, Action, Devices, Schedule, devices_of
+from syncpipe.schedules.player import Cell, Costs, Played, Times, cells_of, play
+from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, devices_of
 
-__all__ = ["Lister", "Work", "dealt", "edges_of", "merged"]
-
-#: For each code and micro-batch. Of ``n`` stages, code ``j`` is a forward of stage ``j``, ``n + j``
-#: its backward or input half, and ``2 n + j`` its weight half.
-Table = list[list[float]]
-Node = tuple[int, int, Action]  # by code and micro-batch
+__all__ = ["ROUNDING", "Lister", "Problem", "Urgencies", "dealt", "merged"]
 
 
-def edges_of(costs: Costs) -> list[tuple[int, int, float]]:
-    """What waits for what in a pipeline, by code, and for how long it is on a link."""
-    n = len(costs.forward)
-    edges = [(row * n + j, (row + 1) * n + j, 0.0) for row in (0, 1) for j in range(n)]
-    for (a, b, _), time in costs.edges.items():
-        edges += [(a, b, time), (n + b, n + a, time)]
-    return edges
+#: For each kind, stage and micro-batch; what has the least is done first.
+Urgencies = dict[Kind, list[Times]]
+#: How urgent an action is, what it is one of, what it takes, what must be left over, what it gives.
+_Node = tuple[float, Cell, Action, float, float, float]
+#: Of floats that differ by less, relative, neither is the greater one.
+ROUNDING = 1e-9
 
 
-class Work:
-    """What is to be put in order: lists of actions for each device; memory is as in :func:`.auto`.
+@dataclass(frozen=True)
+class Problem:
+    """What a schedule is made for; sizes are those of :func:`.auto`."""
 
-    Part of a recomputation's time, the early one, comes before anything arrives. A cell takes
-    memory at the start of its actions, of which the reserve must be left over, and gives it back.
-    """
+    m: int
+    device_of: Devices
+    costs: Costs
+    recomputed: Sequence[int]
+    activations: Sequence[float]
+    inputs: Sequence[float]
+    limits: Sequence[float]
+    split: bool = True
 
-    def __init__(
-        self, m: int, device_of: Devices, costs: Costs, lists: Sequence[Sequence[list[Action]]],
-        limits: Sequence[float], activations: Sequence[float], inputs: Sequence[float],
-        recomputed: Sequence[int], reserve: Sequence[float],
-    ) -> None:  # fmt: skip
-        n = len(device_of)
-        self.limits, self.reserve = limits, [*reserve, *[0.0] * (2 * n)]
-        self.devices = [devices_of(device_of, j) for j in range(n)] * 3
-        tables: list[Table] = [[[0.0] * m for _ in range(3 * n)] for _ in range(4)]
-        self.times, self.early, self.takes, self.gives = tables
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of the actions, in the order in which those of a cell happen."""
+        return ("forward", *HALVES) if self.split else ("forward", "backward")
 
-        def node(action: Action) -> Node:
-            kind, i, j = action
-            row = {"forward": 0, "backward_weight": 2}.get(kind, 1)
-            c, again = row * n + j, i < recomputed[j]
-            first = inputs[j] if again else activations[j]
-            self.early[c][i] = costs.recompute[j] if again and row == 1 else 0.0
-            self.times[c][i] = costs.times[kind][j] + self.early[c][i]
-            self.takes[c][i] = (first, activations[j] - first, 0.0)[row]
-            self.gives[c][i] = activations[j] if KINDS[kind].alive < 0 else 0.0
-            return c, i, action
+    def stages(self, d: int | tuple[int, ...]) -> list[int]:
+        """Those of a device."""
+        return [j for j in range(len(self.device_of)) if self.device_of[j] == d]
 
-        self.lists = [[list(map(node, each)) for each in own] for own in lists]
-        codes = {c for own in self.lists for each in own for c, _, _ in each}
-        self.edges = [(a, b, time) for a, b, time in edges_of(costs) if {a, b} <= codes]
+    @cached_property
+    def spare(self) -> list[float]:
+        """For each stage the memory that must be left over when a micro-batch comes to it.
 
-    def mirrored(self) -> Work:
-        """The same back in time: what ends last comes first, and gives are takes."""
-        back = copy.copy(self)
-        back.lists = [[each[::-1] for each in own] for own in self.lists]
-        back.edges = [(b, a, time) for a, b, time in self.edges]
-        back.early = [[0.0] * len(row) for row in self.early]
-        back.takes, back.gives = self.gives, self.takes
-        back.reserve = self.reserve[: len(self.reserve) // 3] * 3
-        return back
+        It is enough to lead one through all later stages on the device, so that it does not get
+        stuck, and for what a recomputation takes on besides.
+        """
+        spare = []
+        for j, d in enumerate(self.device_of):
+            own = self.stages(d)
+            later = [max(self.held(0, k), self.held(self.m - 1, k)) for k in own if k > j]
+            extra = max(self.activations[k] - self.held(0, k) for k in own)
+            spare.append(math.fsum(later) + extra)
+        return spare
+
+    def held(self, i: int, j: int) -> float:
+        """The memory of a cell from its forward on; that of its activations from its backward."""
+        return self.inputs[j] if i < self.recomputed[j] else self.activations[j]
+
+    def memory(self, action: Action) -> tuple[float, float]:
+        """What an action takes when it starts, and what it gives back when it ends."""
+        kind, i, j = action
+        whole, first = self.activations[j], self.held(i, j)
+        takes = {"activation": first, "gradient": whole - first, "": 0.0}[KINDS[kind].sends]
+        return takes, whole * (KINDS[kind].alive < 0)
+
+    def peak(self, row: Iterable[Action]) -> float:
+        """The most that a device holds at once."""
+        held = peak = 0.0
+        for takes, gives in map(self.memory, row):
+            held += takes
+            peak = max(peak, held)
+            held -= gives
+        return peak
+
+    def fits(self, rows: Iterable[Iterable[Action]]) -> bool:
+        """Whether no device ever holds more than it may."""
+        limits = zip(map(self.peak, rows), self.limits, strict=True)
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in limits)
+
+    def play(self, rows: Sequence[Sequence[Action]]) -> Played:
+        """Plays a schedule through."""
+        return play(rows, self.m, self.device_of, self.costs, self.recomputed)
 
 
 class Lister:
     """Puts everything in an order: of what can start, what has the least urgency is done first.
 
-    ``rows`` are the actions of each device in order, ``ends`` is for each code and micro-batch, and
-    if ``stuck`` something is left, for want of memory or because lists wait for each other.
+    ``rows`` are the actions of each device in order, ``ends`` is for each kind, stage and
+    micro-batch, and if ``stuck`` something is left, for want of memory or because lists wait for
+    each other. Mirrored is back in time: what ends last comes first, and gives are takes.
     """
 
     def __init__(
-        self, work: Work, urgencies: Table, patience: float = 0.0, careful: bool = False
-    ) -> None:
-        self._work, self._urgencies, self._careful = work, urgencies, careful
-        devices, codes = range(len(work.lists)), range(len(work.times))
+        self, problem: Problem, lists: Sequence[Sequence[Sequence[Action]]], urgencies: Urgencies,
+        patience: float = 0.0, careful: bool = False, *, mirrored: bool = False,
+    ) -> None:  # fmt: skip
+        p, devices = problem, range(len(lists))
+        cells = cells_of(p.m, p.device_of, p.costs, p.recomputed, mirrored=mirrored)
+        self.ends = {kind: [cell.ends for cell in row] for kind, row in cells.items()}
         self.rows: list[list[Action]] = [[] for _ in devices]
-        self.ends = [[0.0] * len(row) for row in work.times]
         self._wake = [0.0 for _ in devices]  # when each looks for something to do next
-        self._left = [[each[::-1] for each in own] for own in work.lists]
         self._free, self._held = [0.0 for _ in devices], [0.0 for _ in devices]
         self._links = [[0.0 for _ in devices] for _ in devices]
-        self._needs: list[list[list[float]]] = [[] for _ in codes]
-        self._sends: list[list[tuple[list[float], tuple[int, ...], float]]] = [[] for _ in codes]
-        for a, b, time in work.edges:
-            arrivals = [-1.0] * len(work.times[a])  # < 0: unknown yet
-            self._sends[a].append((arrivals, work.devices[b], time))
-            self._needs[b].append(arrivals)
+        self._limits = [limit * (1 + ROUNDING) for limit in p.limits]
+
+        def node(action: Action) -> _Node:
+            kind, i, j = action
+            takes, gives = p.memory(action)[:: -1 if mirrored else 1]
+            spare = p.spare[j] if careful and (mirrored or kind == "forward") else 0.0
+            return urgencies[kind][j][i], cells[kind][j], action, takes, spare, gives
+
+        # The next one is the last of its list.
+        step = 1 if mirrored else -1
+        self._left = [[list(map(node, each[::step])) for each in own] for own in lists]
         while (now := min(self._wake)) < math.inf:
             d = self._wake.index(now)
             ready, ahead = self._look(d, now)
@@ -118,51 +140,49 @@ class Lister:
                 ]
                 ready = [each for each in ready if not worth or each[1] <= min(worth)]
             if ready:
-                self._begin(d, now, *min(ready, key=itemgetter(0))[2].pop())
+                self._begin(d, now, min(ready, key=itemgetter(0))[2].pop())
         self.stuck = any(map(any, self._left))
 
     def _look(
         self, d: int, now: float
-    ) -> tuple[list[tuple[float, float, list[Node]]], list[tuple[float, float]]]:
+    ) -> tuple[list[tuple[float, float, list[_Node]]], list[tuple[float, float]]]:
         """What a free device can do: how urgent it is, when it would end, and the list that it is
         in; and what can start later: when, and how urgent it is.
         """
-        work, held, limit = self._work, self._held[d], self._work.limits[d]
+        held, limit = self._held[d], self._limits[d]
         found, ahead = [], []
         for nodes in filter(None, self._left[d]):
-            c, i, _ = nodes[-1]
+            urgency, cell, (_, i, _), takes, spare, _ = nodes[-1]
             ready = 0.0
-            for arrivals in self._needs[c]:
+            for arrivals in cell.needs:
                 there = arrivals[i]
                 if there < 0.0:
                     break
                 if there > ready:
                     ready = there
             else:
-                takes = work.takes[c][i]
-                if takes and held + takes + work.reserve[c] * self._careful > limit:
+                if takes and held + takes + spare > limit:
                     continue
-                urgency = self._urgencies[c][i]
-                ready -= work.early[c][i]
+                ready -= cell.again[i]
                 if ready > now:
                     ahead.append((ready, urgency))
                 else:
-                    found.append((urgency, now + work.times[c][i], nodes))
+                    found.append((urgency, now + cell.takes[i] + cell.again[i], nodes))
         return found, ahead
 
-    def _begin(self, d: int, now: float, c: int, i: int, action: Action) -> None:
-        work, links = self._work, self._links[d]
-        ready = max([now + work.early[c][i], *(arrivals[i] for arrivals in self._needs[c])])
-        end = ready + work.times[c][i] - work.early[c][i]
+    def _begin(self, d: int, now: float, node: _Node) -> None:
+        _, (ends, needs, sends, takes, again), action, taken, _, given = node
+        i, links = action.i, self._links[d]
+        end = max([now + again[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
         self.rows[d].append(action)
-        self.ends[c][i] = self._free[d] = self._wake[d] = end
-        self._held[d] += work.takes[c][i] - work.gives[c][i]
-        for arrivals, devices, time in self._sends[c]:
+        ends[i] = self._free[d] = self._wake[d] = end
+        self._held[d] += taken - given
+        for arrivals, devices, times in sends:
             to = devices[i % len(devices)]
             if to == d:
                 arrivals[i] = end
                 continue
-            arrivals[i] = links[to] = max(end, links[to]) + time
+            arrivals[i] = links[to] = max(end, links[to]) + times[i]
             self._wake[to] = min(self._wake[to], max(end, self._free[to]))
 
 
@@ -187,12 +207,16 @@ def merged(
             lists[d].append(actions)
     if all(len(some) == 1 for some in lists):
         return replace(whole, actions=tuple([tuple(some[0]) for some in lists]))
-    ones, none = (1.0,) * n, (0,) * n
-    limits = [limit] * devices
-    work = Work(m, device_of, Costs.even(n), lists, limits, ones, ones, none, none)
     # What brings gradients on, forwards, the rest; and what is nearest to the end of its way.
-    ranks = [*(2 * n - 1 - j for j in range(n)), *range(n), *range(2 * n, 3 * n)]
-    found = Lister(work, [[float(rank)] * m for rank in ranks])
+    ranks: dict[Kind, range] = {
+        "forward": range(2 * n - 1, n - 1, -1), "backward": range(n), "backward_input": range(n),
+        "backward_weight": range(2 * n, 3 * n),
+    }  # fmt: skip
+    urgencies = {kind: [[float(rank)] * m for rank in row] for kind, row in ranks.items()}
+
+    ones = (1.0,) * n
+    problem = Problem(m, device_of, Costs.even(n), (0,) * n, ones, ones, [limit] * devices)
+    found = Lister(problem, lists, urgencies)
     assert not found.stuck, "the orders wait for each other"
     return replace(whole, actions=tuple(map(tuple, found.rows)))
 

@@ -1,5 +1,7 @@
-"""The schedules that one can ask for by name: functions of the number of micro-batches and of
-``device_of``, the number of stages or for each stage the index of its device.
+"""The schedules that one can ask for by name, and how what people write becomes a valid schedule.
+
+Those with a name are functions of the number of micro-batches and of ``device_of``, the number of
+stages or for each stage the index of its device.
 
 Some are an order for each stage, wherever the stages are. Where a device has several of them, these
 are merged into one, and neighbours on one device count as one stage. Two devices, three
@@ -50,18 +52,33 @@ differ, V-Half and V-Min, whose devices have little room to choose, idle in ever
 
 from __future__ import annotations
 
+import difflib
+import operator
+import os
+import types
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, product
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from syncpipe.schedules.greedy import merged
-from syncpipe.schedules.schedule import LETTERS, Action, Devices, Kind, Schedule, devices_of
+from syncpipe.schedules.greedy import dealt, merged
+from syncpipe.schedules.player import validate
+from syncpipe.schedules.schedule import (
+    LETTERS,
+    Action,
+    Devices,
+    Kind,
+    Schedule,
+    devices_of,
+    from_csv,
+)
 
 __all__ = [
-    "BY_STAGE", "SCHEDULES", "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble",
-    "looped_bfs", "naive", "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv",
+    "SCHEDULES", "ScheduleLike", "build", "dualpipev", "gpipe", "interleaved_1f1b",
+    "interleaved_zero_bubble", "looped_bfs", "naive", "named", "one_f_one_b", "shown", "v_half",
+    "v_min", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 #: A number of stages, each on a device of its own; or for each stage the index of its device, or
@@ -176,9 +193,9 @@ def one_f_one_b(
     counts = [count * len(devices_of(devices, j)) for j, count in enumerate(own)] if valid else []
     if not valid or counts != sorted(counts, reverse=True):
         raise ValueError(
-            f"slots={slots!r}: {len(own)} numbers; use 'textbook', 'overlap' or a number for each "
-            f"of {n} stages: at least one, and with all replicas no more than the stage before, or "
-            "it would wait for ever"
+            f"slots={slots!r}: use 'textbook', 'overlap' or a number for each of {n} stages: at "
+            "least one, and with all replicas no more than the stage before, or it would wait for "
+            "ever"
         )
     return _by_counts("1f1b", m, devices, counts)
 
@@ -418,13 +435,115 @@ def _repeated(
     return merged(name, m, device_of, lists, room)
 
 
-#: Those that know of replicas, by name.
-BY_STAGE: dict[str, Callable[[int, Any], Schedule]] = {
-    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2,
-}  # fmt: skip
 #: The schedules by name; more can be added.
-SCHEDULES = {
-    **BY_STAGE, "looped_bfs": looped_bfs, "interleaved_1f1b": interleaved_1f1b,
+SCHEDULES: dict[str, Callable[[int, Any], Schedule]] = {
+    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2,
+    "looped_bfs": looped_bfs, "interleaved_1f1b": interleaved_1f1b,
     "interleaved_zero_bubble": interleaved_zero_bubble, "zbv": zbv, "v_half": v_half,
     "v_min": v_min, "dualpipev": dualpipev,
 }  # fmt: skip
+
+
+# --- from what people write ---------------------------------------------------------------------
+
+#: What a schedule can be given as: a name in :data:`SCHEDULES`, the path of a CSV file, a schedule,
+#: or what makes one for ``m`` micro-batches and stages on the devices ``device_of``.
+ScheduleLike = str | os.PathLike[str] | Schedule | Callable[[int, Any], Schedule]
+
+
+def build(schedule: ScheduleLike, m: int, device_of: Sequence[int] | Devices) -> Schedule:
+    """Make a valid schedule for so many micro-batches and these stages.
+
+    With replicas, what does not know of them is made for one device in the place of those that
+    serve a stage together, and is dealt out (:func:`syncpipe.schedules.dealt`).
+
+    Args:
+        schedule: a name in :data:`SCHEDULES`; a schedule; the path of a CSV file (:func:`to_csv`),
+            a string that ends in ``.csv`` or a path object; or any function ``(m, device_of)``
+            that returns a schedule, which is asked once for the same arguments.
+        m: number of micro-batches.
+        device_of: for each stage the index of its device, or those of its replicas in a tuple.
+
+    Raises:
+        TypeError: if ``schedule`` is none of these, or a function that returns no schedule.
+        ValueError: the name is unknown, or the schedule not valid or made for something else.
+    """
+    devices = tuple(device_of)
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        schedule = named(schedule)
+    if isinstance(schedule, str | os.PathLike):
+        path = Path(schedule)
+        schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
+    if isinstance(schedule, Schedule):
+        return _fitting(schedule, m, devices)
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule={schedule!r}: must be a name, a Schedule, the path of a CSV file or a "
+            f"function (m, device_of) -> Schedule; the names are {', '.join(SCHEDULES)}"
+        )
+    # As a method it has a hash, which is that of an object, whatever the function itself has.
+    return _made(types.MethodType(operator.call, schedule), m, devices)
+
+
+def named(name: str) -> Callable[[int, Any], Schedule]:
+    """What makes the schedule of that name."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if name == "auto":
+        raise ValueError(
+            "schedule='auto' is made for costs: record some steps (with pipe.trace() as trace:) "
+            "and give syncpipe.schedules.auto(m, device_of, costs=trace.costs, "
+            "rematerialized=trace.rematerialized)"
+        )
+    close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
+    hint = f" did you mean {close[0]!r}?" if close else ""
+    known = f"the names are {', '.join(SCHEDULES)}, and a path ends in .csv"
+    raise ValueError(f"there is no schedule {name!r};{hint} {known}")
+
+
+def shown(schedule: ScheduleLike) -> str:
+    """How messages call it."""
+    if isinstance(schedule, str | os.PathLike | Schedule):
+        return repr(schedule.name if isinstance(schedule, Schedule) else str(schedule))
+    if isinstance(schedule, partial):
+        options = [f"{key}={value!r}" for key, value in schedule.keywords.items()]
+        return f"partial({', '.join([shown(schedule.func), *map(repr, schedule.args), *options])})"
+    return str(getattr(schedule, "__qualname__", repr(schedule)))
+
+
+@lru_cache(maxsize=128)
+def _made(function: types.MethodType, m: int, device_of: Devices) -> Schedule:
+    maker: Any = function.__self__
+    name = shown(maker)
+    maker = maker.func if isinstance(maker, partial) else maker
+    of_replicas = any(maker is known for known in (naive, gpipe, one_f_one_b, zb_h1, zb_h2))
+    given = device_of if of_replicas else _one_each(device_of)
+    try:
+        schedule = function(m, given)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule={name} returned {schedule!r}, which is no Schedule")
+        return _fitting(schedule, m, device_of)
+    except Exception as error:
+        error.add_note(f"So says schedule={name} when called with m={m}, device_of={given}")
+        raise
+
+
+def _one_each(device_of: Devices) -> tuple[int, ...]:
+    """The same stages with one device in the place of those that serve a stage together."""
+    if not any(isinstance(devices, tuple) for devices in device_of):
+        return cast("tuple[int, ...]", device_of)
+    groups = list(dict.fromkeys(device_of))
+    return tuple([groups.index(devices) for devices in device_of])
+
+
+def _fitting(schedule: Schedule, m: int, device_of: Devices) -> Schedule:
+    """The schedule itself, or dealt out to replicas, if it is valid for these stages."""
+    single = device_of if schedule.device_of == device_of else _one_each(device_of)
+    for what, has, wanted in (("m", schedule.m, m), ("device_of", schedule.device_of, single)):
+        if has != wanted:
+            raise ValueError(
+                f"schedule {schedule.name!r} is made for {what}={has}, but here {what}={wanted}; "
+                f"make one for m={m}, device_of={single}"
+            )
+    validate(schedule)
+    return schedule if single == device_of else dealt(schedule, device_of)

@@ -22,11 +22,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from operator import add
 from typing import NamedTuple
 
 from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, devices_of
 
-__all__ = ["Costs", "Simulation", "Span", "counted", "lanes", "play", "simulate", "validate"]
+__all__ = [
+    "Cell", "Costs", "Simulation", "Span", "Times", "cells_of", "counted", "lanes", "play",
+    "simulate", "validate",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,52 @@ class Costs:
 
 #: When something was there, for each micro-batch; less than 0 if never.
 Times = list[float]
-#: What is sent: when it arrives, the devices of the stage that it is for, the time on the link.
-_Way = tuple[Times, tuple[int, ...], float]
-#: Actions of a kind on a stage: when they end, what they need, what they send, how long they take;
-#: so many of them, the first ones, come after a recomputation, which takes so long.
-_Cell = tuple[Times, list[Times], list[_Way], float, int, float]
+
+
+class Cell(NamedTuple):
+    """The actions of a kind on a stage; lists have an entry for each micro-batch."""
+
+    ends: Times  # the same for both kinds that bring a gradient, as a micro-batch has one of them
+    needs: list[Times]  # when what they wait for arrived
+    sends: list[tuple[Times, tuple[int, ...], list[float]]]  # arrivals, devices, times on the link
+    takes: list[float]  # how long they take
+    again: list[float]  # how long the recomputation takes that comes before
+
+
+def cells_of(
+    m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (), *,
+    mirrored: bool = False,
+) -> dict[Kind, list[Cell]]:  # fmt: skip
+    """For each kind and stage what is known before anything has been done.
+
+    Mirrored is back in time: what sent then waits, and a recomputation is a part of its backward.
+    """
+    n, last = len(device_of), costs.at(m - 1, m)
+    ends = {sends: [[-1.0] * m for _ in range(n)] for sends in ("activation", "gradient", "")}
+    cells: dict[Kind, list[Cell]] = {kind: [] for kind in ("forward", "backward", *HALVES)}
+    for (kind, row), j in product(cells.items(), range(n)):
+        sends = KINDS[kind].sends
+        count = recomputed[j] if recomputed and sends == "gradient" else 0
+        takes = [costs.times[kind][j]] * (m - 1) + [last.times[kind][j]]
+        again = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
+        again += [0.0] * (m - count)
+        if mirrored:
+            takes, again = list(map(add, takes, again)), [0.0] * m
+        row.append(Cell(ends[sends][j], [], [], takes, again))
+    forwards, whole, inputs, weights = cells.values()
+    for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
+        for pair in zip(first, then, strict=True):
+            before, after = reversed(pair) if mirrored else pair
+            after.needs.append(before.ends)
+    for edge, time in costs.edges.items():
+        times = [time] * (m - 1) + [last.edges.get(edge, 0.0)]
+        for kinds, ends_of in (((forwards,), edge[:2]), ((whole, inputs), edge[1::-1])):
+            source, target = reversed(ends_of) if mirrored else ends_of
+            arrivals = [-1.0] * m
+            for row in kinds:
+                row[source].sends.append((arrivals, devices_of(device_of, target), times))
+                row[target].needs.append(arrivals)
+    return cells
 
 
 class Played(NamedTuple):
@@ -136,8 +181,7 @@ def play(
 
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
-    usual, last = _cells(m, device_of, costs, recomputed or (0,) * len(device_of))
-    final = m - 1 if costs.last is not None else m
+    cells = cells_of(m, device_of, costs, recomputed)
     done, free, runs = [0] * len(rows), [0.0] * len(rows), []
     links = [[0.0] * len(rows) for _ in rows]
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
@@ -148,8 +192,8 @@ def play(
             start, now, sent = done[d], free[d], links[d]
             p = start
             for kind, i, j in rows[d][start:]:
-                ends, needs, sends, time, count, again = (usual if i < final else last)[kind][j]
-                ready = now + again if i < count else now
+                ends, needs, sends, takes, again = cells[kind][j]
+                ready = now + again[i]
                 for arrivals in needs:
                     there = arrivals[i]
                     if there > ready:
@@ -157,14 +201,14 @@ def play(
                     elif there < 0.0:
                         break
                 else:
-                    ends[i] = now = ready + time
-                    for arrivals, devices, way in sends:
+                    ends[i] = now = ready + takes[i]
+                    for arrivals, devices, times in sends:
                         to = devices[i % len(devices)]
                         if to == d:
                             arrivals[i] = now
                         else:
                             busy = sent[to]
-                            arrivals[i] = sent[to] = (now if now > busy else busy) + way
+                            arrivals[i] = sent[to] = (now if now > busy else busy) + times[i]
                     p += 1
                     continue
                 break
@@ -172,42 +216,8 @@ def play(
                 runs.append((d, start, p))
                 done[d], free[d], moved = p, now, True
     over = all(p == len(row) for p, row in zip(done, rows, strict=True))
-    ends_of = {kind: [cell[0] for cell in cells] for kind, cells in usual.items()}
+    ends_of = {kind: [cell.ends for cell in row] for kind, row in cells.items()}
     return Played(max(free) if over else math.inf, ends_of, done, runs)
-
-
-def _cells(
-    m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int]
-) -> list[dict[Kind, list[_Cell]]]:
-    """For each kind and stage: of all micro-batches but the last, and of that."""
-    n = len(device_of)
-    devices, nobody = [devices_of(device_of, j) for j in range(n)], [0] * n
-    kinds: tuple[Kind, ...] = ("forward", "backward", *HALVES)
-    ends = {kind: [[-1.0] * m for _ in range(n)] for kind in kinds}
-    needs: dict[Kind, list[list[Times]]] = {"forward": [[] for _ in range(n)]}
-    needs["backward"] = needs["backward_input"] = [[forwards] for forwards in ends["forward"]]
-    needs["backward_weight"] = [[inputs] for inputs in ends["backward_input"]]
-    arrived = [([-1.0] * m, [-1.0] * m) for _ in costs.edges]
-    for (a, b, _), (activations, gradients) in zip(costs.edges, arrived, strict=True):
-        needs["forward"][b].append(activations)
-        needs["backward"][a].append(gradients)
-    tables = []
-    for one in (costs, costs.last or costs):
-        sends: dict[str, list[list[_Way]]] = {
-            what: [[] for _ in range(n)] for what in ("activation", "gradient", "")
-        }
-        for edge, (activations, gradients) in zip(costs.edges, arrived, strict=True):
-            a, b, time = *edge[:2], one.edges.get(edge, 0.0)
-            sends["activation"][a].append((activations, devices[b], time))
-            sends["gradient"][b].append((gradients, devices[a], time))
-        table: dict[Kind, list[_Cell]] = {}
-        for kind, own in ends.items():
-            what = KINDS[kind].sends
-            counts = recomputed if what == "gradient" else nobody
-            columns = own, needs[kind], sends[what], one.times[kind], counts, one.recompute
-            table[kind] = list(zip(*columns, strict=True))
-        tables.append(table)
-    return tables
 
 
 def validate(schedule: Schedule) -> None:

@@ -26,7 +26,7 @@ from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
 from syncpipe.runtime.graph import captured, go_back
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.streams import moved
-from syncpipe.schedules.build import build
+from syncpipe.schedules.named import build
 from syncpipe.schedules.schedule import Devices
 from syncpipe.schedules.steps import Edge, Steps, forward_steps, training_steps
 from syncpipe.stages.call import Call, needs_graph, plain

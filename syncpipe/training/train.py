@@ -31,7 +31,7 @@ from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.recorder import as_range
 from syncpipe.runtime.streams import moved
 from syncpipe.runtime.thread_state import backward_here, without_autocast
-from syncpipe.schedules.build import ScheduleLike, build
+from syncpipe.schedules.named import ScheduleLike, build
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.steps import forward_steps, training_steps
 from syncpipe.stages.call import Call, sent

@@ -25,7 +25,7 @@ from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.runtime.interrupts import undone
 from syncpipe.runtime.thread_state import INLINE
-from syncpipe.schedules.build import SCHEDULES, ScheduleLike, build, shown
+from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
 from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss

@@ -110,6 +110,7 @@ def test_a_run_without_matplotlib_on_one_device_and_on_more_than_layers(
     names = [f"cpu:{k}" for k in range(count)]
     shown = run(capsys, "--devices", ",".join(names))
     assert f"layers on {', '.join(names[:7])}, by" in shown
+    assert f"GPipe, {min(count, 7)} device{'s' * (count > 1)} " in shown
     assert 'a picture needs matplotlib: pip install "syncpipe[plot]"' in " ".join(shown.split())
     assert re.search(r"^ +busy +idle +host +forward +backward", shown, re.M)
     assert not list(Path().iterdir())

@@ -312,7 +312,7 @@ ELSEWHERE = [
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *((partial(SLOTS, slots=slots), r"slots=.*'overlap' or a number for each of 2 stages")
+        *((partial(SLOTS, slots=slots), "slots=.*: use 'textbook', 'overlap' or a number for each of 2")
           for slots in ("many", 2, {0: 1}, [2], [1, 0], [1, 2], [2, "a"])),
         (partial(gpipe, 0, 2), "at least one micro-batch, but m=0"),
         *((partial(gpipe, 4, d), "device_of=.* must name") for d in ((), (1,), (0, 2), 0)),
