@@ -171,14 +171,14 @@ class Lister:
         return found, ahead
 
     def _begin(self, d: int, now: float, node: _Node) -> None:
-        _, (ends, needs, sends, takes, again), action, taken, _, given = node
+        _, (ends, needs, sends, takes, again, _), action, taken, _, given = node
         i, links = action.i, self._links[d]
         end = max([now + again[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
         self.rows[d].append(action)
         ends[i] = self._free[d] = self._wake[d] = end
         self._held[d] += taken - given
-        for arrivals, devices, times in sends:
-            to = devices[i % len(devices)]
+        for _, arrivals, devices, times in sends:
+            to = devices[i]
             if to == d:
                 arrivals[i] = end
                 continue

@@ -17,7 +17,6 @@ one after another, each as far as what has arrived lets it go, and no clock is n
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,43 +124,49 @@ class Cell(NamedTuple):
 
     ends: Times  # the same for both kinds that bring a gradient, as a micro-batch has one of them
     needs: list[Times]  # when what they wait for arrived
-    sends: list[tuple[Times, tuple[int, ...], list[float]]]  # arrivals, devices, times on the link
+    sends: list[tuple[int, Times, tuple[int, ...], list[float]]]  # stage, arrivals, devices, times
     takes: list[float]  # how long they take
     again: list[float]  # how long the recomputation takes that comes before
+    after: list[float]  # and the update of weights that comes after
+
+
+Cells = dict[Kind, list[Cell]]
 
 
 def cells_of(
     m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (), *,
-    mirrored: bool = False,
-) -> dict[Kind, list[Cell]]:  # fmt: skip
+    update_every: int | None = None, mirrored: bool = False,
+) -> Cells:  # fmt: skip
     """For each kind and stage what is known before anything has been done.
 
     Mirrored is back in time: what sent then waits, and a recomputation is a part of its backward.
     """
     n, last = len(device_of), costs.at(m - 1, m)
     ends = {sends: [[-1.0] * m for _ in range(n)] for sends in ("activation", "gradient", "")}
-    cells: dict[Kind, list[Cell]] = {kind: [] for kind in ("forward", "backward", *HALVES)}
+    cells: Cells = {kind: [] for kind in ("forward", "backward", *HALVES)}
     for (kind, row), j in product(cells.items(), range(n)):
-        sends = KINDS[kind].sends
-        count = recomputed[j] if recomputed and sends == "gradient" else 0
+        about = KINDS[kind]
+        count = recomputed[j] if recomputed and about.sends == "gradient" else 0
         takes = [costs.times[kind][j]] * (m - 1) + [last.times[kind][j]]
         again = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
-        again += [0.0] * (m - count)
+        again, after = again + [0.0] * (m - count), [0.0] * m
+        for i in range(update_every - 1, m, update_every) if update_every else ():
+            after[i] = costs.at(i, m).update[j] * (about.alive < 0)
         if mirrored:
             takes, again = list(map(add, takes, again)), [0.0] * m
-        row.append(Cell(ends[sends][j], [], [], takes, again))
+        row.append(Cell(ends[about.sends][j], [], [], takes, again, after))
     forwards, whole, inputs, weights = cells.values()
     for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
         for pair in zip(first, then, strict=True):
-            before, after = reversed(pair) if mirrored else pair
-            after.needs.append(before.ends)
+            before, behind = reversed(pair) if mirrored else pair
+            behind.needs.append(before.ends)
     for edge, time in costs.edges.items():
         times = [time] * (m - 1) + [last.edges.get(edge, 0.0)]
-        for kinds, ends_of in (((forwards,), edge[:2]), ((whole, inputs), edge[1::-1])):
-            source, target = reversed(ends_of) if mirrored else ends_of
-            arrivals = [-1.0] * m
+        for kinds, way in (((forwards,), edge[:2]), ((whole, inputs), edge[1::-1])):
+            source, target = reversed(way) if mirrored else way
+            arrivals, devices = [-1.0] * m, devices_of(device_of, target)
             for row in kinds:
-                row[source].sends.append((arrivals, devices_of(device_of, target), times))
+                row[source].sends.append((target, arrivals, (devices * m)[:m], times))
                 row[target].needs.append(arrivals)
     return cells
 
@@ -170,19 +175,19 @@ class Played(NamedTuple):
     makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
     ends: dict[Kind, list[Times]]  # by kind and stage, when the action of each micro-batch ended
     done: list[int]  # for each device how many of its actions could be carried out
-    runs: list[tuple[int, int, int]]  # an order for one device: who went from where to where
+    cells: Cells
 
 
 def play(
     rows: Sequence[Sequence[tuple[Kind, int, int]]], m: int, device_of: Devices, costs: Costs,
-    recomputed: Sequence[int] = (),
+    recomputed: Sequence[int] = (), *, update_every: int | None = None,
 ) -> Played:  # fmt: skip
     """Plays lists of actions through, one for each device; nothing is checked.
 
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
-    cells = cells_of(m, device_of, costs, recomputed)
-    done, free, runs = [0] * len(rows), [0.0] * len(rows), []
+    cells = cells_of(m, device_of, costs, recomputed, update_every=update_every)
+    done, free = [0] * len(rows), [0.0] * len(rows)
     links = [[0.0] * len(rows) for _ in rows]
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
     moved = True
@@ -192,7 +197,7 @@ def play(
             start, now, sent = done[d], free[d], links[d]
             p = start
             for kind, i, j in rows[d][start:]:
-                ends, needs, sends, takes, again = cells[kind][j]
+                ends, needs, sends, takes, again, after = cells[kind][j]
                 ready = now + again[i]
                 for arrivals in needs:
                     there = arrivals[i]
@@ -202,22 +207,22 @@ def play(
                         break
                 else:
                     ends[i] = now = ready + takes[i]
-                    for arrivals, devices, times in sends:
-                        to = devices[i % len(devices)]
+                    for _, arrivals, devices, times in sends:
+                        to = devices[i]
                         if to == d:
                             arrivals[i] = now
                         else:
                             busy = sent[to]
                             arrivals[i] = sent[to] = (now if now > busy else busy) + times[i]
+                    now += after[i]
                     p += 1
                     continue
                 break
             if p > start:
-                runs.append((d, start, p))
                 done[d], free[d], moved = p, now, True
     over = all(p == len(row) for p, row in zip(done, rows, strict=True))
     ends_of = {kind: [cell.ends for cell in row] for kind, row in cells.items()}
-    return Played(max(free) if over else math.inf, ends_of, done, runs)
+    return Played(max(free) if over else math.inf, ends_of, done, cells)
 
 
 def validate(schedule: Schedule) -> None:
@@ -361,33 +366,25 @@ def simulate(
 
 
 def _spans(
-    schedule: Schedule, costs: Costs, counts: Sequence[int], update_every: int | None
+    schedule: Schedule, costs: Costs, counts: Sequence[int], every: int | None
 ) -> Iterator[Span]:
-    """Everything that happens, in an order in which a single device could do it."""
+    """Everything that happens, device by device."""
     m, rows = schedule.m, schedule.actions
-    free: dict[object, float] = defaultdict(float)  # devices, links, and cells: what they need
-    ways: dict[tuple[str, int], list[tuple[tuple[int, int, bool], int]]] = defaultdict(list)
-    for edge in costs.edges:
-        ways["activation", edge[0]].append((edge, edge[1]))
-        ways["gradient", edge[1]].append((edge, edge[0]))
-
-    def run(kind: Kind, i: int, j: int, d: int, ready: float = 0.0) -> Span:
-        start = max(ready, free[d])
-        free[d] = start + costs.at(i, m).times[kind][j]
-        return Span(kind, i, j, d, start, free[d])
-
-    runs = play(rows, m, schedule.device_of, costs, counts).runs
-    order = [(d, action) for d, start, end in runs for action in rows[d][start:end]]
-    for d, (kind, i, j) in order:
-        sends = KINDS[kind].sends
-        if sends == "gradient" and i < counts[j]:
-            yield run("recompute", i, j, d)
-        yield run(kind, i, j, d, free[sends, i, j])
-        for edge, target in ways[sends, j]:
-            if (to := schedule.device(i, target)) != d:
-                start = max(free[d], free[d, to])
-                end = free[d, to] = start + costs.at(i, m).edges.get(edge, 0.0)
-                free[sends, i, target] = max(end, free[sends, i, target])
-                yield Span("transfer", i, j, d, start, end, target, backward=sends == "gradient")
-        if update_every and KINDS[kind].alive < 0 and (i + 1) % update_every == 0:
-            yield run("update", i, j, d)
+    cells = play(rows, m, schedule.device_of, costs, counts, update_every=every).cells
+    for d, row in enumerate(rows):
+        now, busy = 0.0, [0.0] * len(rows)
+        for kind, i, j in row:
+            ends, needs, sends, _, again, after = cells[kind][j]
+            back = KINDS[kind].sends == "gradient"
+            if back and i < counts[j]:
+                yield Span("recompute", i, j, d, now, now + again[i])
+            start = max([now + again[i], *(arrivals[i] for arrivals in needs)])
+            now = ends[i]
+            yield Span(kind, i, j, d, start, now)
+            for target, arrivals, devices, _ in sends:
+                if (to := devices[i]) != d:
+                    start, busy[to] = max(now, busy[to]), arrivals[i]
+                    yield Span("transfer", i, j, d, start, busy[to], target, backward=back)
+            if every and KINDS[kind].alive < 0 and (i + 1) % every == 0:
+                yield Span("update", i, j, d, now, now + after[i])
+            now += after[i]

@@ -78,32 +78,6 @@ class Language(nn.Module):
         return {"logits": self.head(x)}
 
 
-class Experts(nn.Module):
-    """A mixture of experts; its auxiliary loss is an output beside the logits, one per sample."""
-
-    def __init__(self, width: int = 32, depth: int = 3) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(24, width), nn.Linear(width, 10)
-        self.gates = nn.ModuleList(nn.Linear(width, 4) for _ in range(depth))
-        self.experts = nn.ModuleList(
-            nn.ModuleList(nn.Linear(width, width) for _ in range(4)) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, aux = self.stem(x), x.new_zeros(len(x))
-        for gate, experts in zip(self.gates, self.experts, strict=True):
-            share = gate(x).softmax(-1)
-            aux = aux + 4 * (share * share).sum(-1)
-            x = x + sum(share[:, k : k + 1] * expert(x) for k, expert in enumerate(experts))
-        return self.head(x), aux
-
-
-def plain() -> Call:
-    sizes = [24, 64, 64, 64, 64]
-    layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.GELU())]
-    return nn.Sequential(*layers), (torch.randn(FEW, 24),), {}
-
-
 def ids(length: int = 7) -> Tensor:
     return torch.randint(64, (FEW, length))
 
@@ -114,11 +88,9 @@ def image(size: int = 32) -> Tensor:
 
 #: What needs nothing but PyTorch.
 WRITTEN: dict[str, Callable[[], Call]] = {
-    "Sequential": plain,
     "residual": lambda: (Residual(64, 5), (torch.randn(FEW, 24),), {}),
     "U-Net": lambda: (UNet(), (image(16),), {}),
     "tied language model": lambda: (Language(), (ids(),), {"mask": torch.ones(FEW, 7)}),
-    "mixture of experts": lambda: (Experts(), (torch.randn(FEW, 24),), {}),
 }
 
 

@@ -16,21 +16,19 @@ from syncpipe.commands.main import main
 ROOT = Path(__file__).parents[2]
 
 
-def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+@pytest.mark.parametrize(
+    ("called", "name"), [("__main__.py", "python -m syncpipe"), ("/usr/bin/syncpipe", "syncpipe")]
+)
+def test_without_a_command_it_says_what_there_is_by_its_own_name(
+    called: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    assert main() == 0
     shown, error = capsys.readouterr()
-    assert shown.startswith("usage: python -m syncpipe ")
+    assert shown.startswith(f"usage: {name} ")
     assert "    demo " in shown
     assert "    plan " in shown
     assert error == ""
-
-
-def test_the_script_is_called_by_its_own_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/syncpipe"])
-    assert main() == 0
-    assert capsys.readouterr().out.startswith("usage: syncpipe ")
 
 
 def test_setup_names_a_script_that_is_there() -> None:

@@ -26,7 +26,7 @@ from syncpipe.schedules import (
     one_f_one_b,
     simulate,
 )
-from tests.schedules.layouts import LAYOUTS, in_a_v
+from tests.schedules.test_schedule import LAYOUTS, in_a_v
 
 SIZES = [(4, 2), (6, 3), (8, 4), (16, 4), (20, 5), (32, 8)]
 HALVES = [(1, 1, 1), (2, 2, 1), (1, 2, 1), (4, 5, 4), (2, 3, 2), (2, 1, 1)]

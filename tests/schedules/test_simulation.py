@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,47 +61,46 @@ def action_of(span: Span) -> Action:
     return Action(span.kind, span.i, span.j)  # type: ignore[arg-type]
 
 
-@given(simulations())
-def test_spans_follow_the_schedule(simulation: Simulation) -> None:
-    """In order on each device, one at a time, and never before what they need is there."""
-    schedule, costs = simulation.schedule, simulation.costs
+@given(st.data())
+def test_everything_starts_as_soon_as_it_can(data: st.DataObject) -> None:
+    """In order on each device and link, and never before what it needs is there."""
+    schedule, m = (made := data.draw(schedules())), made.m
+    usual, last = (data.draw(costs_for(schedule.n)) for _ in range(2))
+    costs = replace(usual, last=replace(last, skips=usual.skips))
+    counts = [data.draw(st.integers(0, m)) for _ in range(schedule.n)]
+    simulation = simulate(schedule, costs, counts)
     spans = {action_of(span): span for span in simulation.spans}
-    arrivals: dict[tuple[int, int | None, bool], float] = {}
-    for t in simulation.transfers:
-        key = t.i, t.target, t.backward
-        arrivals[key] = max(t.end, arrivals.get(key, 0.0))
-    assert len(spans) == len(simulation.spans) == sum(map(len, schedule.actions))
-    for d, row in enumerate(schedule.actions):
-        free = 0.0
-        for action in row:
-            kind, i, j = action
-            span = spans[action]
-            assert span.row == d
-            assert span.end == span.start + costs.of(action)
-            needed = [spans[each].end for each in schedule.predecessors(action)]
-            if kind != "backward_weight":
-                needed.append(arrivals.get((i, j, kind != "forward"), 0.0))
-            assert span.start == max([free, *needed])
-            free = span.end
-
-
-@given(simulations())
-def test_links_carry_one_thing_at_a_time(simulation: Simulation) -> None:
-    schedule, costs = simulation.schedule, simulation.costs
-    ends = {action_of(span): span.end for span in simulation.spans}
-    busy_until: dict[tuple[int, int], float] = {}
+    busy: dict[Any, float] = defaultdict(float)  # links, and what has arrived
     for t in simulation.transfers:
         assert t.target is not None
         sender = schedule.backward_of(t.i, t.j) if t.backward else Action("forward", t.i, t.j)
-        link = (schedule.device(t.i, t.j), schedule.device(t.i, t.target))
-        assert t.row == link[0] != link[1]
-        assert t.start == max(ends[sender], busy_until.get(link, 0.0))
-        busy_until[link] = t.end
+        link, there = (t.row, schedule.device(t.i, t.target)), (t.i, t.target, t.backward)
+        assert t.row == schedule.device(t.i, t.j) != link[1]
+        assert t.start == max(spans[sender].end, busy[link])
+        busy[link], busy[there] = t.end, max(t.end, busy[there])
     device = schedule.device_of
-    count = sum(device[a] != device[b] for a, b, _ in costs.edges)
-    assert len(simulation.transfers) == 2 * schedule.m * count
-    for spans in (simulation.spans, simulation.transfers):
-        assert [s.start for s in spans] == sorted(s.start for s in spans)
+    sent = sum(device[a] != device[b] for a, b, _ in costs.edges)
+    assert len(simulation.transfers) == 2 * m * sent
+    for d, row in enumerate(schedule.actions):
+        free = 0.0
+        for kind, i, j in row:
+            needed = [spans[each].end for each in schedule.predecessors(Action(kind, i, j))]
+            if kind != "backward_weight":
+                needed.append(busy[i, j, kind != "forward"])
+            if kind in ("backward", "backward_input") and i < counts[j]:
+                again = spans[Action("recompute", i, j)]
+                assert (again.row, again.start) == (d, free)
+                free += costs.at(i, m).recompute[j]
+                assert again.end == free
+            span = spans[Action(kind, i, j)]
+            assert (span.row, span.start) == (d, max([free, *needed]))
+            free = span.start + costs.at(i, m).times[kind][j]
+            assert span.end == free
+    assert len(spans) == len(simulation.spans) == sum(map(len, schedule.actions)) + sum(counts)
+    for found in (simulation.spans, simulation.transfers):
+        assert [s.start for s in found] == sorted(s.start for s in found)
+    played = play(schedule.actions, m, schedule.device_of, costs, counts).makespan
+    assert simulation.makespan == played == max(span.end for span in spans.values())
 
 
 def costs_of(*arguments: Any, **more: Any) -> Any:
@@ -135,49 +134,6 @@ def costs_of(*arguments: Any, **more: Any) -> Any:
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@given(st.data())
-def test_recomputations_are_right_before_their_backward_and_cost_time(data: st.DataObject) -> None:
-    schedule = data.draw(schedules())
-    counts = [data.draw(st.integers(0, schedule.m)) for _ in range(schedule.n)]
-    costs = data.draw(costs_for(schedule.n))
-    plain, simulation = simulate(schedule, costs), simulate(schedule, costs, counts)
-    expected = []
-    for row in schedule.actions:
-        expected.append(
-            [
-                each
-                for action in row
-                for each in (Action("recompute", action.i, action.j), action)
-                if each is action
-                or (action.kind in ("backward", "backward_input") and action.i < counts[action.j])
-            ]
-        )
-    for d, row in enumerate(expected):
-        spans = [span for span in simulation.spans if span.row == d]
-        assert sorted(row) == sorted(map(action_of, spans))
-        order = {action: k for k, action in enumerate(row)}
-        spans.sort(key=lambda span: order[action_of(span)])
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-    assert plain.makespan <= simulation.makespan
-    again = [count * time for count, time in zip(counts, costs.recompute, strict=True)]
-    assert sum(simulation.busy) == pytest.approx(sum(plain.busy) + sum(again))
-
-
-@given(st.data())
-def test_what_is_played_is_when_spans_end(data: st.DataObject) -> None:
-    """The player and the spans work out times each by itself; also for a smaller last one."""
-    schedule = data.draw(schedules())
-    usual, last = (data.draw(costs_for(schedule.n)) for _ in range(2))
-    costs = replace(usual, last=replace(last, skips=usual.skips))
-    counts = [data.draw(st.integers(0, schedule.m)) for _ in range(schedule.n)]
-    simulation = simulate(schedule, costs, counts)
-    played = play(schedule.actions, schedule.m, schedule.device_of, costs, counts)
-    assert simulation.makespan == played.makespan
-    for span in simulation.spans:
-        kind, i, j = action_of(span)
-        assert kind == "recompute" or played.ends[kind][j][i] == span.end
 
 
 def test_a_recomputation_does_not_wait_for_the_gradient() -> None:
