@@ -10,38 +10,27 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from syncpipe.distributed import peers, stage
 from tests.distributed.processes import ranks, told
-from tests.support.running import on_gradient, raising
+from tests.support.watched import Fails, numbered
 
-
-class Fails(nn.Module):
-    """Breaks in the forward of its third micro-batch or in the backward of that."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.calls = how, 0
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3 and self.how == "forward":
-            raise KeyError("the third micro-batch")
-        x = self.linear(x)
-        if self.calls == 3 and self.how == "backward":
-            return on_gradient(x, raising(lambda: ZeroDivisionError("in backward")))
-        return x
+#: In which phase of the third micro-batch of the second stage.
+ERRORS = {
+    "forward": KeyError("the third micro-batch"), "backward": ZeroDivisionError("in backward"),
+}  # fmt: skip
 
 
 def fails(how: str) -> list[str] | None:
     """What a call says that fails in one rank, or is another one there; and what the next says."""
     peers.PATIENCE, peers._LOOK = 0.3, 0.1
     rank = dist.get_rank()
-    layers = nn.Sequential(nn.Linear(4, 4), Fails(how), nn.Linear(4, 4))
-    x, y = torch.randn(12, 4), torch.randn(12, 4)
+    layers = nn.Sequential(nn.Identity(), culprit := Fails(), nn.Linear(5, 4))
+    x, y = numbered(6), torch.randn(12, 4)
+    if how in ERRORS:
+        culprit.phase, culprit.i, culprit.error = how, 2, ERRORS[how]
     mine = stage(layers, [1, 1, 1], sample=x[:2], group=dist.new_group())
     schedule = mine.schedule("1f1b", chunks=6, loss_fn=F.mse_loss)
     calls = {
@@ -50,7 +39,7 @@ def fails(how: str) -> list[str] | None:
         "clip": lambda: mine.clip_grad_norm_(1.0),
         "refused": lambda: schedule.step(x[:7], target=y),
     }
-    if how not in ("forward", "backward"):
+    if how not in ERRORS:
         calls["step"]()
     if how == "leaves" and rank == 1:
         del mine, schedule, calls

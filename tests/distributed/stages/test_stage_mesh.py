@@ -23,55 +23,16 @@ from torch.distributed.tensor.parallel import (
 
 from syncpipe import Pipe
 from syncpipe.distributed import stage
-from syncpipe.skip import pop, skippable, stash
 from tests.distributed.processes import ranks
+from tests.distributed.stages.models import Block, data, model
 
-WIDTH, M, RATE = 8, 4, 0.5
-
-
-@skippable(stash=["start"])
-class Start(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embedding(ids)
-        yield stash("start", x)
-        return x
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-@skippable(pop=["start"])
-class End(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        return F.linear(x + (yield pop("start")), self.weight)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Sequential(Start(), Mlp(), Mlp(), End())
-    layers[-1].weight = layers[0].embedding.weight
-    return layers
+M, RATE = 4, 0.5
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Indices and classes, of which the second half has fewer that count."""
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randint(0, WIDTH, (2, 16, WIDTH), generator=generator)[:, :, 0]
-    y[2] = y[9:14] = -100
+    """Words and those to be found, of which the second half has more that count."""
+    x, y = data(step)
+    y[:11] = -100
     return x, y
 
 
@@ -84,22 +45,22 @@ def everything(where: str) -> list[str]:
     """Three steps with masked targets and clipping, a validation, sums, and a checkpoint."""
     folder = Path(where)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
-    mine = stage(model(), [2, 2], sample=batch(0)[0][:2], group=mesh["pp"])
+    mine = stage(model(), [6, 6], sample=batch(0)[0][:2], group=mesh["pp"])
     for each in mine.stages:
         for name, layer in each.submod.named_children():
-            if isinstance(layer, Mlp):
+            if isinstance(layer, Block):
                 plan = {f"{name}.up": ColwiseParallel(), f"{name}.down": RowwiseParallel()}
                 parallelize_module(each.submod, mesh["tp"], plan)
-                fully_shard(layer, mesh=mesh["dp"])
+                fully_shard([layer.up, layer.down], mesh=mesh["dp"])
         fully_shard(each.submod, mesh=mesh["dp"])
     assert all(isinstance(parameter, DTensor) for parameter in mine.parameters())
-    first = next(parameter for parameter in mine.parameters() if parameter.ndim == 2)
-    assert len(first.to_local()) == WIDTH // 2
+    assert all(len(p.to_local()) < len(p) for p in mine.parameters())
     optimizer = torch.optim.SGD(mine.parameters(), lr=RATE)
     options = {"chunks": M, "data_parallel": mesh["dp"]}
     schedule = mine.schedule("1f1b", loss_fn=F.cross_entropy, **options)
     sums = mine.schedule("1f1b", loss_fn=nn.CrossEntropyLoss(reduction="sum"), **options)
-    half = slice(8) if mesh["dp"].get_local_rank() == 0 else slice(8, 16)
+    first = mesh["dp"].get_local_rank() == 0
+    half, counted = (slice(8), slice(24)) if first else (slice(8, 16), slice(24, 48))
     plain = model()
     theirs = torch.optim.SGD(plain.parameters(), lr=RATE)
     wanted = dict(plain.named_parameters(remove_duplicate=False))
@@ -108,7 +69,7 @@ def everything(where: str) -> list[str]:
         x, y = batch(step)
         mine.zero_grad()
         losses: list[Tensor] = []
-        schedule.step(x[half], target=y[half], losses=losses)
+        schedule.step(x[half], target=y[counted], losses=losses)
         norm = mine.clip_grad_norm_(0.05, norm_type)
         optimizer.step()
         plain.zero_grad()
@@ -133,7 +94,7 @@ def everything(where: str) -> list[str]:
         torch.save(plain.state_dict(), folder / "plain.pt")
     mine.zero_grad()
     plain.zero_grad()
-    sums.step(x[half], target=y[half])
+    sums.step(x[half], target=y[counted])
     F.cross_entropy(plain(x), y, reduction="sum").backward()
     for name, parameter in ours.items():
         close(parameter.grad, wanted[name].grad)
@@ -144,7 +105,7 @@ def test_training_in_three_dimensions_is_that_of_the_plain_model(tmp_path):
     with ranks(8, tmp_path) as eight:
         names = eight.run(everything, str(tmp_path))
     assert {*chain(*names)} == {*dict(model().named_parameters(remove_duplicate=False))}
-    pipe = Pipe(model(), [1, 1, 2], devices=["cpu:0", "cpu:1", "cpu:2"])
+    pipe = Pipe(model(), [3, 4, 5], devices=["cpu:0", "cpu:1", "cpu:2"])
     dcp.load({"model": pipe.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     wanted = torch.load(tmp_path / "plain.pt")
     for name, value in pipe.state_dict().items():
