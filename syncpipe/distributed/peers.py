@@ -176,12 +176,12 @@ class Peers:
 
     def exchange(self, found: Any) -> list[Any]:
         own = pickle.dumps(found)
-        sizes = [int(size) for size in self._gathered(torch.tensor([len(own)]))]
+        sizes = [int(size) for size in self.gather(torch.tensor([len(own)]))]
         own = own.ljust(max(sizes))
-        rows = self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        rows = self.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         return [pickle.loads(bytes(row.tolist())) for row in rows]
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
+    def gather(self, own: Tensor) -> list[Tensor]:
         if not self.by_host:
             own = own.to(torch.accelerator.current_device_index())
         rows = [torch.empty_like(own) for _ in range(self.size)]

@@ -2,16 +2,23 @@
 
 The same description as for ``Pipe``: layers or specs, balance, skips, ties. Each process reads all
 of it, on ``meta``, and builds what is its own.
+
+PyTorch's stages send tensors that require grad, and take back a gradient for each. Layers return
+trees, with None, masks and indices in them, and skips pass by. So a boundary is the tree
+``(value, skips)`` without its values, which both sides know beforehand, and these on the wire::
+
+    layers -> (value, skips) -> Boundary.closed -> tensors -> ... -> Boundary.opened -> layers
+
+A tensor without gradient travels as the bits of a floating-point one, and gets back zeros.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -22,8 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
-from syncpipe.data import described, tensors_in, unwrapped
-from syncpipe.distributed.boundary import Boundary
+from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, process_group
 from syncpipe.distributed.schedules import Run, schedule_of
 from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
@@ -44,6 +50,137 @@ from syncpipe.state import unchanged
 from syncpipe.training.loss import known_loss
 
 __all__ = ["Stages", "stage"]
+
+#: What tensors of integers of so many bytes are taken for on the wire.
+_BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+
+
+class Boundary:
+    """What one stage hands to the next one for each micro-batch: trees like an example."""
+
+    def __init__(self, tree: Any, where: str) -> None:
+        for name, leaf in zip(leaf_names("", tree), flatten(tree)[0], strict=True):
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                name = f"skip {name[3:]}" if name.startswith("[1]") else f"the value{name[3:]}"
+                raise TypeError(
+                    f"{name} from {where} is of type {type(leaf).__name__}: from one process to "
+                    "another go tensors, None, numbers and strings, in tuples, dicts and the like; "
+                    "choose a balance that does not cut here"
+                )
+        self._where, self._kind = where, _kind(tree)
+        if not tensors_in(tree):
+            raise TypeError(
+                f"there is no tensor in what {where} returns: choose a balance that does not cut "
+                "here"
+            )
+        plain = map_tensors(lambda tensors: [_plain(tensor, where) for tensor in tensors], tree)
+        self._tree = _empty(plain, "meta")
+
+    def __reduce__(self) -> Any:
+        return Boundary, (self._tree, self._where)
+
+    def empty(self, device: torch.device) -> Any:
+        return _empty(self._tree, device)
+
+    def wire(self) -> tuple[Tensor, ...]:
+        return tuple([_encoded(t).detach().requires_grad_() for t in tensors_in(self._tree)])
+
+    def closed(self, tree: Any, token: Tensor) -> tuple[Tensor, ...]:
+        """From a tree to what is sent.
+
+        The outputs depend on the token of the micro-batch in backward, whatever the layers do, so
+        that every gradient that the stage before waits for is sent.
+        """
+        kind = _kind(tree)
+        if kind != self._kind:
+            raise ValueError(
+                f"{self._where} returns {kind[0]}, and with the sample it was {self._kind[0]}: "
+                "between processes everything but the values of tensors stays the same from "
+                "micro-batch to micro-batch"
+            )
+        sent = [_encoded(_plain(tensor, self._where)) for tensor in tensors_in(tree)]
+        return tuple([_Leave.apply(token, tensor) for tensor in sent])  # type: ignore[no-untyped-call]
+
+    def opened(self, wire: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        token, *aliases = _Arrive.apply(*wire)  # type: ignore[no-untyped-call]
+
+        def decoded(like: list[Tensor]) -> list[Tensor]:
+            return [_decoded(t, known.dtype) for t, known in zip(aliases, like, strict=True)]
+
+        return map_tensors(decoded, self._tree), token
+
+
+def _empty(tree: Any, device: Any) -> Any:
+    return map_tensors(lambda ts: [torch.zeros_like(t, device=device) for t in ts], tree)
+
+
+def _kind(tree: Any) -> tuple[str, Any]:
+    """All of a tree but the values of its tensors."""
+    leaves, structure = flatten(tree)
+    shown = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return ", ".join(shown), structure
+
+
+class _Arrive(torch.autograd.Function):
+    """Aliases of what arrived, which layers may change in place; a zero gradient where none is."""
+
+    @staticmethod
+    def forward(ctx: Any, *wire: Tensor) -> tuple[Tensor, ...]:
+        return wire[0].new_empty(0), *[tensor.detach() for tensor in wire]
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+class _Leave(torch.autograd.Function):
+    """An alias that requires grad: PyTorch detaches what was sent in place, which no view allows.
+
+    One tensor for each: PyTorch's halves of a backward know nodes with one output only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, tensor: Tensor) -> Tensor:
+        ctx.like = token
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(ctx.like), grad
+
+
+def _plain(tensor: Tensor, where: str) -> Tensor:
+    """A tensor that can be sent; what waits for its values (tensor parallelism) has them then."""
+    found = tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
+    if type(found) not in (Tensor, nn.Parameter) or found.layout is not torch.strided:
+        raise TypeError(
+            f"{where} returns a tensor of type {type(found).__name__} ({found.layout}): what goes "
+            "to another process is a plain dense one; a DTensor becomes one by to_local(), or by "
+            "output layouts with use_local_output=True"
+        )
+    return found
+
+
+def _encoded(tensor: Tensor) -> Tensor:
+    """As a contiguous floating-point tensor of at least two bytes."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).contiguous()
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        return tensor.contiguous()
+    bare = tensor.detach().contiguous()
+    if tensor.itemsize == 1:
+        return bare.view(torch.uint8).to(torch.float16)
+    return bare.view(_BITS[tensor.itemsize])
+
+
+def _decoded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor)
+    if tensor.dtype == dtype:
+        return tensor
+    bare = tensor.detach()
+    return (bare.to(torch.uint8) if dtype.itemsize == 1 else bare).view(dtype)
 
 
 class StageModule(Partition):
@@ -108,34 +245,34 @@ class Stages(nn.Module):
     """
 
     def __init__(
-        self, whole: nn.Sequential, balance: list[int], peers: Peers, worker: Worker, placement: str
-    ) -> None:
+        self, module: nn.Sequential, balance: list[int], peers: Peers, worker: Worker,
+        placement: str, how: Initialization, unpack: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.balance, self.device, self.placement = balance, worker.device, placement
         self.peers, self.rank = peers, peers.rank
         n, stages = peers.size, range(len(balance))
         self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
-        self._metas, self._worker = list(whole._modules.items()), worker
-        self._elsewhere = frozenset(whole.state_dict())
-        self.parts: dict[int, StageModule] = {}
         self.stages: list[Any] = []
         self._ties: list[tuple[str, Any, bool]] = []
-
-    def _build(self, module: nn.Sequential, how: Initialization, unpack: bool) -> None:
-        items = list(module._modules.items())
-        ends = list(accumulate(self.balance))
-        spans = [slice(end - size, end) for end, size in zip(ends, self.balance, strict=True)]
-        cut = [nn.Sequential(OrderedDict(self._metas[span])) for span in spans]
+        whole = on_meta(module)
+        verify_skippables(whole)
+        self._kinds = list(map(type_name, whole))
+        self._elsewhere = frozenset(whole.state_dict())
+        spans = [slice(*ends) for ends in pairwise(accumulate(balance, initial=0))]
+        metas, items = list(whole._modules.items()), list(module._modules.items())
+        cut = [nn.Sequential(OrderedDict(metas[span])) for span in spans]
         self._tied = find_ties(cut)
         check_modes(self._tied)
         passing = [*_passing(inspect_layout(cut)), []]
+        self.parts: dict[int, StageModule] = {}
         for j, span in enumerate(spans):
             if self._rank_of[j] == self.rank:
                 where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
                 part = StageModule(items[span], where, passing[j : j + 2], self.device)
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
-        parts, workers = list(self.parts.values()), [self._worker] * len(self.parts)
+        parts, workers = list(self.parts.values()), [worker] * len(self.parts)
         firsts = [spans[j].start for j in self.parts]
         build_specs(parts, workers, how, list(zip(self.parts, firsts, strict=True)))
         materialize(parts, workers, how, firsts)
@@ -273,14 +410,9 @@ class Stages(nn.Module):
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        whole = torch.stack(norms)
-        if math.isinf(norm_type):
-            whole = whole.max()
-            dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.peers.group)
-            return whole
-        whole = (whole**norm_type).sum()
-        dist.all_reduce(whole, group=self.peers.group)
-        return whole ** (1 / norm_type)
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        everywhere: Tensor = torch.stack(self.peers.gather(own))
+        return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     @contextmanager
     def _added_up(self) -> Iterator[None]:
@@ -374,14 +506,11 @@ def stage(
         if placement not in ("loop", "v"):
             raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
         module = as_sequential(layers)
-        whole = on_meta(module)
-        verify_skippables(whole)
         sizes = _sizes(balance, module, peers.size, placement)
-        made = Stages(whole, sizes, peers, _device(device, peers), placement)
-        made._build(module, Initialization.checked(module, init_fn, seed), unpack)
+        how = Initialization.checked(module, init_fn, seed)
+        made = Stages(module, sizes, peers, _worker(device, peers), placement, how, unpack)
         built.append(made)
-        kinds = [type_name(layer) for layer in whole]
-        alike = {"layers": kinds, "placements": placement, "balances": sizes}
+        alike = {"layers": made._kinds, "placements": placement, "balances": sizes}
         return alike, made._take(sample) if 0 in made.parts else 0
 
     found = peers.together(build)
@@ -404,7 +533,7 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
     return sizes
 
 
-def _device(device: Any, peers: Peers) -> Worker:
+def _worker(device: Any, peers: Peers) -> Worker:
     if device is None:
         here = torch.accelerator.is_available() and dist.get_backend(peers.group) != "gloo"
         device = torch.accelerator.current_device_index() if here else "cpu"
@@ -425,19 +554,16 @@ def _passing(layout: SkipLayout) -> list[list[SkipKey]]:
 
 
 class _PipelineStage(PipelineStage):
-    """PyTorch's; its greeting of neighbours is for NCCL, and gloo fails if one comes late.
+    """PyTorch's; its greeting of neighbours is for NCCL.
 
-    In some versions it is of another dtype than what they wait for, and goes to its own rank.
+    Gloo fails if one comes late. In a V a stage would greet its own rank.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         if "cpu:" in str(dist.get_backend_config(self.group)):
             return []
         found = super()._get_init_p2p_neighbors_ops()
-        found = [each for each in found if each.group_peer != self.group_rank]
-        for operation in found:
-            operation.tensor = operation.tensor.to(torch.float32)
-        return found
+        return [each for each in found if each.group_peer != self.group_rank]
 
 
 def _local(tensor: Any) -> Tensor:
