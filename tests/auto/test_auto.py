@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,56 +81,52 @@ def test_nothing_of_the_model_is_changed() -> None:
     assert len(steps) > 0  # the hook is there again
 
 
-def test_it_takes_the_next_plan_where_a_step_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the layers are measured once."""
-    asked: list[Any] = []
-    plan, train = syncpipe.planner.auto.plan, Pipe.train_batch
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of each plan: whether the layers had been measured, memory, and numbers of micro-batches."""
+    found: list[Any] = []
+    plan = syncpipe.planner.auto.plan
 
     def noted(module: Any, *args: Any, **options: Any) -> Any:
         known = isinstance(module, syncpipe.balance.Profile)
-        asked.append((known, options["memory"][0], options.get("chunks")))
+        found.append((known, options["memory"], options.get("chunks")))
         return plan(module, *args, **options)
 
+    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
+    return found
+
+
+def test_it_takes_the_next_plan_where_a_step_does_not_fit(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the layers are measured once."""
+    train, fitting = Pipe.train_batch, [3]
+
     def fails(self: Pipe, *args: Any, **kwargs: Any) -> Any:
-        if len(asked) < 3:
+        if len(asked) not in fitting:
             raise torch.OutOfMemoryError("tried to take 7 bytes")
         return train(self, *args, **kwargs)
 
-    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
     monkeypatch.setattr(Pipe, "train_batch", fails)
     call: Any = {"batch_size": 8, "devices": TWO, "memory": "1MB", **QUICK}
     pipe = Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
     assert [known for known, _, _ in asked] == [False, True, True]
-    assert [memory / 1e6 for _, memory, _ in asked] == pytest.approx([1, 0.95, 0.95**2])
-    assert asked[0][2] is None
-    assert all(min(before) < min(after) or after == [8] for (*_, before), (*_, after)
-               in pairwise(asked[1:]))  # fmt: skip
-    assert pipe.chunks in asked[2][2]
-    del asked[:]
-
-    def never(self: Pipe, *args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to take 7 bytes")
-
-    monkeypatch.setattr(Pipe, "train_batch", never)
+    memory = [memory[0] / 1e6 for _, memory, _ in asked]
+    assert memory == pytest.approx([1, 0.95, 0.95**2])
+    chunks = [chunks for *_, chunks in asked]
+    assert chunks[0] is None
+    assert min(chunks[1]) < min(chunks[2]) or chunks[2] == [8]
+    assert pipe.chunks in chunks[2]
+    del asked[:], fitting[:]
     with pytest.raises(ValueError, match=r"no plan fits, also none for 70% .*to take 7 bytes"):
         Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
     assert len(asked) == 8
 
 
-def test_batch_norm_gets_no_micro_batch_of_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    plan = syncpipe.planner.auto.plan
-
-    def noted(*args: Any, **options: Any) -> Any:
-        asked.append(options.get("chunks"))
-        return plan(*args, **options)
-
-    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
+def test_batch_norm_gets_no_micro_batch_of_one_sample(asked: list[Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     Pipe.auto(model, torch.randn(2, 4), batch_size=12, devices=TWO, verbose=False, **QUICK)
-    assert asked == [[1, 2, 3, 4, 6]]
+    assert [chunks for *_, chunks in asked] == [[1, 2, 3, 4, 6]]
 
 
 def test_the_loss_and_its_target_are_tried() -> None:

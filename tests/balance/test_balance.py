@@ -81,11 +81,6 @@ def test_the_cut_is_the_best_and_then_the_most_even(
     assert key_of(cost, balance) == best_key(cost, n)
 
 
-def test_a_layer_that_costs_nothing_stays_with_the_one_before_it() -> None:
-    assert balance_cost([1, 0, 1, 0], 2) == [2, 2]
-    assert balance_cost([0, 0, 1, 1], 2) == [3, 1]
-
-
 @pytest.mark.parametrize(
     "cost", [[1.0] * 10_000, [(k * 7919 % 1009) / 7 for k in range(10_000)], [0] * 9_999 + [1]]
 )
@@ -98,15 +93,17 @@ def test_ten_thousand_layers(cost: list[float], n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "cost",
+    ("cost", "balance"),
     [
-        torch.tensor([1.0, 1, 4, 2, 2]),
-        [torch.tensor(1), 1, Fraction(4), 2.0, 2],
-        (number for number in (1, 1, 4, 2, 2)),
+        ([1, 0, 1, 0], [2, 2]),  # a layer that costs nothing stays with the one before it
+        ([0, 0, 1, 1], [3, 1]),
+        (torch.tensor([1.0, 1, 4, 2, 2]), [3, 2]),  # costs are any numbers
+        ([torch.tensor(1), 1, Fraction(4), 2.0, 2], [3, 2]),
+        ((number for number in (1, 1, 4, 2, 2)), [3, 2]),
     ],
 )
-def test_costs_are_any_numbers(cost: Any) -> None:
-    assert balance_cost(cost, 2) == [3, 2]
+def test_costs_of_any_kind(cost: Any, balance: list[int]) -> None:
+    assert balance_cost(cost, 2) == balance
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -128,25 +125,22 @@ def test_by_parameters_frozen_ones_do_not_count_and_tied_ones_count_once() -> No
     assert balance_by_parameters(3, model) == [2, 2, 2]
 
 
-@pytest.mark.parametrize("regex", ["linear", "^Linear$", "LIN"])
-def test_by_type_stages_have_as_many_layers_that_match(regex: str) -> None:
-    assert balance_by_type(2, mixed(), regex) == [4, 2]
-
-
-def test_a_pipe_finds_its_balance_with_a_stage_for_each_device() -> None:
-    expected = {"parameters": [2, 2, 2], "uniform": [2, 2, 2]}
-    expected["type:linear"] = balance_by_type(3, mixed(), "linear")
-    for how, balance in expected.items():
-        assert Pipe(mixed(), how, devices=FOUR[:3]).balance == balance
-    pipe = Pipe(linear_model(3), [3], devices=FOUR)
-    pipe.balance = "uniform"  # never more stages than layers
-    assert pipe.balance == [1, 1, 1]
-    assert balance_uniform(3, linear_model(8)) == [3, 3, 2]
-
-
-def test_without_devices_the_number_of_stages_is_unknown() -> None:
-    with pytest.raises(ValueError, match=r"balance='uniform'.*no accelerator.*devices=\["):
-        Pipe(linear_model(), "uniform")
+@pytest.mark.parametrize(
+    ("model", "how", "devices", "balance"),
+    [
+        (mixed(), "parameters", 2, [2, 4]),
+        *((mixed(), f"type:{regex}", 2, [4, 2]) for regex in ("linear", "^Linear$", "LIN")),
+        (linear_model(8), "uniform", 3, [3, 3, 2]),
+        (linear_model(3), "uniform", 4, [1, 1, 1]),  # never more stages than layers
+    ],
+)
+def test_a_pipe_finds_its_balance_with_a_stage_for_each_device(
+    model: nn.Sequential, how: str, devices: int, balance: list[int]
+) -> None:
+    assert Pipe(model, how, devices=FOUR[:devices]).balance == balance
+    pipe = Pipe(model, [len(model)], devices=FOUR[:devices])
+    pipe.balance = how
+    assert pipe.balance == balance
 
 
 # --- by what was measured -----------------------------------------------------------------------
@@ -221,6 +215,7 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (balance_uniform, (1, nn.Linear(1, 1)), TypeError, "Linear"),
         *((partial(Pipe, devices=FOUR), (TWO, how), ValueError, f"balance='{how}'.*{STRINGS}")
           for how in ("", "params", "type", "Uniform")),
+        (Pipe, (TWO, "uniform"), ValueError, r"balance='uniform'.*no accelerator.*devices=\["),
         (balance_by_time, (4, TWO, X), ValueError, "at most 2"),
         (balance_by_size, (4, TWO, X), ValueError, "at most 2"),
         (partial(balance_by_size, chunks=0), (2, TWO, X), ValueError, "chunks=0"),

@@ -48,19 +48,6 @@ def simulated(name: str = "1f1b", m: int = 8, p: int = 4, each: int = 1) -> Time
 # --- what can be asked --------------------------------------------------------------------------
 
 
-@given(simulations())
-def test_it_is_the_simulation(simulation: Simulation) -> None:
-    timeline = Timeline.of(simulation)
-    assert timeline.busy == pytest.approx(simulation.busy)
-    assert timeline.bubble == pytest.approx(simulation.bubble)
-    assert timeline.makespan == simulation.makespan
-    assert timeline.title == simulation.schedule.name
-    assert len(timeline.rows) == len(simulation.schedule.actions)
-    starts = [span.start for span in timeline.spans]
-    assert starts == sorted(starts)
-    assert Counter(timeline.spans) == Counter([*simulation.spans, *simulation.transfers])
-
-
 def test_steps() -> None:
     """The time between steps is nobody's, and what is part of something else counts once."""
     timeline = two_steps()

@@ -51,29 +51,7 @@ def test_each_row_of_train_batch_is_what_the_schedule_says(name, inline):
         assert actions(trace, row) == [tuple(action) for action in expected]
 
 
-def test_what_is_needed_was_done_before_and_nothing_overlaps_on_a_row():
-    pipe = make(checkpoint="always")
-    with pipe.trace() as trace:
-        pipe.train_batch(*batch(), loss_fn=F.mse_loss)
-    for row in range(3):
-        spans = [s for s in trace.spans if s.row == row and s.kind != "transfer"]
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-    done = actions(trace, 1)
-    for k, (kind, i, j) in enumerate(done):
-        if kind == "backward":
-            assert done[k - 1] == ("recompute", i, j)
-    ended = {(s.kind, s.i, s.j): s.end for s in trace.spans if s.kind != "transfer"}
-    for span in trace.spans:
-        if span.kind == "forward" and span.j > 0:
-            assert ended["forward", span.i, span.j - 1] <= span.start
-        if span.kind == "backward" and span.j < 2:
-            assert ended["backward", span.i, span.j + 1] <= span.start
-    assert 0 < trace.bubble < 1
-    assert trace.bubble == pytest.approx(1 - sum(trace.busy) / (3 * trace.makespan))
-    assert min(span.start for span in trace.spans) == 0
-
-
-def test_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
+def test_nothing_overlaps_and_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
     here = threading.local()
 
     def thread_time():  # one more than at this thread's last look
@@ -85,6 +63,12 @@ def test_host_time_is_that_of_the_thread_that_did_it(monkeypatch):
     with pipe.trace() as trace:
         pipe.train_batch(*batch(), loss_fn=F.mse_loss)
     assert all(s.host == (None if s.kind == "transfer" else 1.0) for s in trace.spans)
+    for row in range(3):
+        spans = [s for s in trace.spans if s.row == row and s.kind != "transfer"]
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        for before, (kind, *cell) in pairwise(actions(trace, row)):
+            assert kind != "backward" or before == ("recompute", *cell)
+    assert min(span.start for span in trace.spans) == 0
     assert trace.host == (12.0, 12.0, 12.0)  # forward, recompute, backward of four micro-batches
     assert trace.table().split()[:3] == ["busy", "idle", "host"]
 
