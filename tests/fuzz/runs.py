@@ -8,13 +8,12 @@ have to equal themselves under ``syncpipe.inline()`` with the same seed.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe, inline
 from syncpipe.schedules import build
@@ -22,7 +21,7 @@ from syncpipe.schedules.schedule import Schedule
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same
-from tests.support.models import CHANNELS, LENGTH, by_itself, concatenate, loss_of
+from tests.support.models import CHANNELS, LENGTH, Result, by_itself, concatenate, loss_of, seen
 from tests.support.training import orders_of, weigh
 
 
@@ -36,32 +35,6 @@ def batch(size: int, k: int, requires_grad: bool, dtype: torch.dtype = torch.flo
 def target_of(x: Tensor) -> dict[str, Tensor]:
     """A target for a mini-batch or micro-batch."""
     return {"scale": 0.5 + x.detach()[:, 0, 0].abs().to("cpu", copy=True)}
-
-
-@dataclass
-class Seen:
-    """All that one can see of a call."""
-
-    loss: Any
-    output: Any
-    input_grads: list[Tensor | None]
-    grads: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-
-def seen(loss: Any, output: Any, inputs: list[Tensor], module: nn.Module) -> Seen:
-    """What a call left behind, as it is now."""
-
-    def copied(tensor: Any) -> Any:
-        return tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor
-
-    return Seen(
-        copied(loss),
-        pytree.tree_map(copied, output),
-        [copied(x.grad) for x in inputs],
-        {name: copied(leaf.grad) for name, leaf in leaves(module).items()},
-        {name: copied(buffer) for name, buffer in module.named_buffers()},
-    )
 
 
 def loss_function(kind: str) -> Any:
@@ -96,7 +69,7 @@ class Place:
         """At the end of a call, before anything is read."""
 
 
-def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Seen:
+def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result:
     """A call of a pipe."""
     made = [batch(size, k + i, False, place.dtype) for i, size in enumerate(call.sizes)]
     targets = [{"scale": place.target(target_of(x)["scale"], call)} for x in made]
@@ -128,7 +101,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Seen:
     if call.driver == "forward" and loss is not None:
         place.backward(loss, xs)
     place.close([*xs, *given], output)
-    return seen(loss, output, xs, pipe)
+    return seen(pipe, xs, output, loss, leaves(pipe))
 
 
 class Aligned(torch.autograd.Function):
@@ -159,7 +132,7 @@ def run_plain(
     k: int,
     schedule: Schedule | None,
     dtype: torch.dtype = torch.float32,
-) -> Seen:
+) -> Result:
     """The same call of the plain model, micro-batch by micro-batch."""
     xs = [batch(size, k + i, case.input_grad, dtype) for i, size in enumerate(call.sizes)]
     whole = [piece for x in xs for piece in x.chunk(case.chunks if len(xs) == 1 else 1)]
@@ -179,17 +152,18 @@ def run_plain(
         elif call.driver != "no_grad":
             for y, piece in zip(outputs, whole, strict=True):
                 losses.append(weigh(y, target_of(piece)))
+    found = partial(seen, model, xs, leaves=leaves(model))
     if call.driver == "no_grad":
         with torch.no_grad():
-            return seen(None, joined(outputs), xs, model)
+            return found(joined(outputs))
     if call.driver == "forward":
         if loss is not None:
             loss.backward()
-        return seen(loss, output, xs, model)
+        return found(output, loss)
     shares = shared(call, losses, [len(piece) for piece in whole])
     if call.driver == "eval":
         model.train()
-        return seen(sum(shares[1:], shares[0]), None, xs, model)
+        return found(None, sum(shares[1:], shares[0]))
     assert schedule is not None
     if not any(share.requires_grad for share in shares):
         raise NothingToTrain
@@ -199,7 +173,7 @@ def run_plain(
     if call.driver == "train" and case.input_grad and any(p.grad is not None for p in whole):
         xs[0].grad = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
     loss = sum([share.detach() for share in shares[1:]], shares[0].detach())
-    return seen(loss, joined(outputs), xs, model)
+    return found(joined(outputs), loss)
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -246,7 +220,7 @@ def check(case: Case) -> None:
             with inline():
                 expected = run_pipe(other, case, call, k, Place())
             # Each of them goes back by itself, in `pipe(x)` in an order of autograd's.
-            rounded = {"grads"} if "reentrant" in case.model.layers else set()
+            rounded = {"parameter_grads"} if "reentrant" in case.model.layers else set()
         else:
             expected = run_plain(case, other, call, k, schedule)
             rounded = to_rounding(case, call, schedule)
@@ -278,17 +252,17 @@ def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:
         or "reentrant" in case.model.layers
         or (schedule is None and case.model.uses_twice)
     ):
-        rounded |= {"grads"}
+        rounded |= {"parameter_grads"}
     if schedule is None and "reentrant" in case.model.layers:
-        rounded |= {"grads"}
+        rounded |= {"parameter_grads"}
     if case.model.begins_in_place_on_a_view(case.balance):
-        rounded |= {"grads", "input_grads"}
+        rounded |= {"parameter_grads", "input_grads"}
     if schedule is None:
         return rounded
     if call.loss == "weighted" or (len(set(call.sizes)) > 1 and call.loss == "mean"):
-        rounded |= {"grads", "input_grads", "loss"}
+        rounded |= {"parameter_grads", "input_grads", "loss"}
     if schedule.splits:
-        rounded |= {"grads"}
+        rounded |= {"parameter_grads"}
     return rounded
 
 

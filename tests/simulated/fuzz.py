@@ -31,7 +31,6 @@ from tests.fuzz.models import KINDS, leaves
 from tests.fuzz.runs import (
     NothingToTrain,
     Place,
-    Seen,
     own_gradients,
     run_pipe,
     run_plain,
@@ -39,6 +38,7 @@ from tests.fuzz.runs import (
     step,
 )
 from tests.support.compare import assert_same
+from tests.support.models import Result
 
 __all__ = ["Placed", "check", "drawn"]
 
@@ -128,7 +128,7 @@ class Caller(Place):
         self.placed = placed
         self.pipe = placed.pipe()
         self.error: BaseException | None = None
-        self.expected: list[Seen] = []
+        self.expected: list[Result] = []
 
     def run(self) -> None:
         """All calls, each compared with the plain model."""
@@ -214,7 +214,7 @@ def _record(tensor: Tensor | None) -> None:
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
-def expected(placed: Placed, pipe: Pipe) -> list[Seen]:
+def expected(placed: Placed, pipe: Pipe) -> list[Result]:
     """What the plain model does on the CPU, up to a call that has nothing to train."""
     case, found = placed.case, []
     model = case.model.build(WIDE)

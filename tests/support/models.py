@@ -301,12 +301,31 @@ def _leaves_of(nodes: list[Any]) -> list[Any]:
 
 @dataclass
 class Result:
-    """All that one can see of a training step."""
+    """All that one can see of a call, or of a training step."""
 
     output: Any
     input_grads: list[Tensor | None]
     parameter_grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    loss: Tensor | None = None
+
+
+def seen(
+    module: nn.Module, inputs: Any, output: Any, loss: Any = None, leaves: Any = None
+) -> Result:
+    """What a call left behind, as it is now; ``leaves`` by name, if they are no parameters."""
+
+    def copied(tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), tree)
+
+    leaves = dict(module.named_parameters()) if leaves is None else leaves
+    return Result(
+        copied(output),
+        copied([getattr(leaf, "grad", None) for leaf in pytree.tree_leaves(inputs)]),
+        copied({name: leaf.grad for name, leaf in leaves.items()}),
+        copied(dict(module.named_buffers())),
+        copied(loss),
+    )
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -327,12 +346,7 @@ def step(call: Callable[[Any], Any], module: nn.Module, x: Any) -> Result:
     loss = loss_of(output)
     if loss is not None:
         loss.backward()
-    return Result(
-        pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, output),
-        [leaf.grad for leaf in pytree.tree_leaves(x)],
-        {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()},
-        {name: buffer.clone() for name, buffer in module.named_buffers()},
-    )
+    return seen(module, x, output)
 
 
 assert_same_tree = assert_same

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from syncpipe import Pipe
 from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.compare import assert_same
-from tests.support.models import Result, concatenate, cut
+from tests.support.models import Result, concatenate, cut, seen
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -123,13 +122,6 @@ def any_schedule(
 # --- the reference: the plain model, micro-batch by micro-batch ----------------------------------
 
 
-@dataclass
-class Trained(Result):
-    """All that one can see of a step of ``train_batch``."""
-
-    loss: Tensor
-
-
 def size_of(tree: Any) -> int:
     """The length of the first tensor."""
     return next(len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
@@ -162,7 +154,7 @@ def plain_step(
     orders: Sequence[Sequence[int]],
     balance: Sequence[int],
     replicas: Sequence[int] | None = None,
-) -> Trained:
+) -> Result:
     """The loop over micro-batches that ``train_batch`` has to equal.
 
     Args:
@@ -203,17 +195,13 @@ def plain_step(
                     add_grad(total, grads[i].get(id(parameter)))
             if k:
                 add_grad(parameter, total.grad)
-    for i, piece in enumerate(inputs):
-        for leaf in pytree.tree_leaves(piece):
-            if is_wanted(leaf):
-                leaf.grad = grads[i][id(leaf)]
-    return Trained(
-        pytree.tree_map_only(Tensor, Tensor.detach, concatenate(outputs)),
-        [_input_grad(row) for row in zip(*map(pytree.tree_leaves, inputs), strict=True)],
-        {n: None if p.grad is None else p.grad.clone() for n, p in named.items()},
-        {name: buffer.clone() for name, buffer in model.named_buffers()},
-        sum(losses[1:], losses[0]),
-    )
+    rows = [pytree.tree_leaves(piece) for piece in inputs]
+    for leaf, *pieces in zip(pytree.tree_leaves(x), *rows, strict=True):
+        found = [grads[i].get(id(piece)) for i, piece in enumerate(pieces)]
+        if is_wanted(leaf) and any(grad is not None for grad in found):
+            pairs = zip(pieces, found, strict=True)
+            leaf.grad = torch.cat([torch.zeros_like(t) if g is None else g for t, g in pairs])
+    return seen(model, x, concatenate(outputs), sum(losses[1:], losses[0]))
 
 
 def is_wanted(leaf: Any) -> bool:
@@ -225,12 +213,6 @@ def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
     """As autograd accumulates."""
     if grad is not None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-def _input_grad(row: Sequence[Any]) -> Tensor | None:
-    if all(not isinstance(leaf, Tensor) or leaf.grad is None for leaf in row):
-        return None
-    return torch.cat([torch.zeros_like(t) if t.grad is None else t.grad for t in row])
 
 
 def pipe_step(pipe: Pipe, x: Any, target: Any = None, *, leaf: bool = True, **options: Any) -> Any:
@@ -247,13 +229,7 @@ def pipe_step(pipe: Pipe, x: Any, target: Any = None, *, leaf: bool = True, **op
     given = x if leaf else pytree.tree_map_only(Tensor, _computed, x)
     loss, output = pipe.train_batch(given, target, return_outputs=True, **options)
     assert not any(is_wanted(value) for value in [loss, *pytree.tree_leaves(output)])
-    return Trained(
-        pytree.tree_map_only(Tensor, Tensor.clone, output),
-        [t.grad if isinstance(t, Tensor) else None for t in pytree.tree_leaves(x)],
-        {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()},
-        {name: buffer.clone() for name, buffer in pipe.named_buffers()},
-        loss,
-    )
+    return seen(pipe, x, output, loss)
 
 
 def _computed(tensor: Tensor) -> Tensor:
@@ -270,7 +246,7 @@ def orders_of(schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) -> None:
+def assert_same_step(actual: Result, expected: Result, *, exact: bool = True) -> None:
     """Equality to the last bit; with ``exact=False`` parameters' gradients to rounding."""
     rounded = () if exact else ("parameter_grads",)
     assert_same(actual, expected, "the step's ", rounded=rounded)
@@ -279,7 +255,7 @@ def assert_same_step(actual: Trained, expected: Trained, *, exact: bool = True) 
 def assert_trains_as(
     pipe: Pipe, plain: nn.Sequential, x: Any, target: Any = None, *, loss_fn: Any,
     schedule: Any = "1f1b", **options: Any,
-) -> Trained:  # fmt: skip
+) -> Result:  # fmt: skip
     """A step of a pipe equals that of the plain model, which is returned."""
     plan = schedule_of(pipe, len(cut(x, pipe.chunks)), schedule)
     expected = plain_step(
