@@ -125,6 +125,7 @@ def test_masked_loss() -> None:
     assert where == ""
     assert "no mean over samples" in reason
     assert "weight=" in reason
+    assert "verify=False" not in reason
     assert report.pipe_ok
     assert report["micro-batches"].ok
 
