@@ -229,10 +229,7 @@ REFUSALS = {
     (differ, "found"): "of what is no parameter of the pipe (0: frozen): process 0 has [], process",
     (refused, "shape"): "'2.weight': process 0 has float32[3, 6], trained, process 1 has float32[4",
     (refused, "number"): "'2.bias': process 0 has float32[3], trained, process 1 has no such thing",
-    (
-        refused,
-        "frozen",
-    ): "'1.weight': process 0 has float32[6, 6], trained, process 1 has float32[6",
+    (refused, "frozen"): "'1.weight': process 0 has float32[6, 6], trained, process 1 has",
     (refused, "balance"): "balance: process 0 has [2, 1], process 1 has [1, 2]",
     (refused, "buffer"): "buffer '1.count': process 0 has no such thing, process 1 has float32[2]",
     (refused, "bucket_mb"): "bucket_mb: process 0 has 25, process 1 has 26",

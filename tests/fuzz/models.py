@@ -7,11 +7,11 @@ the plain ``nn.Sequential`` can train, and whose gradients it sums in one order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from tests.support.models import (
     on_x,
 )
 from tests.support.running import Do
+from tests.support.ties import tie
 
 __all__ = ["KINDS", "Model", "drawn_model"]
 
@@ -234,53 +235,43 @@ class Model:
                 break
         return False
 
+    def _makers(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """For each layer its kind, and the function that makes it with its arguments."""
+        waiting: list[Namespace] = []
+        for kind in self.layers:
+            if kind.startswith("send"):
+                waiting.append(Namespace())
+                yield kind, (_isolated, kind, waiting[-1])
+            elif kind == "receive":
+                yield kind, (_isolated, kind, waiting.pop(0))
+            else:
+                yield kind, (KINDS[kind].make,)
+
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """The same model every time."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            return self._built()
+            torch.manual_seed(self.seed)
+            model = nn.Sequential(*[make(*args) for _, (make, *args) in self._makers()])
         finally:
             torch.set_default_dtype(before)
+        for first, second, is_one in self.ties:
+            if is_one:
+                model[second] = model[first]
+            else:
+                tie(model[first], model[second])
+        return model
 
     def listed(self) -> list[Any]:
         """The same layers as functions, where they are no more than that, and specs.
 
         Built one after another after ``torch.manual_seed(seed)`` they are those of ``build``.
         """
-        waiting: list[Namespace] = []
-        layers: list[Any] = []
-        for kind in self.layers:
-            if kind in _FUNCTIONS:
-                made: Any = partial(on_x, cast("Inner", KINDS[kind].make()).inner)
-            elif kind.startswith("send"):
-                waiting.append(Namespace())
-                made = LayerSpec(_isolated, kind, waiting[-1])
-            elif kind == "receive":
-                made = LayerSpec(_isolated, kind, waiting.pop(0))
-            else:
-                made = LayerSpec(KINDS[kind].make)
-            layers.append(made)
-        return layers
-
-    def _built(self) -> nn.Sequential:
-        torch.manual_seed(self.seed)
-        waiting: list[Namespace] = []
-        model = nn.Sequential()
-        for kind in self.layers:
-            layer = KINDS[kind].make()
-            if kind.startswith("send"):
-                waiting.append(Namespace())
-                layer.isolate(waiting[-1])
-            elif kind == "receive":
-                layer.isolate(waiting.pop(0))
-            model.append(layer)
-        for first, second, is_one in self.ties:
-            if is_one:
-                model[second] = model[first]
-            else:
-                _tie(model[first], model[second])
-        return model
+        return [
+            partial(on_x, maker[0]().inner) if kind in _FUNCTIONS else LayerSpec(*maker)
+            for kind, maker in self._makers()
+        ]
 
     @property
     def uses_twice(self) -> bool:
@@ -294,13 +285,6 @@ _TIED = (
     "checkpoint", "reentrant", "forward_hook", "backward_hook", "parameter_hook",
 )  # fmt: skip
 _OFTEN = ("tied", "parameter_views", "reentrant")
-
-
-def _tie(first: nn.Module, second: nn.Module) -> None:
-    """Gives the second module the parameters of the first one."""
-    for here, there in zip(first.modules(), second.modules(), strict=True):
-        for name in list(there._parameters):
-            setattr(there, name, getattr(here, name))
 
 
 def _drawn_ties(
