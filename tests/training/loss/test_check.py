@@ -115,14 +115,10 @@ def test_no_loss_function_is_kept_alive() -> None:
     assert not any(ref() is not None for ref in gone)
 
 
-def test_a_copy_of_the_pipe_checks_by_itself() -> None:
+def test_a_copy_of_the_pipe_checks_by_itself_and_any_again_when_asked() -> None:
     pipe = classifier(chunks=4)
     assert len(warned(pipe, **MASKED)) == 1
     assert len(warned(copy.deepcopy(pipe), **MASKED)) == 1
-
-
-def test_again_when_asked() -> None:
-    pipe = classifier(chunks=4)
     assert [len(warned(pipe, **MASKED, verify=True)) for _ in range(2)] == [1, 1]
 
 

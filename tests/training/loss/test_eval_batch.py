@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe
 from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Dawdle, Do, in_threads, pipe_of
-from tests.support.training import FOUR
 from tests.support.watched import Memory, alive
 from tests.training.loss.whole import four, grads_of, whole
 
@@ -150,34 +149,21 @@ def layers() -> nn.Sequential:
     )
 
 
-def merging_pipe(module: nn.Sequential, devices: list[str] = FOUR) -> Pipe:
-    return Pipe(module, [1] * 4, devices=devices, chunks=2)
-
-
 def modes_of(pipe: Pipe) -> list[bool]:
     inside = [m.inner[0] for m in pipe.modules() if isinstance(m, Listed)]
     return [m.training for m in [*pipe.modules(), *pipe.partitions, *inside]]
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["threads", "inline"])
-def test_layers_evaluate_as_after_eval(by_hand):
-    module = layers()
-    plain = copy.deepcopy(module).eval()
-    pipe, x = merging_pipe(module), torch.randn(6, 4)
-    with inline() if by_hand else torch.enable_grad():
-        actual = pipe.eval_batch(x)
-    assert torch.equal(actual, torch.cat([plain(half) for half in x.chunk(2)]).detach())
-
-
 @pytest.mark.parametrize("trains", ["all", "all but one", "one"])
 def test_weights_and_modes_are_back_afterwards(trains):
-    pipe = merging_pipe(layers())
+    pipe = pipe_of(layers(), chunks=2)
     if trains == "all but one":
         pipe[2].eval()  # frozen statistics, and merged weights
     elif trains == "one":
         pipe.eval()[0].train()
+    plain, x = copy.deepcopy(nn.Sequential(*pipe)).eval(), torch.randn(6, 4)
     weight, modes = pipe[0].weight.detach().clone(), modes_of(pipe)
-    pipe.eval_batch(torch.randn(6, 4))
+    assert torch.equal(pipe.eval_batch(x), torch.cat([plain(half) for half in x.chunk(2)]))
     assert not pipe[0].merged
     assert pipe[2][1].merged == (trains != "all")
     torch.testing.assert_close(pipe[0].weight.detach(), weight)
@@ -185,7 +171,7 @@ def test_weights_and_modes_are_back_afterwards(trains):
 
 
 def test_a_pipe_that_evaluates_already_is_left_alone():
-    pipe = merging_pipe(layers()).eval()
+    pipe = pipe_of(layers(), chunks=2).eval()
     pipe[0].error = AssertionError("train() was called")
     pipe[0].train = lambda mode=True: pytest.fail("train() was called")
     pipe.eval_batch(torch.randn(6, 4))
@@ -194,7 +180,7 @@ def test_a_pipe_that_evaluates_already_is_left_alone():
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["loss", "back"])
 def test_modes_and_weights_are_back_after_an_error(error, where):
-    pipe = merging_pipe(layers())
+    pipe = pipe_of(layers(), chunks=2)
     modes = modes_of(pipe)
 
     def loss_fn(output: Tensor) -> Tensor:
@@ -218,7 +204,7 @@ def test_an_error_on_the_way_into_eval_mode_undoes_it():
                 raise OSError("never")
             return super().train(mode)
 
-    pipe = merging_pipe(nn.Sequential(Merging(), Stubborn(), nn.Tanh(), Merging()))
+    pipe = pipe_of(nn.Sequential(Merging(), Stubborn(), nn.Tanh(), Merging()))
     modes = modes_of(pipe)
     with pytest.raises(OSError, match="never"):
         pipe.eval_batch(torch.randn(6, 4))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import NoChunk, Pipe
 from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
-from tests.support.training import KINDS, RUNS
-from tests.training.loss.whole import four, grads_of, whole
+from tests.support.running import assert_same
+from tests.support.training import FOUR, KINDS, RUNS, assert_trains_as, pipe_step
+from tests.training.loss.whole import four, grads_of
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -33,44 +35,28 @@ def test_the_loss_function_is_called_once_a_micro_batch_in_order(run, checkpoint
     assert seen == [0, 1, 2, 3]
 
 
-def test_targets_are_trees_that_are_cut_like_the_input():
+TREE = {
+    "a": torch.arange(5),
+    "b": (torch.arange(5.0), None),
+    "whole": NoChunk(torch.arange(3)),
+    "word": "x",
+}
+CUT = [
+    {"a": a, "b": (a.float(), None), "whole": torch.arange(3), "word": "x"}
+    for a in torch.arange(5).chunk(2)
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [(TREE, CUT), (7, [7] * 2), ("x", ["x"] * 2), (NoChunk(X := torch.arange(2)), [X] * 2)],
+)
+def test_targets_are_trees_that_are_cut_like_the_input(target, expected):
     pipe, seen = four(chunks=2), []
-    target = {
-        "a": torch.arange(5),
-        "b": (torch.arange(5.0), None),
-        "whole": NoChunk(torch.arange(3)),
-        "word": "x",
-    }
-
-    def loss_fn(y, t):
-        seen.append(t)
-        return y.sum()
-
-    pipe.train_batch(torch.randn(5, 3), target, loss_fn=loss_fn, verify=False)
-    expected = [
-        {"a": a, "b": (a.float(), None), "whole": torch.arange(3), "word": "x"}
-        for a in torch.arange(5).chunk(2)
-    ]
-    assert_same_tree(seen, expected, "targets")
-
-
-@pytest.mark.parametrize("target", [7, "x", NoChunk(torch.arange(2))])
-def test_a_target_without_anything_to_cut_goes_to_every_micro_batch(target):
-    pipe, seen = four(), []
     pipe.train_batch(
-        torch.randn(4, 3), target, verify=False, loss_fn=lambda y, t: seen.append(t) or y.sum()
+        torch.randn(5, 3), target, verify=False, loss_fn=lambda y, t: seen.append(t) or y.sum()
     )
-    assert_same_tree(seen, [getattr(target, "tensor", target)] * 4, "targets")
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_target_may_need_a_gradient(checkpoint):
-    pipe = four(checkpoint=checkpoint)
-    x, target = torch.randn(8, 3), torch.randn(8, 3, requires_grad=True)
-    loss, _ = whole(pipe, lambda plain: F.mse_loss(plain(x), target))
-    expected, target.grad = target.grad, None
-    torch.testing.assert_close(pipe.train_batch(x, target, loss_fn=F.mse_loss), loss)
-    torch.testing.assert_close(target.grad, expected)
+    assert_same_tree(seen, expected, "targets")
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -94,93 +80,68 @@ def test_outputs_come_back_gathered_and_detached(run, checkpoint):
     assert output["rest"][1:] == [None, "word"]
 
 
-X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
-
-
 class Aside(nn.Module):
     """Puts something aside that goes back."""
+
+    aux: Tensor
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.aux = None
 
     def forward(self, x):
         y = torch.tanh(self.linear(x))
-        self.aux = y.pow(2).mean()
+        Aside.aux = y.pow(2).mean()
         return y
 
 
-def model(k):
-    """Three layers; the one with index ``k`` puts something aside."""
+def with_aside(output, target):
+    return F.mse_loss(output, target) + Aside.aux
+
+
+def aside_pipe(k, devices, checkpoint):
+    """Three stages, of which the one with index ``k`` puts something aside; and its layers."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Aside() if index == k else nn.Linear(4, 4) for index in range(3)))
+    layers = nn.Sequential(*(Aside() if j == k else nn.Linear(4, 4) for j in range(3)))
+    plain = copy.deepcopy(layers)
+    return Pipe(layers, [1] * 3, devices=devices, chunks=4, checkpoint=checkpoint), plain
 
 
-def with_aside(layer):
-    return lambda output, target: F.mse_loss(output, target) + layer.aux
-
-
-def step(layers, k, devices, schedule, checkpoint):
-    pipe = Pipe(layers, [1, 1, 1], devices=devices, chunks=4, checkpoint=checkpoint)
-    pipe.train_batch(X, Y, loss_fn=with_aside(layers[k]), schedule=schedule)
-    return pipe
+on_devices = pytest.mark.parametrize("devices", [["cpu"] * 3, FOUR[:3]], ids=["one", "three"])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-@pytest.mark.parametrize(
-    "devices", [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]], ids=["one", "three"]
-)
+@on_devices
 def test_loss_fn_may_use_what_layers_of_the_last_stage_put_aside(devices, schedule):
-    layers = model(2)
-    plain = copy.deepcopy(layers)
-    order = reversed(range(4)) if schedule == "gpipe" else range(4)
-    losses = [
-        with_aside(plain[2])(plain(x), y) / 4 for x, y in zip(X.chunk(4), Y.chunk(4), strict=True)
-    ]
-    for i in order:
-        losses[i].backward()
-    step(layers, 2, devices, schedule, "never")
-    for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
-        if schedule == "zb_h1":  # adds products to gradients in one operation
-            torch.testing.assert_close(ours.grad, theirs.grad)
-        else:
-            assert torch.equal(ours.grad, theirs.grad)
+    pipe, plain = aside_pipe(2, devices, "never")
+    x, y = torch.randn(2, 8, 4)
+    assert_trains_as(pipe, plain, x, y, loss_fn=with_aside, schedule=schedule, verify=False)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(
-    "devices", [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]], ids=["one", "three"]
-)
+@on_devices
 @pytest.mark.parametrize(("k", "checkpoint"), [(1, "never"), (1, "always"), (2, "always")])
 def test_what_would_be_lost_is_refused(k, checkpoint, devices, schedule):
-    layers = model(k)
+    pipe, _ = aside_pipe(k, devices, checkpoint)
     with pytest.raises(RuntimeError, match="with its graph"):
-        step(layers, k, devices, schedule, checkpoint)
-    assert all(parameter.grad is None for parameter in layers.parameters())
+        pipe.train_batch(*torch.randn(2, 8, 4), loss_fn=with_aside, schedule=schedule)
+    assert grads_of(pipe) == [None] * 6
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_losses_go_back_as_they_were_returned_whatever_loss_fn_does_with_them_later(reduction):
-    layers = model(None)
-    plain = copy.deepcopy(layers)
+def test_losses_go_back_as_they_were_returned_whatever_loss_fn_does_with_them_later():
+    pipe, _ = aside_pipe(None, ["cpu"] * 3, "never")
     kept = []
 
     def loss_fn(output, target):
         for loss in kept:
             loss.mul_(3)
-        kept.append(F.mse_loss(output, target, reduction=reduction))
+        kept.append(F.mse_loss(output, target))
         return kept[-1]
 
-    pipe = Pipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
-    pipe.train_batch(
-        X, Y, loss_fn=loss_fn, loss_reduction=reduction, schedule="gpipe", verify=False
-    )
-    for i in reversed(range(4)):
-        loss = F.mse_loss(plain(X.chunk(4)[i]), Y.chunk(4)[i], reduction=reduction)
-        (loss / 4 if reduction == "mean" else loss).backward()
-    for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    x, y = torch.randn(2, 8, 4)
+    expected = pipe_step(copy.deepcopy(pipe), x, y, loss_fn=F.mse_loss, schedule="gpipe")
+    actual = pipe_step(pipe, x, y, loss_fn=loss_fn, schedule="gpipe", verify=False)
+    assert_same(actual.parameter_grads, expected.parameter_grads)
 
 
 @pytest.mark.parametrize("rows", [3, 5, 1])
@@ -198,7 +159,11 @@ def twice(first: Any, then: Any) -> Any:
     return lambda y: next(given)(y)
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+ROWS = torch.randn(4, 3)
+MSE_SUM, NONE = nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="none")
+
+#: What the loss function returns.
+RETURNED: dict[str, tuple[Any, type[Exception], str]] = {
     "no scalar": (lambda y: y, ValueError, r"float32\[1, 3\].*reduction='sum'|one floating"),
     "integer": (lambda y: y.sum().long(), ValueError, "int64"),
     "no tensor": (lambda y: 3.5, TypeError, "float"),
@@ -222,74 +187,41 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"metrics \['b'\] for micro-batch 1, and a loss and metrics \['a'\] for",
     ),
 }  # fmt: skip
+#: What does not go together, for a loss of output and target.
+TOGETHER: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"loss_fn": lambda y, t: (y.sum(), 1), "loss_reduction": "sum"}, ValueError,
+     "loss_reduction='sum'"),
+    ({"loss_fn": MSE_SUM, "weight": lambda t: 1.0}, ValueError, "weight is for losses that are"),
+    ({"loss_fn": lambda y, t: (y.mean(), 1), "weight": lambda t: 1.0}, ValueError,
+     "weight= is given"),
+    ({"loss_fn": NONE}, ValueError, "use reduction='mean' or reduction='sum'"),
+    ({"loss_fn": partial(F.mse_loss, reduction="none")}, ValueError, "use reduction='mean'"),
+    ({"loss_fn": MSE_SUM, "loss_reduction": "mean"}, ValueError,
+     "loss_reduction='mean', but loss_fn has reduction='sum'"),
+    ({"loss_fn": nn.MSELoss}, TypeError, r"give an instance, loss_fn=MSELoss\(...\)"),
+    ({"grad_scaler": 3}, TypeError, "grad_scaler"),
+    *[({"accumulate": a}, ValueError, "accumulate=") for a in (0, -1, math.nan, math.inf, "2")],
+    ({"weight": [1, 2]}, ValueError, "weight has 2 numbers, but there are 4 micro-batches"),
+    ({"weight": [1, 1, 1, -1]}, ValueError, "weight of -1.0"),
+    ({"weight": lambda t: math.nan}, ValueError, "weight of nan"),
+    ({"weight": lambda t: "many"}, TypeError, "weight of type str"),
+    ({"weight": lambda t: torch.ones(2)}, ValueError, r"weight float32\[2\], not one number"),
+    ({"weight": lambda t: None}, TypeError, "weight of type NoneType"),
+    ({"weight": 3}, TypeError, "weight must be a function of the target, or a number for each"),
+]  # fmt: skip
+REFUSED = [
+    *[({"loss_fn": loss_fn}, *error) for loss_fn, *error in RETURNED.values()],
+    *[({"target": ROWS, "loss_fn": F.mse_loss, **options}, *error) for options, *error in TOGETHER],
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_loss_is_refused(name):
-    loss_fn, kind, message = REFUSED[name]
+@pytest.mark.parametrize(("options", "kind", "message"), REFUSED)
+def test_what_is_no_loss_or_does_not_go_together_is_refused(options, kind, message):
     pipe = four()
     with pytest.raises(kind, match=message):
-        pipe.train_batch(torch.randn(4, 3), loss_fn=loss_fn)
+        pipe.train_batch(ROWS, **options)
     assert grads_of(pipe) == [None] * 8
-
-
-ROWS = torch.randn(4, 3)
-
-
-MSE_SUM, NONE = nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="none")
-
-
-OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "weight of a sum": (
-        {"loss_fn": lambda y, t: (y.sum(), 1), "loss_reduction": "sum"}, ValueError,
-        "loss_reduction='sum'",
-    ),
-    "weight= of a sum": (
-        {"loss_fn": MSE_SUM, "weight": lambda t: 1.0}, ValueError, "weight is for losses that are"
-    ),
-    "weights from two sides": (
-        {"loss_fn": lambda y, t: (y.mean(), 1), "weight": lambda t: 1.0}, ValueError,
-        "weight= is given",
-    ),
-    "no reduction": ({"loss_fn": NONE}, ValueError, "use reduction='mean' or reduction='sum'"),
-    "nor of a partial": (
-        {"loss_fn": partial(F.mse_loss, reduction="none")}, ValueError, "use reduction='mean'"
-    ),
-    "two reductions": (
-        {"loss_fn": MSE_SUM, "loss_reduction": "mean"}, ValueError,
-        "loss_reduction='mean', but loss_fn has reduction='sum'",
-    ),
-    "a class": ({"loss_fn": nn.MSELoss}, TypeError, r"give an instance, loss_fn=MSELoss\(...\)"),
-    "a scaler that is none": ({"loss_fn": F.mse_loss, "grad_scaler": 3}, TypeError, "grad_scaler"),
-    **{
-        f"accumulate={number}": (
-            {"loss_fn": F.mse_loss, "accumulate": number}, ValueError, "accumulate="
-        )
-        for number in (0, -1, float("nan"), float("inf"), "2", None)
-    },
-    **{
-        f"weight: {message}": ({"loss_fn": F.mse_loss, "weight": weight}, error, message)
-        for weight, error, message in [
-            ([1, 2], ValueError, "weight has 2 numbers, but there are 4 micro-batches"),
-            ([1, 1, 1, -1], ValueError, "weight of -1.0"),
-            (lambda t: float("nan"), ValueError, "weight of nan"),
-            (lambda t: "many", TypeError, "weight of type str"),
-            (lambda t: torch.ones(2), ValueError, r"weight float32\[2\], not one number"),
-            (lambda t: None, TypeError, "weight of type NoneType"),
-            (3, TypeError, "weight must be a function of the target, or a number for each"),
-        ]
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_what_does_not_go_together_is_refused(name):
-    options, kind, message = OPTIONS[name]
-    pipe = four()
-    with pytest.raises(kind, match=message):
-        pipe.train_batch(torch.randn(4, 3), ROWS, **options)
-    assert grads_of(pipe) == [None] * 8
-    pipe.train_batch(torch.randn(4, 3), ROWS, loss_fn=F.mse_loss)
+    pipe.train_batch(ROWS, ROWS, loss_fn=F.mse_loss)
 
 
 def test_an_error_in_the_function_of_the_target_is_its_own():
@@ -298,22 +230,24 @@ def test_an_error_in_the_function_of_the_target_is_its_own():
     assert "in weight, for the target of micro-batch 0" in caught.value.__notes__
 
 
+SUM = {"loss_fn": torch.sum}
+
+
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_arguments_that_make_no_sense_are_named(call):
-    pipe, x = four(), torch.randn(4, 3)
-    run = getattr(pipe, call)
-    with pytest.raises(TypeError, match=r"loss_fn must be callable.*str"):
-        run(x, loss_fn="mse")
-    with pytest.raises(ValueError, match=r"loss_reduction='average'.*'mean', 'sum'"):
-        run(x, loss_fn=torch.sum, loss_reduction="average")
-    with pytest.raises(ValueError, match="data_iter"):
-        run(x, loss_fn=torch.sum, data_iter=iter([]))
-    with pytest.raises(ValueError, match="data_iter"):
-        run(None, x, loss_fn=torch.sum, data_iter=iter([]))
-    with pytest.raises(TypeError, match=r"data_iter must be an iterator, not list.*iter\("):
-        run(loss_fn=torch.sum, data_iter=[(x, None)] * 4)
-    with pytest.raises((TypeError, ValueError), match="data_iter"):
-        run(loss_fn=torch.sum)
+@pytest.mark.parametrize(
+    ("given", "options", "kind", "message"),
+    [
+        ((ROWS,), {"loss_fn": "mse"}, TypeError, "loss_fn must be callable.*str"),
+        ((ROWS,), {**SUM, "loss_reduction": "average"}, ValueError, "='average'.*'mean', 'sum'"),
+        ((ROWS,), {**SUM, "data_iter": iter([])}, ValueError, "data_iter"),
+        ((None, ROWS), {**SUM, "data_iter": iter([])}, ValueError, "data_iter"),
+        ((), {**SUM, "data_iter": [1]}, TypeError, r"must be an iterator, not list.*iter\("),
+        ((), SUM, (TypeError, ValueError), "data_iter"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(call, given, options, kind, message):
+    with pytest.raises(kind, match=message):
+        getattr(four(), call)(*given, **options)
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])

@@ -24,7 +24,6 @@ from tests.training.loss.whole import (
     four,
     grads_of,
     labels,
-    masked,
     whole,
 )
 
@@ -71,7 +70,9 @@ def test_any_mask_under_any_schedule(data: st.DataObject) -> None:
     evaluated = pipe.eval_batch(x, target, loss_fn=loss_fn)
     options = dict(RUNS[run][0])
     if kind == "by weight":
-        options["weight"] = partial(weigh, ignored, weight)
+        weights = partial(weigh, ignored, weight)
+        numbers = data.draw(st.booleans(), "numbers")
+        options["weight"] = list(map(weights, target.chunk(chunks))) if numbers else weights
         evaluated = expected[0]
     torch.testing.assert_close(evaluated, expected[0], equal_nan=True)
     given = {"input": x, "target": target}
@@ -111,17 +112,6 @@ def test_the_loss_is_that_of_the_mini_batch(kind: str, size: int) -> None:
 
 
 # --- weights -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept", [[0, 1, 2, 7], [7], list(range(8))])
-@pytest.mark.parametrize("numbers", [False, True], ids=["function", "numbers"])
-def test_weights_are_counted_before_anything_runs(kept: list[int], numbers: bool) -> None:
-    pipe, x, target = classifier(chunks=4), torch.randn(8, 4), labels(8, kept)
-    counts = [int((t != IGNORED).sum()) for t in target.chunk(4)]
-    weight: Any = counts if numbers else lambda t: (t != IGNORED).sum()
-    expected = whole(pipe, lambda plain: masked(plain(x), target))
-    loss = pipe.train_batch(x, target, loss_fn=masked, weight=weight)
-    assert_trains_like(pipe, loss, expected)
 
 
 WEIGHTS: dict[str, Any] = {
@@ -199,19 +189,14 @@ def test_losses_may_need_no_gradient_in_some_micro_batches() -> None:
 
 @pytest.mark.parametrize("run", KINDS)
 def test_several_calls_equal_one_larger_mini_batch(run: str) -> None:
-    pipe, x, target = (
-        classifier(run, chunks=4),
-        torch.randn(24, 4),
-        labels(24, [0, 1, 2, *range(9, 24)]),
-    )
+    pipe, x = classifier(run, chunks=4), torch.randn(24, 4)
+    target = labels(24, [0, 1, 2, *range(9, 24)])
     loss, expected = whole(pipe, lambda plain: F.cross_entropy(plain(x), target))
     found = 0.0
     for a, b in zip(x.chunk(3), target.chunk(3), strict=True):
         share = float((target >= 0).sum() / (b >= 0).sum())
-        found += (
-            pipe.train_batch(a, b, loss_fn=F.cross_entropy, accumulate=share, **RUNS[run][0])
-            / share
-        )
+        options = {"loss_fn": F.cross_entropy, "accumulate": share, **RUNS[run][0]}
+        found += pipe.train_batch(a, b, **options) / share
     torch.testing.assert_close(grads_of(pipe), expected)
     torch.testing.assert_close(found, loss)  # that of each call is not divided
 
