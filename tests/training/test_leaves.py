@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,8 @@ from torch import Tensor, nn
 from syncpipe import Pipe, inline
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.training.cell import ANCHOR, Border
-from tests.support.training import (
-    FOUR,
-    KINDS,
-    RUNS,
-    assert_same_step,
-    orders_of,
-    pipe_step,
-    plain_step,
-    schedule_of,
-)
+from tests.support.running import assert_same
+from tests.support.training import FOUR, KINDS, RUNS
 
 CHECKPOINTS = ["never", "except_last", "always"]
 every_run = pytest.mark.parametrize("run", KINDS)
@@ -63,32 +56,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
-@every_run
-@every_mode
-@pytest.mark.parametrize("by_hand", [False, True], ids=["threads", "inline"])
-def test_first_gradients_of_unregistered_leaves_are_nobody_elses_memory(run, checkpoint, by_hand):
-    ours, theirs = shifted(False), shifted(True)
-    pipe = pipe_of(ours, run, checkpoint=checkpoint)
-    x, target = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
-    options = RUNS[run][0]
-    with inline() if by_hand else torch.enable_grad():
-        actual = pipe_step(pipe, x, target, loss_fn=loss_of, **options)
-    expected = plain_step(
-        theirs,
-        x,
-        target,
-        loss_fn=loss_of,
-        chunks=4,
-        orders=orders_of(schedule_of(pipe, 4, **options)),
-        balance=[2] * 4,
-    )
-    grads = dict(actual.parameter_grads)
-    for k, weight in enumerate(unseen_in(ours)):
-        grads[f"{2 * k + 1}.weight"] = weight.grad
-    actual.parameter_grads = {name: grads[name] for name in expected.parameter_grads}
-    assert_same_step(actual, expected, exact=run != "zb_h1")
-
-
 def test_two_leaves_whose_first_gradients_are_one_tensor_get_one_each():
     class Both(nn.Module):
         def __init__(self):
@@ -107,25 +74,27 @@ def test_two_leaves_whose_first_gradients_are_one_tensor_get_one_each():
 
 @every_run
 @every_mode
-def test_unregistered_leaves_are_weighted_as_parameters_are(run, checkpoint):
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0, 2.0, 5.0]], ids=["mean", "weighted"])
+@pytest.mark.parametrize("context", [torch.enable_grad, inline], ids=["threads", "inline"])
+def test_unregistered_leaves_learn_as_parameters_do(run, checkpoint, weights, context):
     """With ``(loss, weight)`` the gradients are put right at the end of the call."""
     x, target = torch.randn(8, 4), torch.randn(8, 4)
-    weights = iter([1.0, 3.0, 2.0, 5.0] * 2)
-
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-        return F.mse_loss(output, target), next(weights)
-
     found = []
     for registered in (False, True):
-        module = shifted(registered)
-        for weight in unseen_in(module):
+        module, given = shifted(registered), iter(weights or ())
+
+        def loss_fn(output: Tensor, target: Tensor, given: Any = given) -> Any:
+            loss = F.mse_loss(output, target)
+            return loss if weights is None else (loss, next(given))
+
+        for weight in unseen_in(module) if weights else ():
             weight.grad = torch.full_like(weight, 0.25)  # is not weighted
-        pipe_of(module, run, checkpoint=checkpoint).train_batch(
-            x, target, loss_fn=loss_fn, **RUNS[run][0]
-        )
+        with context():
+            pipe_of(module, run, checkpoint=checkpoint).train_batch(
+                x, target, loss_fn=loss_fn, verify=False, **RUNS[run][0]
+            )
         found.append([weight.grad for weight in unseen_in(module)])
-    for unseen, seen in zip(*found, strict=True):
-        assert torch.equal(unseen, seen)
+    assert_same(*found)
 
 
 def test_a_leaf_that_only_some_micro_batches_use_is_found():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline, is_recomputing
+from syncpipe import Pipe, inline
 from syncpipe.runtime.worker import FREE_THREADED
-from syncpipe.skip import pop, skippable, stash
 from tests.conftest import our_threads
+from tests.support import skips
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, on_gradient, pipe_of
 from tests.support.training import FOUR, KINDS, LAST_FIRST, RUNS, WHOLE, any_schedule, schedule_of
@@ -25,44 +25,20 @@ from tests.support.watched import Memory, Watched, alive, gone
 CHUNKS = 10
 
 
-@skippable(stash=["skip"])
-class Send(nn.Module):
-    """Stashes a tensor that nobody else stores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Memory] = []
-        self.counts: list[int] = []
-
-    def forward(self, x):
-        skip = x + 1
-        if not is_recomputing():
-            self.made.append(Memory(skip))
-            self.counts.append(alive(self.made))
-        yield stash("skip", skip)
-        return x
-
-
-@skippable(pop=["skip"])
-class Receive(nn.Module):
-    """Pops a skip, and has autograd store it."""
-
+class Receive(skips.Receive):
     __module__ = Watched.__module__
 
-    def forward(self, x):
-        return x * (yield pop("skip"))
 
-
-def watched_pipe(run: str, *, skips: bool = False, **options: Any) -> Pipe:
+def watched_pipe(devices: list[str], *, skip: bool = False, **options: Any) -> Pipe:
     """Four stages with a watched layer each; a skip goes from the first to the third."""
     layers: list[nn.Module] = [Watched() for _ in range(4)]
     balance = [1, 1, 1, 1]
-    if skips:
+    if skip:
         layers[3:3] = [Receive()]
-        layers[1:1] = [Send()]
+        layers[1:1] = [skips.Send()]
         balance = [2, 1, 2, 1]
     options.setdefault("chunks", CHUNKS)
-    return Pipe(nn.Sequential(*layers), balance, devices=RUNS[run][1], **options)
+    return Pipe(nn.Sequential(*layers), balance, devices=devices, **options)
 
 
 def watched(pipe: Pipe) -> list[Watched]:
@@ -82,34 +58,28 @@ def train(pipe: Pipe, run: dict[str, Any]) -> None:
         pipe.train_batch(data_iter=data, loss_fn=lambda y: y.pow(2).mean(), **run)
 
 
+def any_run(seed: int) -> tuple[dict[str, Any], list[str]]:
+    schedule = any_schedule(CHUNKS, (0, 1, 2, 3), seed=seed, halves=True, in_order=True)
+    return {"schedule": schedule}, FOUR
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
-@pytest.mark.parametrize("skips", [False, True], ids=["", "skips"])
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skips"])
+@pytest.mark.parametrize("run", [*RUNS, *range(5)])
+def test_each_stage_keeps_as_many_micro_batches_as_the_schedule_says(run, skip, by_hand):
+    options, devices = RUNS[run] if run in RUNS else any_run(run)
+    pipe = watched_pipe(devices, skip=skip, checkpoint="never")
+    with inline() if by_hand else nullcontext():
+        train(pipe, options)
+    bound = schedule_of(pipe, CHUNKS, **options).in_flight
+    assert [max(layer.counts) for layer in watched(pipe)] == list(bound)
+    assert gone([memory for layer in watched(pipe) for memory in layer.made])
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skips"])
 @pytest.mark.parametrize("run", RUNS)
-def test_each_stage_keeps_as_many_micro_batches_as_the_schedule_says(run, skips, by_hand):
-    pipe = watched_pipe(run, skips=skips, checkpoint="never")
-    bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
-    if by_hand:
-        with inline():
-            train(pipe, RUNS[run][0])
-    else:
-        train(pipe, RUNS[run][0])
-    for j, layer in enumerate(watched(pipe)):
-        assert max(layer.counts) == bound[j], f"stage {j}"
-        assert gone(layer.made)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_same_holds_for_any_schedule(seed):
-    pipe = watched_pipe("gpipe", chunks=6, checkpoint="never")
-    schedule = any_schedule(6, (0, 1, 2, 3), seed=seed, halves=True, in_order=True)
-    train(pipe, {"schedule": schedule})
-    assert [max(layer.counts) for layer in watched(pipe)] == list(schedule.in_flight)
-
-
-@pytest.mark.parametrize("skips", [False, True], ids=["", "skips"])
-@pytest.mark.parametrize("run", RUNS)
-def test_of_re_materialized_cells_only_the_inputs_are_kept(run, skips):
-    pipe = watched_pipe(run, skips=skips, checkpoint="always")
+def test_of_re_materialized_cells_only_the_inputs_are_kept(run, skip):
+    pipe = watched_pipe(RUNS[run][1], skip=skip, checkpoint="always")
     bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
     train(pipe, RUNS[run][0])
     for j, layer in enumerate(watched(pipe)):
@@ -130,7 +100,7 @@ def test_of_re_materialized_cells_only_the_inputs_are_kept(run, skips):
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_between_stages_are_alive_until_they_went_on(run, checkpoint):
-    pipe = watched_pipe(run, checkpoint=checkpoint)
+    pipe = watched_pipe(RUNS[run][1], checkpoint=checkpoint)
     bound = schedule_of(pipe, CHUNKS, **RUNS[run][0]).in_flight
     train(pipe, RUNS[run][0])
     layers = watched(pipe)
@@ -154,7 +124,7 @@ def test_micro_batches_of_an_iterator_are_dropped_when_they_went_back(run):
             yield pair
             del pair
 
-    pipe = watched_pipe(run, chunks=24, checkpoint="never")
+    pipe = watched_pipe(RUNS[run][1], chunks=24, checkpoint="never")
     pipe.train_batch(data_iter=data(), loss_fn=nn.functional.mse_loss, **RUNS[run][0])
     bound = schedule_of(pipe, 24, **RUNS[run][0]).in_flight[0]
     assert max(n for n, _ in most) <= bound
@@ -165,8 +135,8 @@ def test_micro_batches_of_an_iterator_are_dropped_when_they_went_back(run):
 @pytest.mark.parametrize("call", ["train_batch", "data_iter", "eval_batch", "failing", *KINDS])
 def test_nothing_is_left_after_a_call_not_even_a_cycle(call, checkpoint):
     run = call if call in KINDS else "1f1b"
-    options = RUNS[run][0]
-    pipe = watched_pipe(run, skips=True, checkpoint=checkpoint)
+    options, devices = RUNS[run]
+    pipe = watched_pipe(devices, skip=True, checkpoint=checkpoint)
     alive_then: list[Memory] = []
 
     def tensor(requires_grad: bool = False) -> Tensor:
@@ -377,24 +347,3 @@ def test_they_go_forward_once_and_never_back(run, checkpoint):
     again = {"always": FEW, "except_last": FEW - 1, "never": 0}[checkpoint]
     assert [len(layer.made) for layer in layers[2:]] == [FEW + again] * 2
     assert gone([memory for layer in layers for memory in layer.made])
-
-
-class Looked(nn.Embedding):
-    """Hands on no gradient, so that its weight gets none but that of others who have it."""
-
-    def forward(self, x):
-        return super().forward(x).detach()
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_tied_weight_in_such_a_stage_gets_its_gradient_from_later_ones(checkpoint):
-    layers = nn.Sequential(Looked(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
-    layers[1].requires_grad_(False)
-    layers[2].weight = layers[0].weight
-    plain = copy.deepcopy(layers)
-    ids = torch.randint(5, (8,))
-    for chunk in ids.chunk(4):
-        (plain(chunk).pow(2).mean() / 4).backward()
-    pipe = Pipe(layers, [1, 1, 1], devices=FOUR[:3], chunks=4, checkpoint=checkpoint)
-    pipe.train_batch(ids, loss_fn=lambda y: y.pow(2).mean())
-    assert torch.equal(pipe[0].weight.grad, plain[0].weight.grad)

@@ -14,47 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import Pipe, RepeatingLoader, inline
 from tests.support.interrupts import interrupted
-from tests.support.models import CHECKPOINT_MODES, assert_same_tree, linear_model
+from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Do, assert_same, on_gradient, pipe_of
 from tests.support.training import KINDS, RUNS
-from tests.training.loss.whole import assert_trains_like, four, grads_of, whole
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", KINDS)
-def test_an_iterator_gives_what_the_mini_batch_gives(run, checkpoint):
-    def build():
-        torch.manual_seed(2)
-        layers = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-        options = {"devices": RUNS[run][1], "chunks": 4, "checkpoint": checkpoint}
-        return Pipe(layers, [1, 1, 1, 1], **options)
-
-    ours, theirs = build(), build()
-    for _ in range(2):
-        x, target = torch.randn(8, 3), torch.randn(8, 3)
-        expected = theirs.train_batch(x, target, loss_fn=F.mse_loss, **RUNS[run][0])
-        pieces = zip(x.chunk(4), target.chunk(4), strict=True)
-        loss = ours.train_batch(data_iter=pieces, loss_fn=F.mse_loss, **RUNS[run][0])
-        assert_same([loss, *grads_of(ours)], [expected, *grads_of(theirs)])
-        assert_same_tree(dict(ours.named_buffers()), dict(theirs.named_buffers()), "buffers")
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_micro_batches_of_an_iterator_may_be_of_any_size(reduction):
-    pipe = four()
-    sizes = [1, 5, 2, 3]
-    pieces = [(torch.randn(n, 3), torch.randn(n, 3)) for n in sizes]
-    x, target = (torch.cat(part) for part in zip(*pieces, strict=True))
-
-    def loss_fn(y, t):
-        return F.mse_loss(y, t, reduction=reduction)
-
-    expected = whole(pipe, lambda plain: loss_fn(plain(x), target))
-    loss, output = pipe.train_batch(
-        data_iter=iter(pieces), loss_fn=loss_fn, loss_reduction=reduction, return_outputs=True
-    )
-    assert_trains_like(pipe, loss, expected)
-    assert output.shape == (11, 3)
+from tests.training.loss.whole import four, grads_of, whole
 
 
 def test_inputs_and_targets_of_an_iterator_may_need_gradients_and_be_trees():
@@ -241,25 +204,21 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
     assert seen == epoch * 2
 
 
-def test_an_empty_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"there is nothing in <torch\.utils\.data"):
-        four().train_batch(data_iter=DataLoader([]), loss_fn=F.mse_loss)
-
-
-@pytest.mark.parametrize("data", [iter([(X, Y)]), DataLoader([(X, Y)])])
-def test_an_iterator_in_the_place_of_the_input_is_noticed(data: Any) -> None:
-    with pytest.raises(TypeError, match=r"did you mean data_iter="):
-        four().train_batch(data, loss_fn=F.mse_loss)
-
-
-def test_a_loss_function_by_position_is_noticed() -> None:
-    with pytest.raises(TypeError, match=r"write train_batch\(input, target, loss_fn=\.\.\.\)"):
-        four().train_batch(X, Y, F.mse_loss)
-
-
-def test_a_missing_loss_function_is_named() -> None:
-    with pytest.raises(TypeError, match="loss_fn is missing"):
-        four().train_batch(X, Y)
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        ((), {"data_iter": DataLoader([])}, ValueError, r"nothing in <torch\.utils\.data"),
+        ((iter([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
+        ((DataLoader([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
+        ((X, Y, F.mse_loss), {}, TypeError, r"write train_batch\(input, target, loss_fn=\.\.\.\)"),
+        ((X, Y), {"loss_fn": None}, TypeError, "loss_fn is missing"),
+    ],
+)
+def test_what_is_in_the_wrong_place_is_noticed(
+    given: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        four().train_batch(*given, **({"loss_fn": F.mse_loss} if len(given) < 3 else {}) | options)
 
 
 class Random(TensorDataset):
@@ -304,47 +263,44 @@ def test_data_that_is_drawn_is_the_same_every_time_and_disturbs_no_layer():
         assert_same(result, runs[0][0])
 
 
-def test_a_repeating_loader_begins_again():
-    data = RepeatingLoader([1, 2, 3])
-    assert [next(data) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
-    assert iter(data) is data
-
-
-def test_a_repeating_loader_refuses_what_it_cannot_repeat():
-    with pytest.raises(TypeError, match="cannot restart generator"):
-        RepeatingLoader(x for x in [1])
-    with pytest.raises(TypeError, match="iterable, not int"):
-        RepeatingLoader(3)
-    for empty in ([], {}, DataLoader(TensorDataset(torch.ones(0, 3)), batch_size=2)):
-        with pytest.raises(ValueError, match="nothing in"):
-            next(RepeatingLoader(empty))
-
-
-def test_a_repeating_loader_notices_that_a_later_pass_is_empty():
-    items = [1]
+def test_a_repeating_loader_begins_again_and_notices_an_empty_pass():
+    items = [1, 2, 3]
     data = RepeatingLoader(items)
-    assert next(data) == 1
+    assert [next(data) for _ in range(6)] == [1, 2, 3] * 2
+    assert iter(data) is data
     items.clear()
     with pytest.raises(ValueError, match="nothing in"):
         next(data)
-    items.append(2)
-    assert next(data) == 2
+    items.append(4)
+    assert next(data) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((x for x in [1]), TypeError, "cannot restart generator"),
+        (3, TypeError, "iterable, not int"),
+        *[(empty, ValueError, "nothing in") for empty in ([], {}, DataLoader([]))],
+    ],
+)
+def test_a_repeating_loader_refuses_what_it_cannot_repeat(given, error, message):
+    with pytest.raises(error, match=message):
+        next(RepeatingLoader(given))
 
 
 def test_a_pass_that_fails_does_not_end_the_loader():
-    class Flaky:
-        fails = True
+    fails = [OSError("disk")]
 
+    class Flaky:
         def __iter__(self):
             yield 1
-            if self.fails:
-                raise OSError("disk")
+            for error in fails:
+                raise error
             yield 2
 
-    flaky = Flaky()
-    data = RepeatingLoader(flaky)
+    data = RepeatingLoader(Flaky())
     assert next(data) == 1
     with pytest.raises(OSError, match="disk"):
         next(data)
-    flaky.fails = False
+    fails.clear()
     assert [next(data) for _ in range(3)] == [1, 2, 1]

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from syncpipe import Pipe
 from syncpipe.schedules.stream import Versions
+from syncpipe.training.stream import Streamed
+from tests.support.compare import assert_same
 
 WORKERS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
@@ -44,6 +48,8 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 Data = Sequence[tuple[Tensor, Any]]
+#: For pipes of ``mlp()``, by their number of stages.
+BALANCES = {1: [7], 2: [3, 4], 3: [2, 1, 4], 4: [2, 2, 1, 2]}
 
 
 def cut(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
@@ -127,3 +133,33 @@ def reference(
             history[j].append(copy.deepcopy(dict(trained(stage))))
             rounds[j].clear()
     return losses
+
+
+def assert_as_in_the_papers(
+    pipe: Pipe, data: Data, given: Any = None, *, model: nn.Sequential | None = None,
+    optimizer: Any = sgd, loss_fn: Any = F.cross_entropy, versions: Versions = "stashing",
+    chunks: int = 1, replicas: Sequence[int] | None = None, exact: bool = True, **options: Any,
+) -> Streamed:  # fmt: skip
+    """A stream through a pipe is, to the last bit, what the reference trains; returns it.
+
+    Args:
+        pipe: made of what ``model``, if nothing is given ``mlp()``, is a copy of.
+        data: of the reference, and of the pipe if nothing else is ``given``.
+    """
+    model = mlp() if model is None else model
+    found = pipe.train_stream(
+        data if given is None else given,
+        optimizer=optimizer, loss_fn=loss_fn, versions=versions, **options,
+    )  # fmt: skip
+    losses = reference(
+        model, pipe.balance, data, optimizer, loss_fn,
+        versions=versions, chunks=chunks, replicas=replicas,
+    )  # fmt: skip
+    for ours, theirs in (
+        (found.losses, torch.stack(losses)), (pipe.state_dict(), model.state_dict())
+    ):  # fmt: skip
+        if exact:
+            assert_same(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, check_device=False)
+    return found

@@ -12,16 +12,16 @@ from torch import nn
 
 from syncpipe import Pipe
 from syncpipe.schedules.stream import VERSIONS
-from tests.support.running import Do
+from tests.support.running import Do, assert_same
 from tests.support.skips import Receive, Send
 from tests.support.watched import Memory, alive, gone
 from tests.training.stream.models import (
     WORKERS,
     adam,
+    assert_as_in_the_papers,
     by_the_paper,
     mini_batches,
     mlp,
-    reference,
     sgd,
 )
 
@@ -55,15 +55,11 @@ def test_steps_takes_no_more_from_an_iterator():
 def test_a_ragged_last_mini_batch_of_2bw(before, last, m, devices, checkpoint):
     data = [*mini_batches(before, 8), *mini_batches(1, last)]
     for steps in (None, before + 1):
-        pipe, model = pipe_of(devices=devices, checkpoint=checkpoint), mlp()
+        pipe = pipe_of(devices=devices, checkpoint=checkpoint)
         more = iter(data if steps is None else [*data, *mini_batches(1)])
-        found = train(pipe, more, versions="2bw", steps=steps)
-        losses = reference(model, BALANCE, data, sgd, F.cross_entropy, versions="2bw", chunks=4)
-        assert torch.equal(found.losses, torch.stack(losses))
+        found = assert_as_in_the_papers(pipe, data, more, versions="2bw", chunks=4, steps=steps)
         assert len(found.versions) == 4 * before + m
         assert len(list(more)) == (steps is not None)
-        for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
-            assert torch.equal(a, b)
 
 
 def test_two_calls_are_one_with_the_optimizers_of_the_first():
@@ -73,8 +69,7 @@ def test_two_calls_are_one_with_the_optimizers_of_the_first():
     first = train(pipe, data[:3], optimizer=adam)
     train(pipe, data[3:], optimizer=first.optimizers)
     train(plain, data, optimizer=adam)
-    for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(pipe.state_dict(), plain.state_dict())
 
 
 def test_metrics_come_for_each_mini_batch():
@@ -169,71 +164,89 @@ def watched(kind):
     return Pipe(model, [1, 1, 1], devices=WORKERS[:3])
 
 
+def two(first, **options):
+    """Two stages on two workers."""
+    return Pipe(nn.Sequential(first, nn.Linear(8, 4)), [1, 1], devices=WORKERS[:2], **options)
+
+
+def three_and_four(module=None, **options):
+    return Pipe(module or mlp(), [3, 4], **{"devices": WORKERS[:2], **options})
+
+
+replicated = partial(three_and_four, replicas=[2, 1], devices=WORKERS[:3])
 PIPES = [
-    (lambda: Pipe(tied(), [1, 3], devices=WORKERS[:2]), ValueError, "are one tensor"),
-    (lambda: Pipe(overlapping(), [2, 1], devices=WORKERS[:2]), ValueError, "memory in common"),
-    *((partial(watched, kind), ValueError, r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
+    (lambda: Pipe(tied(), [1, 3], devices=WORKERS[:2]), "are one tensor"),
+    (lambda: Pipe(overlapping(), [2, 1], devices=WORKERS[:2]), "memory in common"),
+    *((partial(watched, kind), r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
       for kind in ("buffer", "frozen", "elsewhere")),
-    (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), ValueError,
+    (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]),
      r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
-    (lambda: Pipe(mlp(), [3, 4], replicas=2, devices=["cpu:0", "cpu:1", "cpu:1", "cpu:2"]),
-     ValueError, r"2 stages with replicas=\[2, 2\] on 3 devices"),
-    (lambda: Pipe(mlp(True), [3, 4], replicas=[2, 1], devices=WORKERS[:3]), ValueError,
-     "running statistics in its BatchNorm1d"),
-    (lambda: Pipe(mlp(True), [3, 4], devices=WORKERS[:2], deferred_batch_norm=True), ValueError,
-     "deferred_batch_norm"),
-    (lambda: Pipe(mlp(), [3, 4], devices=WORKERS[:2], checkpoint="offload"), ValueError, "offload"),
-    (lambda: Pipe(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 4)), [1, 1],
-                  devices=WORKERS[:2]), ValueError, "TorchScript"),
-    (lambda: Pipe(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4)), [1, 1], devices=WORKERS[:2]),
-     ValueError, "parameters without values"),
-    (lambda: Pipe(mlp().requires_grad_(False), [3, 4]), ValueError, "all parameters .* frozen"),
+    (partial(three_and_four, replicas=2, devices=["cpu:0", "cpu:1", "cpu:1", "cpu:2"]),
+     r"2 stages with replicas=\[2, 2\] on 3 devices"),
+    (partial(replicated, mlp(True)), "running statistics in its BatchNorm1d"),
+    *((partial(replicated, chunks=2), rf"'{versions}' of a pipe with replicas=\[2, 1\]", versions)
+      for versions in ("vertical_sync", "2bw")),
+    (partial(three_and_four, mlp(True), deferred_batch_norm=True), "deferred_batch_norm"),
+    (partial(three_and_four, checkpoint="offload"), "offload"),
+    (lambda: two(torch.jit.script(nn.Linear(8, 8))), "TorchScript"),
+    (lambda: two(nn.LazyLinear(8)), "parameters without values"),
+    (lambda: three_and_four(mlp().requires_grad_(False)), "all parameters .* frozen"),
+    (lambda: pipe_of(chunks=3), "chunks=3 and 4 stages", "2bw"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("versions", ["vertical_sync", "2bw"])
-def test_replicas_have_no_version_of_the_whole_model(versions):
-    pipe = Pipe(mlp(), [3, 4], replicas=[2, 1], devices=WORKERS[:3], chunks=2)
-    with pytest.raises(
-        ValueError, match=rf"versions='{versions}' of a pipe with replicas=\[2, 1\]"
-    ):
-        train(pipe, versions=versions)
+@pytest.mark.parametrize("case", PIPES)
+def test_pipes_that_have_no_meaning_without_a_flush_are_refused(case):
+    make, message, *versions = case
+    with pytest.raises(ValueError, match=message):
+        train(make(), versions=versions[0] if versions else "stashing")
 
 
-@pytest.mark.parametrize(("make", "kind", "message"), PIPES)
-def test_pipes_that_have_no_meaning_without_a_flush_are_refused(make, kind, message):
-    with pytest.raises(kind, match=message):
-        train(make())
+class Clamps(nn.Linear):
+    """As BinaryConnect does."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
 
 
-def test_2bw_needs_as_many_micro_batches_as_stages():
-    with pytest.raises(ValueError, match="chunks=3 and 4 stages"):
-        train(pipe_of(chunks=3), versions="2bw")
+def words():
+    return [(torch.randint(0, 9, (4,)), torch.randint(0, 4, (4,))) for _ in range(3)]
 
 
-def test_a_loss_with_a_parameter_that_no_stage_updates_is_refused():
-    pipe, scale = pipe_of(), nn.Parameter(torch.ones(()))
-    with pytest.raises(RuntimeError, match="no optimizer of train_stream would update it"):
-        train(pipe, loss_fn=lambda y, t: F.cross_entropy(y * scale, t))
-    assert scale.grad is None
-    assert_works(pipe)
+SCALE = nn.Parameter(torch.ones(()))
+NOTICED = [
+    (pipe_of, {"loss_fn": lambda y, t: F.cross_entropy(y * SCALE, t)},
+     "no optimizer of train_stream would update it"),
+    (pipe_of, {"loss_fn": lambda y, t: F.cross_entropy(y.detach(), t)},
+     "the loss does not require grad"),
+    (lambda: two(Clamps(8, 8)), {}, "by its data"),
+    (lambda: two(nn.Embedding(9, 8, max_norm=0.1), checkpoint="never"), {"data": words()},
+     "a layer changed a parameter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "options", "message"), NOTICED)
+def test_what_versions_would_get_wrong_is_noticed(make, options, message):
+    pipe = make()
+    with pytest.raises(RuntimeError, match=message):
+        train(pipe, **options)
+    assert [p.grad for p in (SCALE, *pipe.parameters())] == [None] * (1 + len([*pipe.parameters()]))
 
 
 def test_a_loss_with_a_weight_of_the_last_stage_is_the_plain_loop_there():
-    pipe, model = pipe_of(balance=[7], devices=["cpu"]), mlp()
+    pipe, plain = pipe_of(balance=[7], devices=["cpu"]), mlp()
+    optimizer, data = sgd(list(plain.parameters())), mini_batches(4)
 
-    def with_decay(weight):
-        return lambda y, t: F.cross_entropy(y, t) + weight.square().sum()
+    def with_decay(pipe):
+        return lambda y, t: F.cross_entropy(y, t) + pipe[6].weight.square().sum()
 
-    data = mini_batches(4)
-    train(pipe, data, loss_fn=with_decay(pipe[6].weight))
-    optimizer = sgd(list(model.parameters()))
+    train(pipe, data, loss_fn=with_decay(pipe))
     for x, target in data:
         optimizer.zero_grad()
-        with_decay(model[6].weight)(model(x), target).backward()
+        with_decay(plain)(plain(x), target).backward()
         optimizer.step()
-    for a, b in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(pipe.state_dict(), plain.state_dict())
 
 
 def test_gradients_from_before_have_no_part():
@@ -245,19 +258,8 @@ def test_gradients_from_before_have_no_part():
 
 def test_casts_of_weights_are_not_older_than_the_weights():
     """A cache of autocast lives until the outermost context ends."""
-    pipe, model = pipe_of(balance=[7], devices=["cpu"]), mlp()
-    data = mini_batches(5)
     with torch.autocast("cpu", torch.bfloat16):
-        found = train(pipe, data)
-    optimizer, losses = sgd(list(model.parameters())), []
-    for x, target in data:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    assert torch.equal(found.losses, torch.stack(losses))
+        assert_as_in_the_papers(pipe_of(balance=[7], devices=["cpu"]), mini_batches(5))
     assert torch.is_autocast_cache_enabled()
 
 
@@ -362,29 +364,15 @@ def test_except_last_recomputes_nothing_on_the_last_stage(versions):
     assert forwards == [2 * micro_batches, micro_batches]
 
 
-class Clamps(nn.Linear):
-    """As BinaryConnect does."""
-
-    def forward(self, x):
-        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
-        return super().forward(x)
-
-
-def test_a_layer_that_assigns_to_its_weight_is_refused_where_it_has_versions():
-    model = nn.Sequential(Clamps(8, 8), nn.Linear(8, 4))
-    with pytest.raises(RuntimeError, match="by its data"):
-        train(Pipe(model, [1, 1], devices=WORKERS[:2]))
-
-
 def test_parameters_of_a_version_have_the_attributes_of_theirs():
     class Scaled(nn.Linear):
         def forward(self, x):
             assert isinstance(self.weight, nn.Parameter)
             return super().forward(x) * self.weight.scale
 
-    model = nn.Sequential(Scaled(8, 8), nn.Linear(8, 4))
-    model[0].weight.scale = 2.0
-    assert len(train(Pipe(model, [1, 1], devices=WORKERS[:2])).losses) == 5
+    pipe = two(Scaled(8, 8))
+    pipe[0].weight.scale = 2.0
+    assert_works(pipe)
 
 
 def test_hooks_of_several_parameters_run_once_for_each_update():
@@ -393,19 +381,3 @@ def test_hooks_of_several_parameters_run_once_for_each_update():
     torch.autograd.graph.register_multi_grad_hook(parameters, lambda grads: seen.append(len(grads)))
     train(pipe)
     assert seen == [2] * 5
-
-
-def test_a_loss_without_a_graph_is_refused():
-    with pytest.raises(RuntimeError, match="the loss does not require grad"):
-        train(pipe_of(), loss_fn=lambda y, t: F.cross_entropy(y.detach(), t))
-
-
-def renormed():
-    return nn.Sequential(nn.Embedding(9, 8, max_norm=0.1), nn.Linear(8, 4))
-
-
-def test_a_layer_that_writes_into_its_weight_is_refused_where_it_has_versions():
-    pipe = Pipe(renormed(), [1, 1], devices=WORKERS[:2], checkpoint="never")
-    data = [(torch.randint(0, 9, (4,)), torch.randint(0, 4, (4,))) for _ in range(3)]
-    with pytest.raises(RuntimeError, match="a layer changed a parameter"):
-        train(pipe, data)

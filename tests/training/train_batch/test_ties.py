@@ -17,6 +17,7 @@ from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.ties import MAKE, WIDTH, WORDS, TiedSpec, language_model, modes, words
 from tests.support.training import (
+    FOUR,
     RUNS,
     any_schedule,
     assert_trains_as,
@@ -107,6 +108,13 @@ class Idle(nn.Linear):
         return x * 2
 
 
+class Looked(nn.Embedding):
+    """Hands on no gradient, so that its weight gets none but that of others who have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
 def added() -> nn.Sequential:
     weight = nn.Parameter(torch.tensor([0.7]))
     return nn.Sequential(*[Add(factor, weight) for factor in (0.3, 0.2, 0.1)])
@@ -128,16 +136,20 @@ THREE: dict[str, tuple[Any, Tensor]] = {
     "sparse": (
         lambda: tied(nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)), words(4)
     ),
+    "frozen before the last": (
+        lambda: tied(Looked(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)), words(4)
+    ),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", THREE)
-def test_three_stages_add_in_the_plain_loops_order_whoever_is_late(name):
+def test_three_stages_add_in_the_plain_loops_order_whoever_is_late(name, checkpoint):
     make, x = THREE[name]
     model = make()
     plain = copy.deepcopy(model)
-    pipe = Pipe(model, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=2)
-    for _ in range(20):
+    pipe = Pipe(model, [1, 1, 1], devices=FOUR[:3], chunks=2, checkpoint=checkpoint)
+    for _ in range(10):
         assert_trains_as(pipe, plain, x, loss_fn=torch.mean)
         pipe.zero_grad()
         plain.zero_grad()
