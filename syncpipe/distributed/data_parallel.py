@@ -39,7 +39,7 @@ from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
 from syncpipe.schedules.steps import numbers_of
-from syncpipe.training.cell import Accumulated, Gradients
+from syncpipe.training.cell import Accumulated
 from syncpipe.training.loss import Objective
 from syncpipe.training.train import Watch
 
@@ -242,13 +242,11 @@ class _Call:
         #: By stage: leaves, the sum of their gradients, and the work that makes it one of all.
         self._sent: dict[int, list[tuple[list[Tensor], Tensor, Any]]] = {}
 
-    def begin(
-        self, plan: Schedule, leaves: Accumulated, gradients: Gradients, objective: Objective
-    ) -> Watch:
+    def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
         """The call begins: what starts the sums of a stage after its last backward."""
         owner = self._owner
         owner.peers.sent = True
-        self._leaves, self._gradients, self._objective = leaves, gradients, objective
+        self._leaves, self._objective = leaves, objective
         stages = leaves.parameters[: plan.n]
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
         self._stages = [[leaf for leaf in stage if leaf.requires_grad] for stage in stages]
@@ -272,7 +270,7 @@ class _Call:
                 made = run(i, given)
                 left[j] -= 1
                 # What was there before counts by the weight of all, which nobody knows yet.
-                if not left[j] and all(gradients.before(x) is None for x in self._stages[j]):
+                if not left[j] and all(leaves.before(x) is None for x in self._stages[j]):
                     self._start(j, own)
                 return made
 
@@ -297,7 +295,7 @@ class _Call:
         factor = (1.0 if objective.adds_up else own / self._whole) * owner.peers.size
         if not owner.syncs:
             if factor != 1:
-                self._gradients.scale(factor)
+                self._leaves.scale(factor)
             return factor
         owner.agreed = self._sizes
         for j in range(len(self._stages)):
@@ -340,7 +338,7 @@ class _Call:
         for indices in assign(stage, [int(owner.capacity)])[0] if stage else []:
             leaves = [stage[k] for k in indices]
             flat = _flat(leaves, [leaf.grad for leaf in leaves]).mul_(own)
-            before = [self._gradients.before(leaf) for leaf in leaves]
+            before = [self._leaves.before(leaf) for leaf in leaves]
             if any(grad is not None for grad in before):
                 flat.add_(_flat(leaves, before), alpha=self._whole / owner.peers.size - own)
             real = torch.view_as_real(flat) if flat.is_complex() else flat

@@ -184,46 +184,6 @@ def cut(value: Any) -> tuple[Border, Any]:
     return border, map_tensors(lambda found: [begin[id(t)] for t in found], value)
 
 
-class Gradients:
-    """The gradients that tensors had before a call added to them.
-
-    Where there were none (``zero_grad`` as it is by default) this costs nothing. Where there were,
-    it holds a copy: adding in place and taking away again would not give the same bits.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
-
-    def register(self, tensors: Iterable[Tensor]) -> None:
-        """Adds leaves, before they get any gradient from this call."""
-        for tensor in tensors:
-            if tensor.requires_grad and tensor not in self._before:
-                grad = tensor.grad
-                self._before[tensor] = (grad, None if grad is None else grad.detach().clone())
-
-    def before(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that a leaf had, as a copy."""
-        return self._before.get(tensor, (None, None))[1]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for tensor, (grad, before) in self._before.items():
-            if grad is not None and before is not None:
-                grad.copy_(before)
-            tensor.grad = grad
-
-    @torch.no_grad()
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies what was added by this call by a number, or a tensor on any device."""
-        for tensor, (_, before) in self._before.items():
-            if (grad := tensor.grad) is not None:
-                here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
-                if before is None:
-                    grad.mul_(here)
-                else:
-                    grad.sub_(before).mul_(here).add_(before)
-
-
 class Leaves:
     """The leaves that the cells of one call give gradients to; ``known`` are those of each stage.
 
@@ -264,15 +224,16 @@ class Leaves:
 class Accumulated(Leaves):
     """Those of ``train_batch``: workers add to their gradients, each to those of its own leaves.
 
-    ``gradients`` learn of every leaf before it gets one. What is not ``known`` are, if nothing is
-    given, the parameters of layers.
+    Gradients that were there before the call are kept, as copies: to add in place and to take away
+    again would not give the same bits. What is ``known`` are, if nothing is given, the parameters
+    of layers.
 
     Attributes:
         parameters: for each stage those that are its own.
         waits: for each those whose first gradient is still to come; None before it went back.
     """
 
-    def __init__(self, call: Call, gradients: Gradients, known: Any = None) -> None:
+    def __init__(self, call: Call, known: Any = None) -> None:
         stages, self._worker_of = call.pipeline.stages, call.pipeline.worker_of
         own: list[list[Tensor]] = known or [_parameters_of(s.partition) for s in stages]
         if call.ties is not None:  # what is tied is the first stage's
@@ -281,13 +242,44 @@ class Accumulated(Leaves):
                 own[j] = [p for p in parameters if id(p) not in foreign]
         super().__init__(call, own if call.ties is None else map(chain, own, call.ties.leaves))
         self.parameters = own
-        self._gradients = gradients
+        #: By leaf its gradient before the call, and a copy of that.
+        self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
         self.waits: list[list[Tensor] | None] = [None for _ in stages]
         for j, parameters in enumerate(own):
             for parameter in parameters:
                 self._owner.setdefault(id(parameter), (parameter, j))
-        gradients.register(chain(*own))
+        self.register(chain(*own))
+
+    def register(self, leaves: Iterable[Tensor]) -> None:
+        """Call before they get any gradient from this call."""
+        for leaf in leaves:
+            if leaf.requires_grad and leaf not in self._before:
+                grad = leaf.grad
+                self._before[leaf] = (grad, None if grad is None else grad.detach().clone())
+
+    def before(self, leaf: Tensor) -> Tensor | None:
+        """The gradient that a leaf had, as a copy."""
+        return self._before.get(leaf, (None, None))[1]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives leaves the gradients that they had."""
+        for leaf, (grad, before) in self._before.items():
+            if grad is not None and before is not None:
+                grad.copy_(before)
+            leaf.grad = grad
+
+    @torch.no_grad()
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies what was added by this call by a number, or a tensor on any device."""
+        for leaf, (_, before) in self._before.items():
+            if (grad := leaf.grad) is not None:
+                here = moved(factor, grad.device) if isinstance(factor, Tensor) else factor
+                if before is None:
+                    grad.mul_(here)
+                else:
+                    grad.sub_(before).mul_(here).add_(before)
 
     def claim(self, j: int, new: list[Tensor]) -> None:
         """Call before a graph of stage ``j`` goes back, with the leaves that are new.
@@ -305,7 +297,7 @@ class Accumulated(Leaves):
             _, owner = self._owner.setdefault(id(original), (original, j))  # atomic
             if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
                 raise RuntimeError(self._shared(original, owner, j))
-        self._call.for_caller(j, self._gradients.register, new)
+        self._call.for_caller(j, self.register, new)
         fresh += self._without_grad(j, new)
         self._known[j].update(map(id, new))
 

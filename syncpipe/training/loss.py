@@ -363,17 +363,12 @@ class Objective:
         return found
 
     def _combined(self, values: list[Any], weights: list[Weight], whole: Weight) -> Any:
-        if not self._by_size and not isinstance(whole, Tensor) and not whole:
-            return values[0] * math.nan
         parts = [
             self._part(value, weight, whole)
             for value, weight in zip(values, weights, strict=True)
             if self._by_size or isinstance(weight, Tensor) or weight
         ]
-        combined = sum(parts[1:], parts[0])
-        if isinstance(whole, Tensor):
-            return torch.where(whole == 0, math.nan, combined)
-        return combined
+        return sum(parts[1:], parts[0]) if parts else values[0] * math.nan
 
     def _part(self, value: Any, weight: Weight, whole: Weight) -> Any:
         share: Any = self._share(weight, whole)

@@ -51,19 +51,26 @@ class RepeatingLoader(Generic[_T]):
                 "what the iterator is made from, such as the DataLoader itself"
             )
         self._iterable = iterable
-        self._pass: Iterator[_T] | None = None
+        self._running: dict[str, Iterator[_T]] = {}
 
     def __iter__(self) -> Iterator[_T]:
         return self
 
     def __next__(self) -> _T:
-        for item in self._pass or ():
+        return _next_of(self._iterable, self._running, "iterable", "RepeatingLoader")
+
+
+def _next_of(
+    loader: Iterable[_T], running: MutableMapping[Any, Iterator[_T]], key: Any, who: str
+) -> _T:
+    """What comes next from a loader, pass after pass; the one that it is in is ``running[key]``."""
+    for _ in range(2):
+        if key not in running:
+            running[key] = iter(loader)
+        for item in running[key]:
             return item
-        self._pass = iter(self._iterable)
-        for item in self._pass:
-            return item
-        self._pass = None
-        raise ValueError(f"RepeatingLoader: there is nothing in {self._iterable!r}")
+        del running[key]
+    raise ValueError(f"{who}: there is nothing in {loader!r}")
 
 
 class Source:
@@ -114,11 +121,6 @@ class Source:
         return None if self.lazy else self._inputs[0]
 
 
-def mini_batch(input: Any, target: Any, chunks: int) -> Source:
-    """A mini-batch, cut into at most ``chunks`` micro-batches."""
-    return Source(*scatter_pair(input, target, chunks))
-
-
 class FromIterator(Source):
     """Takes ``m`` micro-batches from an iterator, each only when the first stage is ready for it.
 
@@ -163,18 +165,8 @@ class FromIterator(Source):
         return _pair_of(item, self._where, f" for {what}")
 
 
+#: Of the loaders that are asked for one mini-batch in each step.
 _running: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
-
-
-def _next_of(loader: Iterable[_T]) -> _T:
-    """What comes next from a loader that is asked once for each step; epoch after epoch."""
-    for _ in range(2):
-        if loader not in _running:
-            _running[loader] = iter(loader)
-        for item in _running[loader]:
-            return item  # type: ignore[no-any-return]
-        del _running[loader]
-    raise ValueError(f"data_iter: there is nothing in {loader!r}")
 
 
 def source_of(
@@ -197,7 +189,7 @@ def source_of(
         input, target = input_and_target(input, target)
         input = pack(input)
         check_input(input, device)
-        return mini_batch(input, target, chunks)
+        return Source(*scatter_pair(input, target, chunks))
     if input is not None:
         raise ValueError("data_iter gives the inputs, so there can be none beside it: give either")
     if not (target is None or isinstance(target, str | int) or _is_function(target)):
@@ -222,13 +214,13 @@ def source_of(
             "micro-batches; or give a DataLoader, which is asked for a mini-batch in each step"
         )
     try:
-        item = _next_of(data_iter)
+        item = _next_of(data_iter, _running, data_iter, "data_iter")
     except BaseException as error:
         annotate(error, "in data_iter, when asked for a mini-batch")
         raise
     input, target = _pair_of(item, target, "")
     there = map_tensors(lambda tensors: [moved(tensor, device) for tensor in tensors], input)
-    return mini_batch(pack(there), target, chunks)
+    return Source(*scatter_pair(pack(there), target, chunks))
 
 
 def _is_function(target: Any) -> bool:

@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncpipe.data import described, storage_of, tensors_in
+from syncpipe.data import described, scatter_pair, storage_of, tensors_in
 from syncpipe.layers.ties import overlapping
 from syncpipe.options import StageMode
 from syncpipe.runtime.engine import Run
@@ -42,7 +42,6 @@ from syncpipe.runtime.interrupts import Swap, undone
 from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import moved
-from syncpipe.runtime.thread_state import without_autocast
 from syncpipe.schedules.schedule import Kind
 from syncpipe.schedules.stream import Extent, StreamSteps, Versions, version_used, versions_kept
 from syncpipe.stages.call import Call, sent
@@ -50,9 +49,9 @@ from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import StageRun
 from syncpipe.stages.sharing import swaps_of
 from syncpipe.stages.stage import Stage
-from syncpipe.training.cell import Accumulated, Gradients
+from syncpipe.training.cell import Accumulated
 from syncpipe.training.loss import Loss, LossHead, Objective, known_loss
-from syncpipe.training.sources import FromIterator, Source, mini_batch
+from syncpipe.training.sources import FromIterator, Source
 from syncpipe.training.train import Parcel, TrainingTask, check_can_train
 
 _MANY = 1 << 62  #: more micro-batches than there will ever be
@@ -537,7 +536,7 @@ class _MiniBatches(FromIterator):
                 f"mini-batch {batch} has a tensor that requires grad, but train_stream gives no "
                 "gradients to what its inputs were made of: detach() it"
             )
-        cut = mini_batch(self._pack(pair[0]), pair[1], self.chunks)
+        cut = Source(*scatter_pair(self._pack(pair[0]), pair[1], self.chunks))
         objective = self._objectives[batch] = Objective(self._loss, cut)
         if objective.known is not None:  # here, where targets are; the loss may be elsewhere
             weights, total = objective.known
@@ -590,7 +589,7 @@ class _StreamLeaves(Accumulated):
     def __init__(self, call: Call, weights: Sequence[_StageWeights]) -> None:
         versions: list[Any] = [each.leaves or [each.parameters] for each in weights]
         known = [list(chain.from_iterable(leaves)) for leaves in versions]
-        super().__init__(call, Gradients(), known)
+        super().__init__(call, known)
 
     def claim(self, j: int, new: list[Tensor]) -> None:
         super().claim(j, [])
@@ -612,10 +611,9 @@ class _StreamTask(TrainingTask):
         self._stream, self._weights = source, weights
 
     def bind(self, kind: Kind, j: int) -> Run:
-        if kind in ("reduce", "update"):
-            act = partial(self._reduce if kind == "reduce" else self._update, j)
-            return self.call.bound(without_autocast(self.call.state, act), kind, j)
         run, weights = super().bind(kind, j), self._weights[j]
+        if kind in ("reduce", "update"):
+            return run
 
         def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
             if self._first[j]:

@@ -38,7 +38,7 @@ from syncpipe.stages.call import Call, sent
 from syncpipe.stages.inplace import handed_on, sent_marks
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.stages.run import Inputs
-from syncpipe.training.cell import Accumulated, Border, Cell, Gradients, detached, ends_of
+from syncpipe.training.cell import Accumulated, Border, Cell, detached, ends_of
 from syncpipe.training.loss import LossCounts, LossHead, Objective, known_loss
 from syncpipe.training.sources import Source
 from syncpipe.training.weight_gradients import WeightGradients
@@ -112,8 +112,10 @@ class TrainingTask:
         return other
 
     def bind(self, kind: Kind, j: int) -> Run:
-        run: Run = partial(_METHODS[kind], self, j)
-        if kind.startswith("backward"):
+        """What performs the actions of a kind on a stage: the method of that name."""
+        # Of the class: an object that has it would hold itself.
+        run: Run = partial(getattr(type(self), f"_{kind}"), self, j)
+        if kind not in ("forward", "recompute"):
             run = without_autocast(self.call.state, run)
         if self._watch is not None:
             run = self._watch(kind, j, run)
@@ -265,6 +267,8 @@ class TrainingTask:
             made.append(_parcel((part, event, (), ())))
         return made
 
+    _backward_input = _backward
+
     def _go_back(self, j: int, i: int, cell: Cell, grads: list[Any]) -> None:
         """Backward through the graph of a cell; ``grads``, for each outgoing edge, are let go."""
         border = cell.border
@@ -313,17 +317,6 @@ def _with_skips(parcels: list[Parcel]) -> tuple[Inputs, Sequence[int], list[Sequ
     return (value, tuple(skips)), marks, flags
 
 
-# Not bound to an object, which would then hold itself.
-_METHODS: dict[Kind, Callable[[TrainingTask, int, int, list[Parcel]], list[Parcel]]] = {
-    "forward": TrainingTask._forward,
-    "recompute": TrainingTask._recompute,
-    "backward": TrainingTask._backward,
-    "backward_input": TrainingTask._backward,
-    "backward_weight": TrainingTask._backward_weight,
-    "reduce": TrainingTask._reduce,
-}
-
-
 def train(
     pipeline: Pipeline, source: Source, *, loss_fn: Any, schedule: ScheduleLike,
     loss_reduction: str | None, weight: Any, verify: bool | None, accumulate: float,
@@ -352,15 +345,15 @@ def train(
     objective = Objective(loss, source, several, grad_scaler, float(accumulate))
     # One after the other: what a call that fails puts back must be its own.
     with pipeline.training:
-        gradients = Gradients()
+        leaves = None
         try:
             call = Call(pipeline, source.m, **running)
-            leaves = Accumulated(call, gradients)
+            leaves = Accumulated(call)
             check = counts.check(objective, source.targets, source.m, verify)
             head = LossHead(call, objective, leaves, keep_outputs=return_outputs, check=check)
             watch = None
             if averaging is not None:
-                watch = averaging.begin(plan, leaves, gradients, objective)
+                watch = averaging.begin(plan, leaves, objective)
             task = TrainingTask(call, source, head, leaves, splits=plan.splits, watch=watch)
             returns = () if call.ties is None else call.ties.edges
             recomputed = call.rematerialized[: pipeline.n]
@@ -379,12 +372,13 @@ def train(
             results = _results(call, head, objective)
             if check is not None:
                 counts.compare(check, head)
-            _complete(task, head, objective, gradients, averaging)
+            _complete(task, head, objective, leaves, averaging)
             for leaf, those in zip(hooked, hooks, strict=True):
                 for hook in those.values() if leaf.grad is not None else ():
                     hook(leaf)
         except BaseException:
-            gradients.restore()
+            if leaves is not None:
+                leaves.restore()
             raise
     return results
 
@@ -410,7 +404,7 @@ def check_alone(pipeline: Pipeline, what: str) -> None:
 
 
 def _complete(
-    task: TrainingTask, head: LossHead, objective: Objective, gradients: Gradients, averaging: Any
+    task: TrainingTask, head: LossHead, objective: Objective, leaves: Accumulated, averaging: Any
 ) -> None:
     """Gradients of the micro-batches are added up; makes them those of the mini-batch."""
     if not head.goes_back:
@@ -422,7 +416,7 @@ def _complete(
     if averaging is not None:
         factor = averaging.finish()
     elif (factor := objective.factor()) is not None:
-        gradients.scale(factor)
+        leaves.scale(factor)
     if pairs := task.returned():
         tensors, grads = [tensor for tensor, _ in pairs], [g.to(t.device) for t, g in pairs]
         if isinstance(factor, Tensor):

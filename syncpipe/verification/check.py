@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import NoChunk, clones, described, flatten, gather, map_tensors, unflatten
+from syncpipe.data import (
+    NoChunk,
+    clones,
+    described,
+    flatten,
+    gather,
+    map_tensors,
+    scatter_pair,
+    unflatten,
+)
 from syncpipe.layers.conversion.sequential import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
@@ -29,7 +38,7 @@ from syncpipe.schedules.named import SCHEDULES, ScheduleLike, build, shown
 from syncpipe.schedules.schedule import Schedule
 from syncpipe.state import State
 from syncpipe.training.loss import Loss, LossCheck, LossCounts, Objective, known_loss
-from syncpipe.training.sources import Source, input_and_target, mini_batch
+from syncpipe.training.sources import Source, input_and_target
 from syncpipe.verification.plain import Observation, PlainRun, by_name, layers_of, observe, placed
 from syncpipe.verification.report import COLUMNS, Finding, Report, Run
 
@@ -356,7 +365,7 @@ class _Check:
     def _source(self, chunks: int, input: Any = None) -> Source:
         """The mini-batch, cut into so many micro-batches; copies, where no input is given."""
         input = _fresh(self._input) if input is None else input
-        return mini_batch(batch_input(self._pipe, input), _fresh(self._target), chunks)
+        return Source(*scatter_pair(batch_input(self._pipe, input), _fresh(self._target), chunks))
 
     def _leaves_of_input(self) -> tuple[dict[str, Tensor], Any]:
         """Leaves by name, and the input made of them, into which layers may write."""

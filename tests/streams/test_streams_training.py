@@ -51,13 +51,12 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
     """The same for the training driver; tensors tell which device they are meant to be on."""
     world = forward_world
     watched = _Watched(world, monkeypatch)
-    gradients = syncpipe.training.train.Gradients
     monkeypatch.setitem(
         test_streams.LAYOUTS, "two devices, two workers", [(0, 0), (1, 1), (0, 0), (1, 1)]
     )
     monkeypatch.setitem(test_streams.LAYOUTS, "one worker", [(0, 0)] * 4)
     for name in ("register", "restore", "scale"):
-        watched(gradients, name)
+        watched(syncpipe.training.cell.Accumulated, name)
     watched(syncpipe.training.train, "_results")
     watched(syncpipe.training.train, "_complete")
 
@@ -88,11 +87,7 @@ def training_world(forward_world, monkeypatch) -> AutogradWorld:
         return real.__get__(tensor) if block is None else torch.device("cpu", block.device)
 
     monkeypatch.setattr(syncpipe.training.loss.LossHead, "_loss", tagged_loss)
-    for module in (
-        syncpipe.training.cell,
-        syncpipe.training.loss,
-        syncpipe.training.weight_gradients,
-    ):
+    for module in (syncpipe.training.cell, syncpipe.training.weight_gradients):
         monkeypatch.setattr(module, "go_back", acted_go_back)
     monkeypatch.setattr(torch.autograd, "backward", acted_backward)
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -348,15 +347,6 @@ def test_what_was_put_aside_holds_no_graph_and_is_let_go(accumulate):
         gc.enable()
 
 
-def test_saved_tensor_hooks_from_outside():
-    module = nn.Sequential(nn.Linear(5, 6), nn.Conv1d(2, 3, 2), nn.ReLU())
-    x = torch.randn(3, 2, 5, requires_grad=True)
-    expected, _ = run(module, x, split=False)
-    with save_on_cpu():
-        actual, _ = run(module, x, split=True)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
 def test_modifications_are_noticed_before_either_half():
     layer = nn.Linear(5, 5)
     for what in (layer.weight, x := torch.randn(3, 5, requires_grad=True) * 1):
@@ -376,20 +366,3 @@ def test_modifications_are_noticed_before_either_half():
     weights.go_back([y], [torch.ones(3, 5)])
     with pytest.raises(RuntimeError, match=r"gradient of the output .*\[3, 5\].*modified in place"):
         weights.accumulate()
-
-
-def test_the_halves_may_run_on_different_threads():
-    module, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)), torch.randn(3, 5)
-    (_, _, expected), _ = run(module, x, split=False)
-    module.zero_grad()
-    weights, ys = WeightGradients(), []
-
-    def backward():
-        weights.go_back(ys, [torch.cos(ys[0].detach())])
-
-    for job in (lambda: ys.append(module(x)), backward, weights.accumulate):
-        thread = threading.Thread(target=job)
-        thread.start()
-        thread.join()
-    for name, p in module.named_parameters():
-        assert torch.equal(p.grad, expected[name])

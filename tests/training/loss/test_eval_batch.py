@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from syncpipe import Pipe
-from tests.support.models import assert_same_tree, linear_model
+from tests.support.models import assert_same_tree
 from tests.support.running import Dawdle, Do, in_threads, pipe_of
 from tests.support.watched import Memory, alive
-from tests.training.loss.whole import four, grads_of, whole
+from tests.training.loss.whole import four
 
 
 def noisy_model() -> nn.Sequential:
@@ -36,25 +35,6 @@ def test_eval_batch_gives_the_outputs_of_the_model_in_eval_mode():
     assert output.grad_fn is None
     assert_same_tree(dict(pipe.state_dict()), before, "state")
     assert pipe.training
-
-
-@pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 1, 1]])
-def test_eval_batch_gives_the_loss_of_the_mini_batch(balance):
-    pipe = pipe_of(linear_model(), balance, chunks=3)
-    x, target = torch.randn(7, 3), torch.randn(7, 3)
-    expected, _ = whole(pipe, lambda plain: F.mse_loss(plain(x), target))
-    loss = pipe.eval_batch(x, target, loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, expected)
-    assert not loss.requires_grad
-    total = pipe.eval_batch(
-        x, target, loss_fn=lambda y, t: F.mse_loss(y, t, reduction="sum"), loss_reduction="sum"
-    )
-    torch.testing.assert_close(total, expected * 21)
-    weighted = pipe.eval_batch(x, target, loss_fn=lambda y, t: (F.mse_loss(y, t), len(y)))
-    torch.testing.assert_close(weighted, expected)
-    data = zip(x.chunk(3), target.chunk(3), strict=True)
-    torch.testing.assert_close(pipe.eval_batch(data_iter=data, loss_fn=F.mse_loss), expected)
-    assert grads_of(pipe) == [None] * 8
 
 
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():

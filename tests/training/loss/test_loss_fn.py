@@ -59,27 +59,6 @@ def test_targets_are_trees_that_are_cut_like_the_input(target, expected):
     assert_same_tree(seen, expected, "targets")
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", KINDS)
-def test_outputs_come_back_gathered_and_detached(run, checkpoint):
-    class Two(nn.Module):
-        def forward(self, x):
-            return {"y": x * 2, "rest": [x.detach() > 0, None, "word"]}
-
-    layers = nn.Sequential(*linear_model(3), Two())
-    pipe = Pipe(layers, [1, 1, 1, 1], devices=RUNS[run][1], chunks=3, checkpoint=checkpoint)
-    x = torch.randn(7, 3)
-    expected = [layers(piece) for piece in x.chunk(3)]
-    loss, output = pipe.train_batch(
-        x, loss_fn=lambda y: y["y"].sum(), return_outputs=True, **RUNS[run][0]
-    )
-    assert loss.shape == ()
-    assert not output["y"].requires_grad
-    assert torch.equal(output["y"], torch.cat([y["y"] for y in expected]))
-    assert torch.equal(output["rest"][0], torch.cat([y["rest"][0] for y in expected]))
-    assert output["rest"][1:] == [None, "word"]
-
-
 class Aside(nn.Module):
     """Puts something aside that goes back."""
 

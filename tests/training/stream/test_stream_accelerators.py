@@ -57,8 +57,9 @@ def test_round_robin_over_replicas_whoever_is_late(kind, replicas, checkpoint):
         pipe.load_state_dict(mlp().state_dict())
         with acc.late(k):
             assert_as_in_the_papers(
-                pipe, data, on_device(data), optimizer=adam, replicas=replicas, exact=False
-            )
+                pipe, data, model=mlp().to(acc.device()), optimizer=adam, replicas=replicas,
+                exact=False,
+            )  # fmt: skip
 
 
 def test_the_caller_may_read_late_what_optimizers_have_in_mind():

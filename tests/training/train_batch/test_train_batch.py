@@ -16,17 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.flop_counter import FlopCounterMode
 
-from syncpipe import NoChunk, Pipe, inline, is_checkpointing, is_recomputing
+from syncpipe import NoChunk, Pipe, inline, is_recomputing
 from syncpipe.schedules import Schedule, gpipe, one_f_one_b, to_csv
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
 from tests.support.training import (
     FOUR,
     KINDS,
-    LAST_FIRST,
     RUNS,
     any_schedule,
     assert_same_step,
@@ -113,23 +111,6 @@ class Tree(nn.Module):
         return {**tree, "x": x, "pair": pair, "mask": x.detach() > 0}
 
 
-@every_mode
-@some_runs
-def test_trees_with_numbers_none_and_several_tensors(run, checkpoint):
-    layers = nn.Sequential(Tree(), Tree(), Tree())
-    plain = copy.deepcopy(layers)
-    x = {
-        "x": torch.randn(5, 3, requires_grad=True),
-        "scale": 3,
-        "ids": torch.arange(5),
-        "pair": (torch.randn(5, 2, requires_grad=True), None),
-        "unused": torch.randn(5, 1, requires_grad=True),
-    }
-    pipe = pipe_of(layers, chunks=2, checkpoint=checkpoint)
-    expected = assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=run)
-    assert expected.input_grads[-1] is not None
-
-
 def test_a_tensor_that_every_micro_batch_needs_whole():
     whole = torch.randn(3, requires_grad=True)
     layers = nn.Sequential(Tree(), Tree())
@@ -199,28 +180,13 @@ ARCHITECTURES: dict[str, Any] = {
         Layer(lambda x, inner: inner(x)[0], nn.GRU(8, 8, batch_first=True)),
     ],
     "convolution": lambda: [nn.Conv1d(5, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.BatchNorm1d(5)],
-    "embedding": lambda: [nn.Embedding(9, 8, max_norm=2.0), nn.Linear(8, 8), nn.LayerNorm(8)],
-    "views in place": lambda: [
-        nn.Linear(8, 8), Layer(lambda x: x[:, :3]), nn.ReLU(inplace=True), nn.Linear(8, 8)
-    ],
     "spectral norm": lambda: [spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
     "weight norm": lambda: [weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
-    "used twice": lambda: [Layer(lambda x, f: f(f(x).tanh()), nn.Linear(8, 8)), nn.Linear(8, 8)],
     "a parameter comes out": lambda: [
         nn.Linear(8, 8), Layer(lambda x, f: (x, f.weight), nn.Linear(8, 8)),
         Layer(lambda t: t[0] @ t[1]),
     ],
-    "expanded": lambda: [nn.Linear(8, 1), Layer(lambda x: x.expand(-1, -1, 8)), nn.Linear(8, 8)],
     "gradient penalty": lambda: [nn.Linear(8, 8), Layer(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)],
-    "checkpointed": lambda: [
-        nn.Linear(8, 8),
-        Layer(lambda x, f: checkpointed(f, x, use_reentrant=False), nn.Linear(8, 8)),
-        nn.Tanh(),
-    ],
-    "cut off": lambda: [nn.Linear(8, 8), Layer(lambda x: x.detach()), nn.Linear(8, 8)],
-    "frozen between": lambda: [
-        nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
-    ],
     "complex": lambda: [
         nn.Linear(8, 8), Layer(lambda x: torch.complex(x, x * 2)), Layer(lambda x: x.abs())
     ],
@@ -235,10 +201,7 @@ def test_architectures(name, run, checkpoint):
     torch.manual_seed(0)
     layers = nn.Sequential(*ARCHITECTURES[name]())
     plain, n = copy.deepcopy(layers), len(layers)
-    if name == "embedding":
-        x = torch.randint(9, (7, 5))
-    else:
-        x = torch.randn(7, 5, 8, dtype=next(layers.parameters()).dtype, requires_grad=True)
+    x = torch.randn(7, 5, 8, dtype=next(layers.parameters()).dtype, requires_grad=True)
     pipe = Pipe(layers, [1] * n, chunks=3, checkpoint=checkpoint)
     for _ in range(2):
         assert_trains_as(pipe, plain, x, loss_fn=weigh, schedule=run)
@@ -253,85 +216,45 @@ def test_lazy_layers_get_their_parameters_in_the_first_call():
     assert pipe[2].weight.grad.shape == (3, 4)
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["workers", "inline"])
-@pytest.mark.parametrize("run", ["gpipe", "zb_h1"])
-def test_autocast_is_off_in_backward_and_as_it_was_afterwards(run, by_hand):
-    seen = []
-
-    def looking(x):
-        return on_gradient(x, lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
-
-    layers = nn.Sequential(nn.Linear(3, 3), Do(looking), nn.Linear(3, 3))
-    pipe = pipe_of(layers)
-    with torch.autocast("cpu", dtype=torch.bfloat16), inline() if by_hand else nullcontext():
-        x = torch.randn(8, 3)
-        pipe.train_batch(x, loss_fn=lambda y: looking(y).float().sum(), schedule=run)
-        assert torch.is_autocast_enabled("cpu")
-    assert seen == [False] * 8
-
-
+@pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
 @pytest.mark.parametrize("cache", [True, False])
 @every_mode
 @some_runs
-def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoint, cache):
-    def loss_fn(y, t):
-        assert torch.is_autocast_enabled("cpu")
-        assert y.dtype == torch.bfloat16
-        return F.mse_loss(y.float() @ torch.eye(3), t)
+def test_autocast_holds_for_forward_and_loss_and_not_for_backward(run, checkpoint, cache, context):
+    seen = []
 
-    autocast = {"dtype": torch.bfloat16, "cache_enabled": cache}
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
-    plain = copy.deepcopy(layers)
-    pipe = Pipe(layers, [2, 2, 1], devices=FOUR, chunks=4, checkpoint=checkpoint)
-    x, target = torch.randn(8, 6), torch.randn(8, 3)
+    def looking(x):
+        assert torch.is_autocast_enabled("cpu")
+        return on_gradient(x, lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    def loss_fn(y, t):
+        assert y.dtype == torch.bfloat16
+        return F.mse_loss(looking(y).float() @ torch.eye(3), t)
+
+    layers = [nn.Linear(6, 8), nn.Sequential(nn.Tanh(), Do(looking)), nn.Linear(8, 8), nn.GELU()]
+    pipe = Pipe(nn.Sequential(*layers, nn.Linear(8, 3)), [2, 2, 1], devices=FOUR, chunks=4,
+                checkpoint=checkpoint)  # fmt: skip
+    plain, (x, target) = copy.deepcopy(nn.Sequential(*pipe)), (torch.randn(8, 6), torch.randn(8, 3))
     for _ in range(2):
         losses = []
         for c, t in zip(x.chunk(4), target.chunk(4), strict=True):
-            with torch.autocast("cpu", **autocast):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
                 losses.append(loss_fn(plain(c), t) * 0.25)
         for loss in losses[::-1] if run == "gpipe" else losses:
             loss.backward()
-        with torch.autocast("cpu", **autocast):
-            ours = pipe.train_batch(x, target, loss_fn=loss_fn, schedule=run)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), context():
+            ours = pipe.train_batch(x, target, loss_fn=loss_fn, schedule=run, verify=False)
+            assert torch.is_autocast_enabled("cpu")
         assert torch.equal(ours, sum(losses[1:], losses[0]))
         for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-            assert p.grad.dtype == torch.float32
-            if run == "zb_h1":  # products in bfloat16, added in another order
-                torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-2)
-            else:
-                assert torch.equal(p.grad, q.grad)
-        for module in (pipe, plain):
-            torch.optim.SGD(module.parameters(), lr=0.5).step()
-            module.zero_grad()
+            # Zero bubble adds products in bfloat16 in another order.
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if run == "zb_h1" else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(p.grad, q.grad, **tolerance)
+        torch.optim.SGD(pipe.parameters(), lr=0.5).step()
+        pipe.zero_grad()
+        plain.zero_grad()
         plain.load_state_dict(pipe.state_dict())
-
-
-@every_mode
-@every_kind
-def test_hooks_on_layers_see_what_they_see_in_the_loop(run, checkpoint):
-    def listen(module):
-        calls, grads = [], []
-
-        def note(*, k, when):
-            if not is_recomputing():
-                calls.append((k, when))
-
-        for k in range(6):
-            module[k].register_forward_pre_hook(lambda *_, k=k: note(k=k, when="before"))
-            module[k].register_forward_hook(lambda *_, k=k: note(k=k, when="after"))
-            module[k].register_full_backward_hook(
-                lambda _, gi, go, k=k: grads.append((k, gi[0], go[0]))
-            )
-        return calls, grads
-
-    plain, pipe = model(), model_pipe(run, checkpoint=checkpoint)
-    ours, theirs = listen(pipe), listen(plain)
-    x, target = torch.randn(10, 6, requires_grad=True), torch.randn(10, 3)
-    assert_trains_as(pipe, plain, x, target, loss_fn=F.mse_loss, **RUNS[run][0])
-    assert sorted(ours[0]) == sorted(theirs[0])
-    for k in range(6):
-        found = [[grads[1:] for grads in seen if grads[0] == k] for _, seen in (ours, theirs)]
-        assert_same(found[0], found[1][::-1] if run in LAST_FIRST else found[1])
+    assert not any(seen)
 
 
 @every_mode
@@ -416,33 +339,6 @@ def test_deferred_batch_norm_counts_the_mini_batch_once(run, checkpoint):
     pipe.train_batch(x, loss_fn=weigh, **RUNS[run][0])
     assert pipe[1].num_batches_tracked == 1
     torch.testing.assert_close(dict(pipe.named_buffers()), dict(whole.named_buffers()))
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@every_mode
-@every_kind
-def test_the_mode_says_which_micro_batches_are_recomputed_and_each_is_once(
-    run, checkpoint, training
-):
-    forwards, again = [], []
-
-    def note(x):
-        i = int(x.detach()[0, 0])
-        assert not (is_checkpointing() and is_recomputing())
-        if is_recomputing():
-            again.append(i)
-        else:
-            forwards.append((i, is_checkpointing()))
-
-    layers = nn.Sequential(*[nn.Sequential(Do(note), Scale()) for _ in range(4)])
-    pipe = Pipe(layers, [1] * 4, devices=RUNS[run][1], chunks=3, checkpoint=checkpoint)
-    pipe.train(training)
-    x = torch.arange(3.0).repeat_interleave(2)[:, None].repeat(1, 3)
-    pipe.train_batch(x, loss_fn=weigh, **RUNS[run][0])
-    dropped = {"always": [0, 1, 2], "except_last": [0, 1], "never": []}[checkpoint]
-    dropped = dropped if training else []
-    assert sorted(forwards) == sorted([(i, i in dropped) for i in range(3)] * 4)
-    assert sorted(again) == sorted(dropped * 4)
 
 
 class Scale(nn.Module):
