@@ -152,8 +152,7 @@ DETECTORS: dict[str, Detector] = {
         _files(
             "accelerators/test_accelerators_offload.py",
             "accelerators/test_accelerators_memory.py",
-            "accelerators/test_accelerators_ties.py",
-            "accelerators/test_accelerators_replicas.py",
+            "accelerators/test_accelerators_copies.py",
             "accelerators/gpu/test_gpu.py",
             "training/stream/test_stream_accelerators.py",
             "simulated/test_callers.py",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,21 +36,6 @@ from tests.support.running import Residual
 
 pytestmark = pytest.mark.gpu
 
-SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1"]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_weighted_loss(layout, schedule):
-    """What puts the gradients right in the end is computed on the last device, late."""
-    plain = model()
-    for k, checkpoint in enumerate(MODES):
-        pipe = pipe_of(plain, layout, checkpoint=checkpoint)
-        x, target = data()
-        right = expected(plain, x, target, weighted)
-        with acc.late(k):
-            assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
-
 
 @pytest.mark.parametrize("layout", ["host at the ends", "in turns"])
 def test_weights_of_another_device(layout):
@@ -67,24 +52,6 @@ def test_weights_of_another_device(layout):
     for k in range(5):
         with acc.late(k):
             assert_close(trained(pipe, x, target, elsewhere), right)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_forward(layout, checkpoint):
-    """``pipe(x)`` and a backward, from input on the host and losses on any device."""
-    plain = model()
-    pipe = pipe_of(plain, layout, checkpoint=checkpoint)
-    for k in range(3):
-        x, target = data()
-        right = expected(plain, x, target, F.mse_loss)
-        pipe.zero_grad()
-        with acc.late(k):
-            x = x.requires_grad_()
-            y = pipe(x.to(pipe.devices[0]))
-            loss = F.mse_loss(y, target.to(y.device))
-            loss.backward()
-            assert_close([loss.detach(), x.grad, *(p.grad for p in pipe.parameters())], right)
 
 
 class Index(nn.Module):
@@ -106,80 +73,6 @@ def test_the_device_of_a_stage_is_current(layout):
         assert_close(trained(pipe, x, target, F.mse_loss), expected(plain, x, target, F.mse_loss))
         pipe(x.to(pipe.devices[0])).sum().backward()
         assert torch.accelerator.current_device_index() == 0
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-@pytest.mark.parametrize("layout", ["four", "workers", "host between", "interleaved"])
-def test_streams_of_the_caller(layout, schedule):
-    """On each device the caller has a stream, gives what is not there yet, and writes into it."""
-    plain = model()
-    pipe = pipe_of(plain, layout)
-    x, target = data()
-    right = expected(plain, x, target, weighted)
-    first, last = pipe.devices[0], pipe.devices[-1]
-    source, goal = x.to(first), target.to(last)
-    acc.synchronize()
-    for k in range(3):
-        with ExitStack() as stack:
-            for device in reversed(range(acc.count())):
-                stack.enter_context(torch.Stream(device=acc.device(device)))
-            stack.enter_context(acc.late(k))
-            given, wanted = torch.zeros_like(source), torch.zeros_like(goal)
-            given.copy_(source)
-            wanted.copy_(goal)
-            given.requires_grad_()
-            pipe.zero_grad()
-            loss = pipe.train_batch(given, wanted, loss_fn=weighted, schedule=schedule)
-            with torch.no_grad():  # these wait until the pipe has read them
-                given.fill_(float("nan"))
-                wanted.fill_(float("nan"))
-            found = [loss, given.grad, *(p.grad for p in pipe.parameters())]
-            assert_close([tensor * 1 for tensor in found], right)
-        acc.synchronize()
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("layout", ["four", "workers", "in turns", "two workers on one"])
-def test_micro_batches_from_the_host(layout, schedule, pinned):
-    plain = model()
-    pipe = pipe_of(plain, layout)
-    for k in range(2):
-        x, target = data()
-        right = expected(plain, x, target, F.mse_loss)
-        del right[1]  # of the input, which needs none here
-        pipe.zero_grad()
-        pieces = zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
-        if pinned:
-            pieces = ((a.pin_memory(), b.pin_memory()) for a, b in pieces)
-        with acc.late(k):
-            loss = pipe.train_batch(data_iter=pieces, loss_fn=F.mse_loss, schedule=schedule)
-            assert_close([loss, *(p.grad for p in pipe.parameters())], right)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_eval_batch(layout):
-    plain = model()
-    pipe = pipe_of(plain, layout)
-    x, target = data()
-    right = [expected(plain, x, target, weighted)[0], plain(x).detach()]
-    with acc.late():
-        loss = pipe.eval_batch(x.to(pipe.devices[0]), target, loss_fn=weighted)
-        outputs = pipe.eval_batch(x.to(pipe.devices[0]))
-        assert_close([loss, outputs], right)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
-def test_interleaved_devices(schedule):
-    plain = model()
-    pipe = pipe_of(plain, "interleaved", checkpoint="always")
-    for k in range(3):
-        x, target = data()
-        with acc.late(k):
-            assert_close(
-                trained(pipe, x, target, weighted, schedule=schedule),
-                expected(plain, x, target, weighted),
-            )
 
 
 class Breaks(nn.Module):

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.accelerators.four import LAYOUTS, WIDTH, model
+from tests.accelerators import test_accelerators_copies as copies
+from tests.accelerators.four import LAYOUTS, WIDTH, data, model, pipe_of, weighted
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -39,10 +40,6 @@ def assert_nothing_stays(step: Any, steps: int = STEPS) -> None:
     assert used() == before
 
 
-def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.mse_loss(output, target), (target > 0).sum()
-
-
 @pytest.mark.parametrize(
     ("layout", "how", "checkpoint"),
     [
@@ -53,11 +50,9 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_training(layout, how, checkpoint):
-    pipe = Pipe(
-        model(), [2, 2, 2, 1], devices=LAYOUTS[layout](), chunks=2, checkpoint=checkpoint
-    )  # fmt: skip
-    x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0], requires_grad=True)
-    target = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[-1])
+    pipe = pipe_of(model(), layout, checkpoint=checkpoint)
+    x, target = data()
+    x, target = x.to(pipe.devices[0]).requires_grad_(), target.to(pipe.devices[-1])
 
     def step() -> None:
         if how == "pipe(x)":
@@ -68,6 +63,14 @@ def test_training(layout, how, checkpoint):
         x.grad = None
 
     assert_nothing_stays(step)
+
+
+@pytest.mark.parametrize("how", ["pipe(x)", "gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(("of", "shape"), [("tied", "four"), ("replicas", "hybrid")])
+def test_copies(of, shape, how):
+    plain, given, loss_fn = copies.case(of)
+    pipe = copies.pipe_of(shape, plain, checkpoint="except_last")
+    assert_nothing_stays(lambda: copies.stepped(pipe, how, given, loss_fn))
 
 
 @pytest.mark.parametrize("layout", ["four", "in turns"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from syncpipe import Pipe
 from tests.accelerators.four import (
@@ -26,7 +25,6 @@ from tests.accelerators.four import (
     weighted,
 )
 from tests.support import accelerator as acc
-from tests.support.running import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -179,19 +177,3 @@ def test_moving_a_pipe_is_refused(four_devices):
         pipe.to(four_devices[1])
     assert [p.device for p in pipe[1].parameters()] == [four_devices[0]] * 2
     assert isinstance(pipe.half(), Pipe)
-
-
-def test_two_pipes_on_the_same_devices_at_a_time():
-    """From two threads, each with its own pipe."""
-    plain = model()
-    x, target = data()
-    right = expected(plain, x, target, weighted)
-    pipes = [pipe_of(plain, "four"), pipe_of(plain, "backwards")]
-
-    def work(pipe: Pipe) -> list[list[Tensor]]:
-        return [[t.cpu() for t in trained(pipe, x, target, weighted)] for _ in range(3)]
-
-    with acc.late():
-        found = in_threads(work, *pipes)
-    for result in chain.from_iterable(found):
-        assert_close(result, right)

@@ -240,8 +240,7 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     m = len(call.sizes)
     if call.driver == "train":
         m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
-    workers = list(dict.fromkeys(pipe._layout.workers))
-    return build(call.schedule, m, [workers.index(worker) for worker in pipe._layout.workers])
+    return build(call.schedule, m, pipe._ready().placement)
 
 
 def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:

@@ -1,10 +1,10 @@
-"""Random models in random pipes on the simulated machine, beside the plain model on the CPU.
+"""Random models in random pipes on accelerators, beside the plain model on the CPU.
 
     python -m tests.simulated.fuzz --models 2000 --seed 1
 
-Streams and kernels are late at random, memory that is handed out is full of NaNs, and a caller
-writes into what it gave and got as soon as the call is over. So where a wait or a
-``record_stream`` is missing, numbers are wrong.
+A caller writes into what it gave and got as soon as the call is over. On simulated devices streams
+and kernels are late at random, and memory that is handed out is full of NaNs. So where a wait or a
+``record_stream`` is missing, numbers are wrong. Tests run it on real devices, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -37,12 +37,14 @@ from tests.fuzz.runs import (
     schedule_of,
     step,
 )
+from tests.support import accelerator as acc
 from tests.support.compare import assert_same
 from tests.support.models import Result
 
 __all__ = ["Placed", "check", "drawn"]
 
 WIDE = torch.float64
+DEVICES = simulated.DEVICES  #: real ones stand for several where there are fewer
 #: The reference is the CPU's, so nothing that draws. And moved to a backend that PyTorch does not
 #: know by name, a parameter is another one: its hooks stay behind.
 CHOSEN = [
@@ -50,6 +52,9 @@ CHOSEN = [
     for name, kind in KINDS.items()
     if not kind.draws and not kind.cpu and name != "parameter_hook"
 ]
+#: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
+ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
+ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none", "receive"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Placed:
     Attributes:
         case: the pipe, and what is done with it.
         devices: for each of its workers.
+        replicas: of each stage; with more than one each of them has a worker.
         by_hand: whether workers are made by hand, with compute streams of their own.
         own_streams: whether the caller works on streams of its own.
         host: where targets and iterators' micro-batches come from: ``"pageable"`` or ``"pinned"``
@@ -71,6 +77,7 @@ class Placed:
 
     case: Case
     devices: tuple[str, ...]
+    replicas: tuple[int, ...]
     by_hand: bool
     own_streams: bool
     host: str
@@ -83,10 +90,12 @@ class Placed:
         """The pipe."""
         workers: list[Any] = [Worker(d) if self.by_hand else d for d in self.devices]
         case = self.case
+        alone = sum(self.replicas) == len(case.balance)
         return Pipe(
             case.model.build(WIDE),
             case.balance,
-            devices=[workers[k] for k in case.devices],
+            devices=[workers[k] for k in case.devices] if alone else workers,
+            replicas=self.replicas,
             chunks=case.chunks,
             checkpoint=case.checkpoint,
         )
@@ -94,18 +103,25 @@ class Placed:
 
 def drawn(chance: random.Random) -> Placed:
     """Draws a case, and where it runs."""
-    case = drawn_case(chance, kinds=CHOSEN)
-    count = max(case.devices) + 1
-    by_hand = chance.random() < 0.35
-    devices = chance.sample([f"sim:{k}" for k in range(simulated.DEVICES)], count)
+    copied = chance.random() < 0.2
+    case = drawn_case(chance, kinds=ALIKE if copied else CHOSEN)
+    stages = len(case.balance)
+    copied &= len({*case.devices}) == stages and not case.model.ties
+    replicas = tuple(chance.randint(1, 2) if copied else 1 for _ in range(stages))
+    count = sum(replicas) if copied else max(case.devices) + 1
+    by_hand = count > DEVICES or chance.random() < 0.35
+    places = [f"{acc.kind()}:{k % acc.count()}" for k in range(DEVICES)]
     if by_hand:  # several workers on one device
-        devices = [chance.choice(devices[:2]) for _ in devices]
-    if chance.random() < 0.2:
+        devices = chance.choices(chance.sample(places, 2), k=count)
+    else:
+        devices = chance.sample(places, count)
+    if not copied and chance.random() < 0.2:
         devices[chance.randrange(count)] = "cpu"
-    late = chance.randrange(simulated.DEVICES) if chance.random() < 0.5 else None
+    late = chance.randrange(DEVICES) if chance.random() < 0.5 else None
     placed = Placed(
         case,
         tuple(devices),
+        replicas,
         by_hand,
         chance.random() < 0.5,
         chance.choice(["pageable", "pinned", "device"]),
@@ -135,8 +151,8 @@ class Caller(Place):
         case = self.placed.case
         with ExitStack() as stack:
             if self.placed.own_streams:
-                for device in simulated.devices():
-                    stack.enter_context(torch.Stream(device=device))
+                for k in range(acc.count()):
+                    stack.enter_context(torch.Stream(device=acc.device(k)))
             for k, call in enumerate(case.calls[: len(self.expected)]):
                 if call.zero:
                     _forget(self.pipe)
@@ -147,8 +163,7 @@ class Caller(Place):
                 _record_gradients(self.pipe)
                 own_gradients(self.pipe)
                 step(self.pipe)
-            for device in simulated.devices():  # before its parameters may go, which it steps on
-                torch.accelerator.synchronize(device)
+            acc.synchronize()  # before its parameters may go, which it steps on
 
     def run_in_thread(self) -> None:
         try:
@@ -179,7 +194,8 @@ class Caller(Place):
             return
         tensors = [t for t in (*leaves(self.pipe).values(), *xs) if t.grad is not None]
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            simulated.sleep(10, device)
+            with torch.accelerator.device_index(device.index):
+                acc.sleep()
         kept = [tensor.grad.clone() for tensor in tensors]
         loss.backward()
         for tensor, grad in zip(tensors, kept, strict=True):
@@ -240,9 +256,12 @@ def check(placed: Placed) -> None:
     wanted = expected(placed, callers[0].pipe)
     for caller in callers:
         caller.expected = wanted
-    late = None if placed.late is None else f"sim:{placed.late}"
+    late: Any = nullcontext()
+    if simulated.loaded():
+        device = None if placed.late is None else f"sim:{placed.late}"
+        late = simulated.delays(placed.ms, 0.3, seed=placed.seed, device=device)
     with (
-        simulated.delays(placed.ms, 0.3, seed=placed.seed, device=late),
+        late,
         mock.patch.object(offload, "SMALL", 1),  # so that small models move as well
     ):
         if len(callers) == 1:
