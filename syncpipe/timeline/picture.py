@@ -13,7 +13,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -152,8 +152,8 @@ def _paint(axes: Axes, panel: Panel, panels: Sequence[Panel], inches: float) -> 
         hair = min(0.005 * inch, 0.1 * width)  # to its neighbours
         place = look(span), span.i % len(PALETTE), top, bottom - top
         boxes[place].append((panel.x(span.start) + hair, width - 2 * hair))
-    # A recomputation may be part of a backward. Edges, which have no width, are for hatches.
-    for (what, i, *y), x in sorted(boxes.items(), key=lambda item: item[0][0] == "recompute"):
+    for (what, i, *y), x in boxes.items():
+        # Edges, which have no width, are for hatches.
         colours: dict[str, Any]
         colours = {"facecolor": _colour(what, i), "edgecolor": _colour("backward", i)}
         hatch = HATCH if what == "recompute" else None
@@ -215,12 +215,10 @@ def boxes_of(spans: Sequence[Span]) -> Iterator[tuple[Span, float, float]]:
 def _labels(panel: Panel, inch: float) -> Iterator[tuple[Span, str, float]]:
     """What stands in boxes that have room: the micro-batch, and which of several stages."""
     for row in range(len(panel.rows)):
-        own = sorted(panel.actions(row), key=lambda span: (span.start, -span.end))
+        own = panel.actions(row)
         several = len({span.j for span in own}) > 1
-        for span, after in zip_longest(own, own[1:]):
-            # A recomputation may be part of a backward, and hides it.
-            end = min(span.end, after.start) if after else span.end
-            left, right = panel.x(span.start), panel.x(end)
+        for span in own:
+            left, right = panel.x(span.start), panel.x(span.end)
             lines = [str(span.i), *([f"s{span.j}"] if several else [])]
             if (right - left) / inch >= max(_wide(line, SMALLEST) for line in lines):
                 yield span, "\n".join(lines), (left + right) / 2

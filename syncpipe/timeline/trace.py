@@ -47,18 +47,15 @@ class Trace(Timeline):
         """Everything so far, in the order in which it started; times are in seconds."""
         if not self._entered:
             raise RuntimeError("a trace records inside of a block, `with pipe.trace() as trace:`")
-        found = []
-        for record in list(self._records):
-            if record.start is not None and record.end is not None:
-                found.append((record, record.start.seconds, record.end.seconds))
-        recomputed = {(r.step, r.i, r.j): end for r, _, end in found if r.kind == "recompute"}
+        found = [
+            (record, record.start.seconds, record.end.seconds)
+            for record in list(self._records)
+            if record.start is not None and record.end is not None
+        ]
         begin = min((start for _, start, _ in found), default=0.0)
-        spans = []
-        for r, start, end in found:
-            if r.kind == "backward":  # what autograd needed for it was recomputed inside
-                start = min(end, max(start, recomputed.get((r.step, r.i, r.j), 0.0)))
-            times = start - begin, max(start, end) - begin
-            spans.append(
-                Span(r.kind, r.i, r.j, r.row, *times, r.target, r.step, r.backward, r.host)
-            )
+        spans = [
+            Span(r.kind, r.i, r.j, r.row, start - begin, max(start, end) - begin, r.target, r.step,
+                 r.backward, r.host)
+            for r, start, end in found
+        ]  # fmt: skip
         return tuple(sorted(spans, key=lambda span: span.start))
