@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
     about = "find how to cut a model and run it on several devices, here or elsewhere"
-    command = commands.add_parser("plan", help=about, description=plan.DESCRIPTION)
+    command = commands.add_parser("plan", help=about, description=plan.__doc__)
     plan.add_arguments(command)
     command.set_defaults(run=plan.run)
 

@@ -1,4 +1,8 @@
-"""``python -m syncpipe plan``: how to cut a model and run it on devices, here or elsewhere."""
+"""Finds how a training step of a model is as short as possible within the memory of the devices.
+
+That is the balance, the number of micro-batches, the schedule and the recomputation of each stage,
+which are printed with what they will take. The layers are measured here; the devices need not be.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import argparse
 import json
 import pkgutil
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +25,6 @@ from syncpipe.planner.machine import machine_of
 from syncpipe.planner.planning import measured_for
 from syncpipe.planner.search import ANY, TITLES
 
-DESCRIPTION = """
-Finds the balance, the number of micro-batches, the schedule and the recomputation of each
-stage with which a training step is as short as possible within the memory of the devices, and
-prints it with what it will take. The layers are measured here; the devices need not be.
-"""
 #: Arguments that go to the plan as they are.
 _PASSED = ("batch_size", "memory", "bandwidth", "host_bandwidth", "chunks", "stages", "schedule",
            "param_scale", "replicas")  # fmt: skip
@@ -70,40 +70,44 @@ class _Refused(Exception):
     """An argument that does not fit."""
 
 
+@contextmanager
+def _refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
+    """Where these errors are about an argument."""
+    try:
+        yield
+    except NoPlan:
+        raise
+    except errors as error:
+        raise _Refused(f"{what}{error}") from error
+
+
 def run(args: argparse.Namespace) -> int:
     """Perform the command; return 0, or 2 for arguments that do not fit, or 1 if no plan does."""
     try:
-        try:  # before minutes go by
-            machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise _Refused(f"--devices {args.devices}: {error}") from error
-        for option in ("picture", "save"):
-            if args.replicas and getattr(args, option) is not None:
-                raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
-        layers = _read(args) if args.model is None else _measured(args)
-        try:
-            options = {name: getattr(args, name) for name in _PASSED}
-            found = plan(layers, devices=args.devices, **options)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, NoPlan):
-                return _failed(1, error)
-            raise _Refused(str(error)) from error
-        print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-        try:
-            if isinstance(found, Plan) and args.picture is not None:
-                found.timeline().save(args.picture)
-            if isinstance(found, Plan) and args.save is not None:
-                found.save(args.save)
-        except (ImportError, OSError) as error:
-            raise _Refused(str(error)) from error
-    except _Refused as error:
-        return _failed(2, error)
+        _run(args)
+    except (NoPlan, _Refused) as error:
+        print(f"python -m syncpipe plan: {error}", file=sys.stderr)
+        return 1 if isinstance(error, NoPlan) else 2
     return 0
 
 
-def _failed(status: int, error: Exception) -> int:
-    print(f"python -m syncpipe plan: {error}", file=sys.stderr)
-    return status
+def _run(args: argparse.Namespace) -> None:
+    wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+    with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before minutes go by
+        machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
+    for option in ("picture", "save"):
+        if args.replicas and getattr(args, option) is not None:
+            raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
+    layers = _read(args) if args.model is None else _measured(args)
+    with _refusing(TypeError, ValueError):
+        options = {name: getattr(args, name) for name in _PASSED}
+        found = plan(layers, devices=args.devices, **options)
+    print(json.dumps(found.as_dict(), indent=1) if args.json else found)
+    with _refusing(ImportError, OSError):
+        if isinstance(found, Plan) and args.picture is not None:
+            found.timeline().save(args.picture)
+        if isinstance(found, Plan) and args.save is not None:
+            found.save(args.save)
 
 
 def _read(args: argparse.Namespace) -> Profile:
@@ -112,10 +116,8 @@ def _read(args: argparse.Namespace) -> Profile:
     for option in ("sample", "on", "efficiency"):
         if getattr(args, option) is not None:
             raise _Refused(f"--{option}: a profile that is read needs none")
-    try:
+    with _refusing(OSError, ValueError):
         return Profile.load(args.profile)
-    except (OSError, ValueError) as error:
-        raise _Refused(str(error)) from error
 
 
 def _measured(args: argparse.Namespace) -> Profile:
@@ -160,16 +162,14 @@ def _made(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _model(name: str) -> tuple[Any, Any]:
     """The model behind ``package.module:factory``, and a sample if there is one."""
-    try:
+    no_name = f"{name!r} is no package.module:factory"
+    with _refusing(AttributeError, ImportError, ValueError, what=f"{no_name}: "):
         found = pkgutil.resolve_name(name)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise _Refused(f"{name!r} is no package.module:factory: {error}") from error
     if callable(found) and not isinstance(found, nn.Module):
         found = found()
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module | list):
-        kind = type(module).__name__
-        raise _Refused(f"{name!r} is no package.module:factory of a model: it gives a {kind}")
+        raise _Refused(f"{no_name} of a model: it gives a {type(module).__name__}")
     return module, sample
 
 

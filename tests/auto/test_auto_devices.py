@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from torch import nn
 from syncpipe import Pipe
 from syncpipe.planner.machine import clear_cache
 from tests import simulated
-from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
+from tests.auto.models import Language, Residual
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -80,14 +79,6 @@ def test_what_it_prints_of_memory_is_what_a_training_takes(unequal, width, depth
     for device, peak in zip(unequal, peaks, strict=True):
         if peak:
             assert bytes_in(printed[str(device)]) == pytest.approx(peak, rel=0.1), text
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_it_trains(unequal, name):
-    model, args, kwargs = made(WRITTEN[name])
-    plain = copy.deepcopy(model)
-    pipe = Pipe.auto(model, *args, batch_size=BATCH, devices=unequal, timeout=0.0, **kwargs)
-    assert_trains(pipe, plain, args, kwargs)
 
 
 def test_what_the_model_takes_already_is_free(unequal):

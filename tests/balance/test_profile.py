@@ -18,13 +18,9 @@ from syncpipe.balance.profile import in_bytes, interpolate
 from syncpipe.commands.main import main
 
 ENTRY = {
-    "name": "conv",
-    "forward_ms": 2.5,
-    "backward_ms": 5,
-    "activation_bytes": 1000,
-    "parameter_bytes": 40,
-    "stored_bytes": 3000,
-}
+    "name": "conv", "forward_ms": 2.5, "backward_ms": 5, "activation_bytes": 1000,
+    "parameter_bytes": 40, "stored_bytes": 3000,
+}  # fmt: skip
 
 
 def layer(name: str = "a", sizes: tuple[int, ...] = (4, 8), **more: Any) -> LayerProfile:

@@ -17,8 +17,6 @@ from syncpipe.schedules.player import Costs, Simulation, Span, play, simulate
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.schedules.test_schedule import schedules
 
-SIZES = [(1, 1), (4, 1), (1, 4), (2, 2), (3, 4), (8, 4), (16, 4), (8, 8), (32, 8)]
-
 # Multiples of 1/4 add up without rounding, so that sums can be compared exactly.
 times = st.integers(0, 40).map(lambda quarters: quarters / 4)
 
@@ -36,14 +34,6 @@ def costs_for(n: int) -> st.SearchStrategy[Costs]:
 def simulations(draw: st.DrawFn) -> Simulation:
     schedule = draw(schedules())
     return simulate(schedule, draw(costs_for(schedule.n)))
-
-
-@pytest.mark.parametrize(("m", "n"), SIZES)
-@pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])
-def test_bubble_of_gpipe_and_1f1b(m: int, n: int, backward: float) -> None:
-    costs = Costs.even(n, 1.0, backward / 2, backward / 2)
-    for schedule in (gpipe(m, n), one_f_one_b(m, n), one_f_one_b(m, n, slots="textbook")):
-        assert simulate(schedule, costs).bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
 @pytest.mark.parametrize(("m", "n"), [(8, 2), (16, 4), (32, 8)])

@@ -130,20 +130,19 @@ def test_units() -> None:
         assert f"makespan {text}," in timeline.table()
 
 
-def trace(timeline: Timeline, folder: Path) -> Any:
-    path = folder / "trace.json"
-    timeline.save(path)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 @settings(max_examples=30)
 @given(simulations(), st.sampled_from([("s", 1e6), ("ms", 1e3), ("us", 1.0), ("units", 1e6)]))
 def test_trace_has_every_span_and_nothing_overlaps_on_a_thread(
     tmp_path_factory: pytest.TempPathFactory, simulation: Simulation, unit: tuple[str, float]
 ) -> None:
     known = Timeline.of(simulation)
-    timeline = Timeline(known.spans, known.rows, unit[0])
-    events = trace(timeline, tmp_path_factory.mktemp("trace"))["traceEvents"]
+    timeline = Timeline(known.spans, known.rows, unit[0], title="mine")
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    timeline.save(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["otherData"] == {"unit": unit[0]}
+    events = content["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["mine"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(names) == len(set(names.values()))
     found: Counter[Any] = Counter()
@@ -163,18 +162,6 @@ def test_trace_has_every_span_and_nothing_overlaps_on_a_thread(
     assert found == expected
     for own in threads.values():
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(own))
-
-
-def test_trace_names_the_rows(tmp_path: Path) -> None:
-    content = trace(two_steps(title="mine"), tmp_path)
-    named: dict[str, list[Any]] = {}
-    for event in content["traceEvents"]:
-        named.setdefault(event["name"], []).append(event["args"])
-    assert named["thread_name"] == [
-        {"name": name} for name in ("gpu 0", "gpu 0 transfers", "gpu 1", "gpu 1 transfers")
-    ]
-    assert named["process_name"] == [{"name": "mine"}]
-    assert content["otherData"] == {"unit": "ms"}
 
 
 # --- as a picture -------------------------------------------------------------------------------
