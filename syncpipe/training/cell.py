@@ -36,7 +36,6 @@ _node_of = attrgetter("node")
 _PythonNode: type[Any] = torch._C._FunctionBase
 #: A ``GradientEdge`` from a tuple of all that is in it, without a way through Python.
 _gradient_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-_NO_TOKEN = tuple(GradientEdge._field_defaults.values())  # there are none in older versions
 FOREIGN = (
     "a gradient arrives at a cell of the pipeline that does not run backward now: a layer, a "
     "hook or loss_fn has stored a tensor of another layer with its graph (self.aux = ...), and it "
@@ -172,7 +171,7 @@ def _end(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None or isinstance(node, _PythonNode):  # which its Python object does not keep alive
         return get_gradient_edge(tensor)
-    return _gradient_edge((node, tensor.output_nr, *_NO_TOKEN))
+    return _gradient_edge((node, tensor.output_nr, None))
 
 
 def cut(value: Any) -> tuple[Border, Any]:
@@ -188,6 +187,7 @@ class Leaves:
     """The leaves that the cells of one call give gradients to; ``known`` are those of each stage.
 
     A graph alone tells which others there are: one micro-batch may use a leaf that no other does.
+    So the graph of each cell is walked, which takes about 0.2 us a node.
     """
 
     looks = False  #: whether the graph of a cell is looked at when it has gone forward

@@ -116,7 +116,7 @@ class WeightGradients:
                 and leaf.layout is torch.strided
                 and not leaf._backward_hooks
                 and not leaf._post_accumulate_grad_hooks
-                and getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype
+                and leaf.grad_dtype is leaf.dtype
                 and not _has_hooks(node)
             )
         return known

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES, assert_close, assert_same, in_turn, step
 from tests.support.running import in_threads
-from tests.support.ties import WIDTH, Block, language_model, modes, words
-from tests.training.train_batch.test_ties import loss_of, specs
+from tests.support.ties import MAKE, WIDTH, Block, TiedSpec, language_model, modes, words
+from tests.training.train_batch.test_ties import loss_of
 
 DEVICES = [f"cpu:{k}" for k in range(5)]
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -50,6 +50,17 @@ def assert_trains_alike(pipe: Pipe, plain: nn.Sequential, x: Tensor, *, exact: b
     limits = {"rtol": 0, "atol": 0} if exact else {}
     grads = [[p.grad for p in module.parameters()] for module in (pipe, plain)]
     torch.testing.assert_close(*grads, **limits)
+
+
+specs = st.builds(
+    TiedSpec,
+    st.lists(st.sampled_from(sorted(MAKE)), min_size=1, max_size=6).map(tuple),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=3
+    ).map(tuple),
+    head=st.booleans(),
+    frozen=st.booleans(),
+)  # fmt: skip
 
 
 @settings(max_examples=150)

@@ -119,6 +119,18 @@ def any_schedule(
     return Schedule(m, tuple(devices), tuple(map(tuple, rows)), "any")
 
 
+#: As ``RUNS``, with random schedules too.
+ANY_RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    **RUNS,
+    **{
+        f"any {seed}": (
+            {"schedule": partial(any_schedule, seed=seed, halves=True, in_order=True)}, FOUR
+        )
+        for seed in range(5)
+    },
+}  # fmt: skip
+
+
 # --- the reference: the plain model, micro-batch by micro-batch ----------------------------------
 
 

@@ -19,7 +19,14 @@ from tests.conftest import our_threads
 from tests.support import skips
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do, on_gradient, pipe_of
-from tests.support.training import FOUR, KINDS, LAST_FIRST, RUNS, any_schedule, schedule_of
+from tests.support.training import (
+    ANY_RUNS,
+    FOUR,
+    KINDS,
+    LAST_FIRST,
+    RUNS,
+    schedule_of,
+)
 from tests.support.watched import Memory, Watched, alive, gone
 
 CHUNKS = 10
@@ -58,18 +65,13 @@ def train(pipe: Pipe, run: dict[str, Any]) -> None:
         pipe.train_batch(data_iter=data, loss_fn=lambda y: y.pow(2).mean(), **run)
 
 
-def any_run(seed: int) -> tuple[dict[str, Any], list[str]]:
-    schedule = any_schedule(CHUNKS, (0, 1, 2, 3), seed=seed, halves=True, in_order=True)
-    return {"schedule": schedule}, FOUR
-
-
 @pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skips"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("run", [*RUNS, *range(5)])
+@pytest.mark.parametrize("run", ANY_RUNS)
 def test_each_stage_keeps_what_the_schedule_says(run, checkpoint, skip, context):
     """Activations, of re-materialized cells the inputs, and gradients until they went on."""
-    options, devices = RUNS[run] if run in RUNS else any_run(run)
+    options, devices = ANY_RUNS[run]
     pipe = watched_pipe(devices, skip=skip, checkpoint=checkpoint)
     with context():
         train(pipe, options)

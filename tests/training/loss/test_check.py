@@ -58,32 +58,29 @@ def test_a_mask_that_comes_later_is_noticed(first: int, noticed: int) -> None:
     assert [call for call, texts in enumerate(calls, 1) if texts] == [noticed]
 
 
+def reduced(y: Tensor, total: bool) -> Tensor:
+    return y.pow(2).sum() if total else y.pow(2).mean()
+
+
 class Loss(nn.Module):
     def __init__(self, total: bool) -> None:
         super().__init__()
         self.total = total
 
     def forward(self, y: Tensor) -> Tensor:
-        return y.pow(2).sum() if self.total else y.pow(2).mean()
+        return reduced(y, self.total)
 
 
-def closure(total: bool) -> Any:
-    return lambda y: y.pow(2).sum() if total else y.pow(2).mean()
+MAKE: dict[str, Any] = {
+    "module": Loss,
+    "closure": lambda total: lambda y: reduced(y, total),
+    "default": lambda total: lambda y, total=total: reduced(y, total),
+    "options": lambda total: partial(reduced, total=total),
+    "method": lambda total: Loss(total).forward,
+}
 
 
-def default(total: bool) -> Any:
-    return lambda y, total=total: y.pow(2).sum() if total else y.pow(2).mean()
-
-
-def with_options(total: bool) -> Any:
-    return partial(lambda y, total: y.pow(2).sum() if total else y.pow(2).mean(), total=total)
-
-
-def method(total: bool) -> Any:
-    return Loss(total).forward
-
-
-@pytest.mark.parametrize("make", [Loss, closure, default, with_options, method])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_each_loss_function_is_checked_whatever_its_class_or_code(make: Any) -> None:
     pipe, x = four(chunks=4), torch.randn(8, 3)
     for _ in range(3):

@@ -230,15 +230,6 @@ def test_arguments_that_make_no_sense_are_named(call, given, options, kind, mess
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_hooks_of_the_pipe_itself_are_refused_as_they_would_not_run(call):
-    for register in ("register_forward_hook", "register_forward_pre_hook"):
-        pipe = four()
-        getattr(pipe, register)(lambda *_: None)
-        with pytest.raises(RuntimeError, match=r"pipe\.partitions"):
-            getattr(pipe, call)(torch.randn(4, 3), loss_fn=torch.sum)
-
-
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
 def test_a_pipe_without_layers_is_refused(call):
     with pytest.raises(ValueError, match="no layers"):
         getattr(Pipe(nn.Sequential(), []), call)(torch.randn(4, 3), loss_fn=torch.sum)

@@ -146,7 +146,8 @@ def assert_as_in_the_papers(
         pipe: made of what ``model``, if nothing is given ``mlp()``, is a copy of.
         data: of the reference, and of the pipe if nothing else is ``given``.
     """
-    model = mlp() if model is None else model
+    model, n = mlp() if model is None else model, len(pipe.balance)
+    replicas = [1] * n if replicas is None else replicas
     found = pipe.train_stream(
         data if given is None else given,
         optimizer=optimizer, loss_fn=loss_fn, versions=versions, **options,
@@ -162,4 +163,9 @@ def assert_as_in_the_papers(
             assert_same(ours, theirs)
         else:
             torch.testing.assert_close(ours, theirs, check_device=False)
+    assert found.versions == [
+        tuple([by_the_paper(b, j, replicas, versions) for j in range(n)])
+        for b, (x, _) in enumerate(data)
+        for _ in x.chunk(chunks)
+    ]
     return found

@@ -3,82 +3,27 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.ties import MAKE, WIDTH, WORDS, TiedSpec, language_model, modes, words
-from tests.support.training import (
-    FOUR,
-    RUNS,
-    any_schedule,
-    assert_trains_as,
-    device_of,
-    fitting,
-    schedule_of,
-)
+from tests.support.ties import WIDTH, WORDS, language_model, words
+from tests.support.training import ANY_RUNS, FOUR, assert_trains_as
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-specs = st.builds(
-    TiedSpec,
-    st.lists(st.sampled_from(sorted(MAKE)), min_size=1, max_size=6).map(tuple),
-    st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=3
-    ).map(tuple),
-    head=st.booleans(),
-    frozen=st.booleans(),
-)  # fmt: skip
-
-
-@settings(max_examples=250)
-@given(data=st.data(), spec=specs, chunks=st.integers(1, 5), size=st.integers(1, 7))
-def test_train_batch_equals_the_plain_loop_to_the_last_bit(
-    data: st.DataObject, spec: TiedSpec, chunks: int, size: int
-) -> None:
-    plain, count = spec.build(), len(spec.kinds) + 2
-    assume(any(p.requires_grad for p in plain.parameters()))
-    cuts = data.draw(st.sets(st.integers(1, count - 1), max_size=3).map(sorted))
-    balance = [b - a for a, b in pairwise([0, *cuts, count])]
-    workers = st.lists(st.integers(0, 3), min_size=len(balance), max_size=len(balance))
-    pipe = Pipe(
-        spec.build(),
-        balance,
-        devices=[f"cpu:{w}" for w in data.draw(workers)],
-        chunks=chunks,
-        checkpoint=data.draw(modes(count)),
-    )
-    x, devices = words(size), device_of(pipe)
-    m = len(x.chunk(chunks))
-    for k in range(2):
-        run: Any = data.draw(st.sampled_from([*fitting(devices), "any"]))
-        if run == "any":
-            seed = data.draw(st.integers(0, 2**32))
-            run = any_schedule(m, devices, seed=seed, halves=True, in_order=False)
-        schedule, target = schedule_of(pipe, m, run), words(size, 1 + k)
-        assert_trains_as(pipe, plain, x, target, loss_fn=loss_of, schedule=schedule)
-        for module in (pipe, plain):
-            for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-                p.grad = None if q.grad is None else q.grad.clone()  # of halves: the same bits
-                with torch.no_grad():
-                    p -= 0 if p.grad is None else 0.1 * p.grad
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ANY_RUNS)
 def test_a_tied_head_learns_as_in_the_plain_loop(run, checkpoint):
-    options, devices = RUNS[run]
+    options, devices = ANY_RUNS[run]
     pipe = Pipe(language_model(), [1, 2, 1, 1], devices=devices, chunks=4, checkpoint=checkpoint)
     plain, optimizer = language_model(), torch.optim.SGD(pipe.parameters(), 0.5, 0.9)
     x, target = words(8), words(8, 1)
