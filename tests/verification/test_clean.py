@@ -83,13 +83,7 @@ def assert_exact(report: Report, *, beside: bool = True) -> None:
             assert exact or (splits and column == "gradients"), f"{run.name} {column}\n{report}"
 
 
-@pytest.mark.parametrize("balance", [[2, 3], [1, 3, 1], [2, 1, 1, 1]], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_equal_to_the_bit(name: str, balance: list[int]) -> None:
-    assert_exact(checked(pipe_of(*MODELS[name](), balance=balance), batch(11)))
-
-
-@settings(max_examples=30)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
     layers = MODELS[data.draw(st.sampled_from(list(MODELS)))]()
@@ -100,10 +94,12 @@ def test_any_pipe_of_a_clean_model_is_ok(data: st.DataObject) -> None:
         chunks=data.draw(st.integers(1, 5)),
         checkpoint=data.draw(st.sampled_from(["always", "except_last", "never"])),
     )
-    schedule = data.draw(st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1"]))
+    schedule = data.draw(st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1", "zb_h2"]))
     x, y = batch(data.draw(st.integers(4, 13)))
     y[: data.draw(st.integers(0, 3))] = -100
-    assert_exact(checked(pipe, (x, y), schedules=[schedule]))
+    report = checked(pipe, (x, y), schedules=schedule)
+    assert_exact(report)
+    assert str(report).splitlines()[-1].startswith("OK: the pipe computes")
 
 
 @pytest.mark.parametrize("devices", [FOUR, ROUND, V], ids=["four", "round", "v"])
@@ -255,17 +251,10 @@ def test_the_schedules_that_are_asked_for() -> None:
     assert checked(pipe)["partial(one_f_one_b, slots='overlap')"].outputs.status == "equal"
 
 
-@pytest.mark.parametrize(("chunks", "devices"), [(1, ["cpu:0", "cpu:1"]), (3, ["cpu", "cpu"])])
-def test_one_micro_batch_or_one_device(chunks: int, devices: list[str]) -> None:
-    pipe = pipe_of(linear(), nn.Dropout(), linear(), chunks=chunks, devices=devices)
-    assert str(checked(pipe)).splitlines()[-1].startswith("OK: the pipe computes")
-
-
 def test_hooks_of_partitions_run_plainly_too() -> None:
     pipe = pipe_of(linear(), nn.Dropout(), linear())
     pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
     assert checked(pipe).ok
-    assert "forward" not in vars(pipe.partitions[0])
 
 
 def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
