@@ -33,8 +33,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncpipe.data import described, tensors_in
-from syncpipe.distributed.peers import Peers
-from syncpipe.distributed.peers import process_group as process_group_of
+from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.engine import RUNNING, Run
 from syncpipe.schedules.schedule import Kind, Schedule
@@ -96,7 +95,7 @@ def data_parallel(
     for name, number in ("bucket_mb", bucket_mb), ("timeout", timeout):
         if not (isinstance(number, Real) and 0 < float(number) < math.inf):
             raise ValueError(f"{name}={number!r} must be a number above 0")
-    group = process_group_of(process_group, "process_group")
+    group = given_group(process_group, "process_group")
     averaging = Averaging(group, len(pipe.balance), float(bucket_mb) * 2**20, float(timeout))
     alike = {"bucket_mb": bucket_mb, "balance": pipe.balance}
     peers = averaging.peers
@@ -213,7 +212,11 @@ class Averaging:
         """A result with the loss and metrics of all processes, of which this one has a share."""
         parts = list(result) if isinstance(result, tuple) else [result]
         metrics = parts[-1] if len(parts) > 1 and isinstance(parts[-1], dict) else {}
-        numbers = {k: v for k, v in metrics.items() if isinstance(v, Real) or _is_scalar(v)}
+        numbers = {
+            k: v
+            for k, v in metrics.items()
+            if isinstance(v, Real) or (isinstance(v, Tensor) and not v.dim())
+        }
         own = [parts[0], *numbers.values()]
         rows = self.peers.exchange([float(value) * share if share else 0.0 for value in own])
 
@@ -281,6 +284,7 @@ class _Call:
     def weighed(self, objective: Objective) -> None:
         self.exchange(_weights(objective)[1], objective.adds_up)
 
+    @torch.no_grad()
     def finish(self) -> float:
         """Makes gradients those of all processes; as of ``training.train.train``."""
         owner, objective = self._owner, self._objective
@@ -307,7 +311,11 @@ class _Call:
             owner.peers.wait(work, flat)
             if flat.device.type != "cpu":  # made on a worker's stream, read on the caller's
                 flat.record_stream(torch.accelerator.current_stream(flat.device))
-            _write(leaves, flat.div_(self._whole), used)
+            parts = torch.split(flat.div_(self._whole), [leaf.numel() for leaf in leaves])
+            for leaf, part in zip(leaves, parts, strict=True):
+                if id(leaf) in used:
+                    leaf.grad = torch.empty_like(leaf) if leaf.grad is None else leaf.grad
+                    leaf.grad.copy_(part.view(leaf.shape))
         return factor
 
     def exchange(
@@ -345,16 +353,6 @@ class _Call:
             sent.append((leaves, flat, dist.all_reduce(real, group=group, async_op=True)))
 
 
-@torch.no_grad()
-def _write(leaves: Sequence[Tensor], flat: Tensor, used: set[int]) -> None:
-    parts = torch.split(flat, [leaf.numel() for leaf in leaves])
-    for leaf, part in zip(leaves, parts, strict=True):
-        if id(leaf) in used:
-            if leaf.grad is None:
-                leaf.grad = torch.empty_like(leaf)
-            leaf.grad.copy_(part.view(leaf.shape))
-
-
 def _weights(objective: Objective) -> tuple[float, float]:
     """What gradients were divided by, and what the mini-batch weighs."""
     assert objective.assumed is not None
@@ -368,10 +366,6 @@ def _flat(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     parts = [(torch.zeros_like(a) if grad is None else grad).reshape(-1) for a, grad in pairs]
     flat = torch.cat(parts)
     return flat.float() if flat.dtype == torch.float16 else flat
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.dim()
 
 
 def _is_there(leaf: Tensor) -> bool:

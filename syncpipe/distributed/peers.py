@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LostProcess", "Peers", "RemoteError", "process_group"]
+__all__ = ["LostProcess", "Peers", "RemoteError", "given_group"]
 
 _T = TypeVar("_T")
 PATIENCE = 5.0  # seconds of a call, after which a thread looks what the others do
@@ -71,8 +72,9 @@ class Peers:
             "calls": deque(maxlen=_KEPT), "refused": [], "gone": "", "failed": False
         }  # fmt: skip
         self._calls, self._begun, self._stop = 0, math.inf, threading.Event()
-        own = self._store, self._keys[self.rank], self._row
-        weakref.finalize(self, _leave, self._stop, os.getpid(), self._name(self.rank), *own)
+        self._write = partial(_written, self._store, self._keys[self.rank], self._row)
+        own = self._name(self.rank), self._row, self._write
+        weakref.finalize(self, _leave, self._stop, os.getpid(), *own)
         weakref.finalize(self, _destroy, self.groups, os.getpid()).atexit = False
         given = weakref.ref(self), self._stop
         self._watch = threading.Thread(target=_watch, args=given, daemon=True, name="peers")
@@ -260,9 +262,6 @@ class Peers:
     def _name(self, rank: int) -> str:
         return f"{self._unit} {rank}"
 
-    def _write(self) -> None:
-        _written(self._store, self._keys[self.rank], self._row)
-
     def _others(self) -> list[tuple[int, dict[str, Any]]]:
         found = []
         with suppress(RuntimeError):  # the store is gone with the process that kept it
@@ -289,7 +288,7 @@ def _written(store: Any, key: str, row: dict[str, Any]) -> None:
 
 
 def _leave(
-    stop: threading.Event, process: int, name: str, store: Any, key: str, row: dict[str, Any]
+    stop: threading.Event, process: int, name: str, row: dict[str, Any], write: Callable[[], None]
 ) -> None:
     """The process ends, or lets go of what it had in common with the others."""
     stop.set()
@@ -299,7 +298,7 @@ def _leave(
     why = "" if error is None else f" with {_described(error)}"
     gone = f"{name} has ended{why}, after call {_last(row)}, and the others wait for it"
     row["gone"] = row["gone"] or gone
-    _written(store, key, row)
+    write()
 
 
 def _destroy(groups: list[Any], process: int) -> None:
@@ -329,7 +328,7 @@ def _described(error: BaseException) -> str:
     return "; ".join(parts)
 
 
-def process_group(group: Any, argument: str) -> dist.ProcessGroup:
+def given_group(group: Any, argument: str) -> dist.ProcessGroup:
     """The process group that was given: one, a mesh of one dimension, or None for that of all."""
     if group is None:
         return dist.distributed_c10d._get_default_group()

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from syncpipe.balance.balances import balance_named
 from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
-from syncpipe.distributed.peers import Peers, process_group
+from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import Run, schedule_of
 from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
 from syncpipe.layers.conversion.layer import in_order, index_keys
@@ -372,7 +372,7 @@ class Stages(nn.Module):
             loss = None if loss_fn is None else known_loss(loss_fn, loss_reduction, weight)
             group = data_parallel
             if group is not None:
-                group = process_group(group, "data_parallel")
+                group = given_group(group, "data_parallel")
             made.append(schedule_of(Run(self, name, checked_chunks(chunks), loss, group)))
             return {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
 
@@ -499,7 +499,7 @@ def stage(
         TypeError, ValueError: an argument does not fit, or there is no process group.
         RuntimeError: another rank has failed; with the reason.
     """
-    peers = Peers(process_group(group, "group"), "pipeline", "rank")
+    peers = Peers(given_group(group, "group"), "pipeline", "rank")
     built: list[Stages] = []
 
     def build() -> tuple[dict[str, Any], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
+from syncpipe.runtime.graph import nodes_of
 from syncpipe.skip import Namespace, pop, skippable, stash
 from tests.support.compare import assert_same
 
@@ -244,32 +245,33 @@ def in_turn(model: nn.Module, chunks: int) -> Callable[[Any], Any]:
 
 def by_itself(outputs: list[Any]) -> list[Any]:
     """The outputs of micro-batches, so that each goes back by itself, the last one first."""
-    leaves, spec = pytree.tree_flatten(outputs)
-    counts = [len(pytree.tree_leaves(output)) for output in outputs]
-    own = [k for k, count in enumerate(counts) for _ in range(count)]
-    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    if not any(flags):
+    rows = [pytree.tree_leaves(output) for output in outputs]
+    pairs = [(leaf, i) for i, row in enumerate(rows) for leaf in row if is_wanted(leaf)]
+    if not pairs:
         return outputs
-    there = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
-    of = [k for k, flag in zip(own, flags, strict=True) if flag]
     anchor = torch.empty(0, requires_grad=True)
-    passed = iter(_OneByOne.apply(there, of, anchor))
-    found = [next(passed) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    return pytree.tree_unflatten(found, spec)
+    passed = iter(_OneByOne.apply(*zip(*pairs, strict=True), anchor))
+    return pytree.tree_map(lambda leaf: next(passed) if is_wanted(leaf) else leaf, outputs)
+
+
+def is_wanted(leaf: Any) -> bool:
+    """Whether it gets a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class _OneByOne(torch.autograd.Function):
     """``apply(outputs, micro_batches, anchor)``."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: list[Tensor], of: list[int], anchor: Tensor) -> Any:
+    def forward(ctx: Any, outputs: Sequence[Tensor], of: Sequence[int], anchor: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.outputs, ctx.of = outputs, of
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        leaves = _leaves_of([output.grad_fn for output in ctx.outputs])
+        nodes = nodes_of([output.grad_fn for output in ctx.outputs])
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -287,16 +289,6 @@ class _OneByOne(torch.autograd.Function):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else grad + leaf.grad
         return None, None, None
-
-
-def _leaves_of(nodes: list[Any]) -> list[Any]:
-    """The leaves of a graph."""
-    seen = set(nodes)
-    for node in (found := list(seen - {None})):
-        following = {each for each, _ in node.next_functions} - seen
-        seen |= following
-        found += following - {None}
-    return [node.variable for node in found if hasattr(node, "variable")]
 
 
 @dataclass

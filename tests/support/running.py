@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.support.compare import assert_same as assert_same  # for those who import it here
-from tests.support.models import by_itself
+from tests.support.models import in_turn, step
 
 MODES = ("never", "except_last", "always")
 
@@ -34,8 +34,8 @@ def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
 
 def one_by_one(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
     """The same, where each micro-batch goes back by itself, the last one first."""
-    outputs: list[Tensor] = by_itself([module(chunk) for chunk in x.chunk(chunks)])
-    return torch.cat(outputs)
+    output: Tensor = in_turn(module, chunks)(x)
+    return output
 
 
 def beside(
@@ -49,11 +49,9 @@ def beside(
 
 def trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Any]:
     """One forward and backward: the output, the gradients of x and of the parameters, buffers."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = run(x)
-    weigh(y).backward()
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
+    found = step(run, module, x.detach().requires_grad_())
+    grads = [*found.input_grads, *found.parameter_grads.values()]
+    return [found.output, *grads, *found.buffers.values()]
 
 
 def weigh(y: Tensor) -> Tensor:

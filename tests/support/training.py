@@ -16,7 +16,7 @@ from syncpipe import Pipe
 from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.schedule import Action, Schedule
 from tests.support.compare import assert_same
-from tests.support.models import Result, concatenate, cut, seen
+from tests.support.models import Result, concatenate, cut, is_wanted, seen
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 ROUND = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -214,11 +214,6 @@ def plain_step(
             pairs = zip(pieces, found, strict=True)
             leaf.grad = torch.cat([torch.zeros_like(t) if g is None else g for t, g in pairs])
     return seen(model, x, concatenate(outputs), sum(losses[1:], losses[0]))
-
-
-def is_wanted(leaf: Any) -> bool:
-    """Whether it gets a gradient."""
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
