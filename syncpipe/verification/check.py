@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import setitem
+from operator import call, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -303,20 +303,20 @@ class _Check:
         run, objective = PlainRun(self._layers), self._objective(source)
         outputs, shares, left = [], {}, list(order)
         check = LossCheck(objective, source.targets, asked=False) if self._m > 1 else None
-        call = partial(run.seeded, len(self._layers))
+        seeded = partial(run.seeded, len(self._layers))
         for i in range(source.m):
             output = run.forward(i, map_tensors(clones, source.pull(i)))
             outputs.append(_detached(output))
             if check is not None:
                 check.keep(i, output, source.peek_target(i))
-            shares[i] = self._root(objective, source, i, output, partial(call, i))
+            shares[i] = self._root(objective, source, i, output, partial(seeded, i))
             if not self._others:
                 self._find_others(shares[i], inputs)
             while left and left[0] in shares:
                 share = shares.pop(left.pop(0))
                 if share.requires_grad:
                     torch.autograd.backward(share)
-                for leaf in self._leaves():  # two may have one memory for their first gradients
+                for leaf in self._state.leaves:  # two may have one memory for their first gradients
                     leaf.grad = None if leaf.grad is None else leaf.grad.clone()
                 del share
         run.commit()
@@ -347,7 +347,7 @@ class _Check:
 
         torch.set_num_threads(self._share)
         pieces = [map_tensors(partial(piece, i), output) for i in range(source.m)]
-        roots = [self._root(objective, source, i, p, _call) for i, p in enumerate(pieces)]
+        roots = [self._root(objective, source, i, p, call) for i, p in enumerate(pieces)]
         torch.set_num_threads(self._threads)
         torch.autograd.backward([root for root in roots if root.requires_grad])
         self._scale(objective, inputs)
@@ -391,15 +391,12 @@ class _Check:
     def _scale(self, objective: Objective, inputs: dict[str, Tensor]) -> None:
         """Makes gradients those of the mini-batch, where its weight is known only in the end."""
         factor = objective.factor()
-        for leaf in [] if factor is None else [*self._leaves(), *inputs.values()]:
+        for leaf in [] if factor is None else [*self._state.leaves, *inputs.values()]:
             if leaf.grad is not None:
                 leaf.grad.mul_(placed(factor, leaf.device))
 
-    def _leaves(self) -> list[Tensor]:
-        return [*self._state.leaves, *self._others]
-
     def _find_others(self, root: Tensor, inputs: dict[str, Tensor]) -> None:
-        known = set(map(id, [*self._leaves(), *inputs.values()]))
+        known = set(map(id, [*self._state.leaves, *inputs.values()]))
         for node in nodes_of([root.grad_fn]):
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
@@ -435,10 +432,6 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any]
     copied = map_tensors(lambda ts: [t.detach().to("cpu", copy=True) for t in ts], there)
     return copied
-
-
-def _call(function: Callable[[Any], Any], given: Any) -> Any:
-    return function(given)
 
 
 def _detached(tree: Any) -> Any:

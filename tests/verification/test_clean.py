@@ -193,9 +193,16 @@ def test_a_loss_with_weight_and_metrics(checkpoint: str) -> None:
     assert_exact(checked(pipe_of(*MODELS["dropout"](), checkpoint=checkpoint), (x, y), loss_fn))
 
 
-def test_parameters_of_the_loss_are_compared_too() -> None:
-    head = linear()
-    report = checked(pipe_of(*MODELS["plain"]()), None, lambda y, t: F.cross_entropy(head(y), t))
+@pytest.mark.parametrize("weighed", [False, True])
+def test_parameters_of_the_loss_are_compared_too(weighed: bool) -> None:
+    head, (x, y) = linear(), batch()
+    y[: 5 * weighed] = -100
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        loss = F.cross_entropy(head(output), target)
+        return (loss, (target != -100).sum()) if weighed else loss
+
+    report = checked(pipe_of(*MODELS["plain"]()), (x, y), loss_fn)
     assert_exact(report)
     assert head.weight.grad is None
 
