@@ -83,63 +83,50 @@ X, Y = torch.randn(7, 3), torch.randn(7, 3)
 
 
 class Only(nn.Module):
-    """Takes one entry of a dict or a tuple; there has to be nothing else."""
+    """Takes one entry of a dict or a tuple, if there have to be entries, and nothing else."""
 
     def __init__(self, *entries: Any) -> None:
         super().__init__()
         self.entries = entries
 
     def forward(self, given: Any) -> Tensor:
+        if not self.entries:
+            assert isinstance(given, Tensor)
+            return given
         found = list(given) if isinstance(given, dict | UserDict) else list(range(len(given)))
         assert found == list(self.entries)
         chosen: Tensor = given[self.entries[0]]
         return chosen
 
 
-def pipe_for(*entries: Any, **options: Any) -> Pipe:
-    torch.manual_seed(1)
-    layers = [Only(*entries), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
-    return Pipe(nn.Sequential(*layers), [1, 1, 1, 1], devices=RUNS["1f1b"][1], chunks=3, **options)
-
-
-def expected(pipe: Pipe) -> Any:
-    return whole(nn.Sequential(*list(pipe)[1:]), lambda plain: F.mse_loss(plain(X), Y))
-
-
-@pytest.mark.parametrize("kind", [dict, UserDict])
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_target_may_be_a_key(call: str, kind: Any) -> None:
-    pipe, batch = pipe_for("x", "mask"), kind({"x": X, "labels": Y, "mask": None})
-    loss = getattr(pipe, call)(batch, target="labels", loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, expected(pipe)[0])
-    assert "labels" in batch  # it is the caller's
-
-
-def test_target_may_be_a_function_of_the_mini_batch() -> None:
-    pipe, batch = pipe_for("x", "labels"), {"x": X, "labels": Y / 2}
-    loss = pipe.train_batch(batch, target=lambda b: b["labels"] * 2, loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, expected(pipe)[0])
-
-
+#: What is given for an input and a target, where the target is, and what is left of it.
 ITEMS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "pair": (lambda x, y: (x, y), None, ()),
-    "dict": (lambda x, y: {"x": x, "y": y}, "y", ("x",)),
+    "dict": (lambda x, y: {"x": x, "y": y, "mask": None}, "y", ("x", "mask")),
+    "mapping": (lambda x, y: UserDict({"x": x, "y": y}), "y", ("x",)),
     "longer": (lambda x, y: (x, None, y), None, (0, 1)),
     "list": (lambda x, y: [x, None, y], None, (0, 1)),
     "first": (lambda x, y: (y, x, None), 0, (0, 1)),
-    "function": (lambda x, y: {"x": x, "y": y}, lambda item: item["y"], ("x", "y")),
+    "function": (lambda x, y: {"x": x, "y": y / 2}, lambda item: item["y"] * 2, ("x", "y")),
 }
 
 
+@pytest.mark.parametrize("whole_batch", [False, True], ids=["iterator", "mini-batch"])
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
 @pytest.mark.parametrize("kind", ITEMS)
-def test_an_iterator_may_give_what_loaders_give(kind: str) -> None:
+def test_data_may_be_what_loaders_give(kind: str, call: str, whole_batch: bool) -> None:
     make, target, entries = ITEMS[kind]
-    pipe = pipe_for(*entries) if entries else four(chunks=3)
-    layers = nn.Sequential(*list(pipe)[1:]) if entries else nn.Sequential(*pipe)
-    wanted = whole(layers, lambda plain: F.mse_loss(plain(X), Y))
-    data = (make(x, y) for x, y in zip(X.chunk(3), Y.chunk(3), strict=True))
-    loss = pipe.train_batch(data_iter=data, target=target, loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, wanted[0])
+    pipe = pipe_of(nn.Sequential(Only(*entries), *linear_model(3)), chunks=3)
+    wanted, _ = whole(nn.Sequential(*pipe[1:]), lambda plain: F.mse_loss(plain(X), Y))
+    item = make(X, Y)
+    given: Any = {"input": item}
+    if not whole_batch:
+        given = {"data_iter": map(make, X.chunk(3), Y.chunk(3))}
+    elif not isinstance(item, dict | UserDict):
+        pytest.skip("its target is given beside it")
+    loss = getattr(pipe, call)(**given, target=target, loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, wanted)
+    assert not isinstance(item, dict) or "y" in item  # it is the caller's
 
 
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
