@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode, _push_mode
 from syncpipe.balance.copies import compiled, copy_of_tensor, described_layer, layer_to_run
 from syncpipe.balance.estimate import AsOnGPU, DeviceSpec, Roofline, device_spec
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
-from syncpipe.balance.stored import Live, Saved, Stored, size_of
+from syncpipe.balance.stored import Live, Stored, saving, size_of
 from syncpipe.data import (
     NoChunk,
     clones,
@@ -541,20 +541,20 @@ class _Profiler:
 
         Returns the most bytes that were alive at once, or None where torch.compile hides them.
         """
-        layer, saved = visit.layer, Saved()
+        layer = visit.layer
         live = None if compiled(layer) else Live()
         inputs, leaves = visit.fresh()
         copies = tensors_in(inputs)
         with live or nullcontext():
             if live is not None:
                 live.watch(copies)
-            output, store = saved.during(lambda: visit.forth((inputs, leaves)))
+            (output, store), saved = saving(lambda: visit.forth((inputs, leaves)))
         own = [*layer.parameters(), *layer.buffers()]  # a layer that was lazy has them only now
         skips = self._skips[size]
         skips.update((key, map_tensors(_leaves, store.get(key))) for key in stashed)
         going_on = tensors_in((output, list(skips.values())))
         given = tensors_in(visit.inputs)
-        passing = self._memory[size].add(given, copies, saved.tensors(), going_on, own)
+        passing = self._memory[size].add(given, copies, saved(), going_on, own)
         self._values[size] = map_tensors(_leaves, output)
         for parameter in layer.parameters():
             if parameter.requires_grad:  # as it is from the second micro-batch on
@@ -564,7 +564,7 @@ class _Profiler:
             live.leave_aside(own)
             peak = live.most - passing
             live.leave_aside(p.grad for p in own if p.grad is not None)
-            live.only(saved.tensors())
+            live.only(saved())
         del output, store, going_on
         # Where nothing is timed, it need not be able to go back.
         with nullcontext() if self._timed else suppress(Exception), live or nullcontext():

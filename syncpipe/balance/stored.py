@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from syncpipe.data import distinct
 
-__all__ = ["Live", "Saved", "Stored", "size_of"]
+__all__ = ["Live", "Stored", "saving", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -63,33 +63,26 @@ def size_of(tree: Any) -> int:
     return size
 
 
-class Saved:
-    """Sees what autograd stores for backward.
+def saving(call: Callable[[], _T]) -> tuple[_T, Callable[[], list[Tensor]]]:
+    """Calls a function; returns also a look at what autograd stores of it for backward.
 
-    ``torch.autograd.graph.saved_tensors_hooks`` does the same, but Ctrl-C may come in its
-    ``__exit__``, and leave the hooks in force.
+    What belonged to a graph that was dropped is no more among it. ``saved_tensors_hooks`` of
+    PyTorch does the same, but Ctrl-C may come in its ``__exit__``, and leave the hooks in force.
     """
+    seen: list[weakref.ref[Tensor]] = []
 
-    def __init__(self) -> None:
-        self._seen: list[weakref.ref[Tensor]] = []
-
-    def during(self, call: Callable[[], _T]) -> _T:
-        """Calls a function, and sees what is stored meanwhile."""
-        hooks: Any = torch._C._autograd
-        hooks._push_saved_tensors_default_hooks(self._pack, lambda tensor: tensor)
-        try:
-            return call()
-        finally:
-            hooks._pop_saved_tensors_default_hooks()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         held = tensor.detach()  # else an output would keep its own graph, and itself
-        self._seen.append(weakref.ref(held))
+        seen.append(weakref.ref(held))
         return held
 
-    def tensors(self) -> list[Tensor]:
-        """What is stored now; what belonged to a graph that was dropped is not."""
-        return [tensor for tensor in (seen() for seen in self._seen) if tensor is not None]
+    hooks: Any = torch._C._autograd
+    hooks._push_saved_tensors_default_hooks(pack, lambda tensor: tensor)
+    try:
+        result = call()
+    finally:
+        hooks._pop_saved_tensors_default_hooks()
+    return result, lambda: [tensor for held in seen if (tensor := held()) is not None]
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
