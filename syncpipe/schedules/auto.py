@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
+from operator import add
 from typing import Any
 
 from syncpipe.schedules.greedy import ROUNDING, Lister, Problem, Urgencies
@@ -215,18 +216,20 @@ def lower_bound(p: Problem) -> float:
     the last gradient goes on to stage 0; and for each memory, by Little's law, how often its places
     are taken: a micro-batch keeps one from its forward until its gradient can be back.
     """
-    # The way of one micro-batch; the quickest one is recomputed only where all are.
+    # The way of one micro-batch, whose weight halves nobody waits for; the quickest one is
+    # recomputed only where all are.
     own, costs = [p.stages(d) for d in range(len(p.limits))], replace(p.costs, last=None)
+    kinds = p.kinds[:2]
     rows = [
-        [Action(kind, 0, j) for kind in p.kinds for j in sorted(stages, reverse=kind != "forward")]
+        [Action(kind, 0, j) for kind in kinds for j in sorted(stages, reverse=kind != "forward")]
         for stages in own
     ]
     way = play(rows, 1, p.device_of, costs, [count == p.m for count in p.recomputed])
     there, back = (
         [ends[0] - time for ends, time in zip(way.ends[kind], costs.times[kind], strict=True)]
-        for kind in p.kinds[:2]
+        for kind in kinds
     )  # when it starts
-    bounds = [way.makespan]
+    bounds: list[float] = list(map(add, back, costs.times["backward"]))
     for stages, limit in zip(own, p.limits, strict=True):
         first, memory, work, held = stages[0], limit * (1 + ROUNDING), 0.0, 0.0
         for j in stages:

@@ -171,7 +171,7 @@ class Lister:
         return found, ahead
 
     def _begin(self, d: int, now: float, node: _Node) -> None:
-        _, (ends, needs, sends, takes, again, _), action, taken, _, given = node
+        _, (ends, needs, sends, takes, again), action, taken, _, given = node
         i, links = action.i, self._links[d]
         end = max([now + again[i], *(arrivals[i] for arrivals in needs)]) + takes[i]
         self.rows[d].append(action)

@@ -24,7 +24,16 @@ from itertools import product
 from operator import add
 from typing import NamedTuple
 
-from syncpipe.schedules.schedule import HALVES, KINDS, Action, Devices, Kind, Schedule, devices_of
+from syncpipe.schedules.schedule import (
+    HALVES,
+    KINDS,
+    LETTERS,
+    Action,
+    Devices,
+    Kind,
+    Schedule,
+    devices_of,
+)
 
 __all__ = [
     "Cell", "Costs", "Simulation", "Span", "Times", "cells_of", "counted", "lanes", "play",
@@ -127,35 +136,35 @@ class Cell(NamedTuple):
     sends: list[tuple[int, Times, tuple[int, ...], list[float]]]  # stage, arrivals, devices, times
     takes: list[float]  # how long they take
     again: list[float]  # how long the recomputation takes that comes before
-    after: list[float]  # and the update of weights that comes after
 
 
 Cells = dict[Kind, list[Cell]]
 
 
 def cells_of(
-    m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (), *,
-    update_every: int | None = None, mirrored: bool = False,
+    m: int, device_of: Devices, costs: Costs, recomputed: Sequence[int] = (),
+    more: tuple[Kind, ...] = (), *, mirrored: bool = False,
 ) -> Cells:  # fmt: skip
     """For each kind and stage what is known before anything has been done.
 
-    Mirrored is back in time: what sent then waits, and a recomputation is a part of its backward.
+    There are the kinds that a schedule can have, and ``more``. Mirrored is back in time: what sent
+    then waits, and a recomputation is a part of its backward.
     """
-    n, last = len(device_of), costs.at(m - 1, m)
-    ends = {sends: [[-1.0] * m for _ in range(n)] for sends in ("activation", "gradient", "")}
-    cells: Cells = {kind: [] for kind in ("forward", "backward", *HALVES)}
-    for (kind, row), j in product(cells.items(), range(n)):
-        about = KINDS[kind]
-        count = recomputed[j] if recomputed and about.sends == "gradient" else 0
-        takes = [costs.times[kind][j]] * (m - 1) + [last.times[kind][j]]
-        again = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
-        again, after = again + [0.0] * (m - count), [0.0] * m
-        for i in range(update_every - 1, m, update_every) if update_every else ():
-            after[i] = costs.at(i, m).update[j] * (about.alive < 0)
-        if mirrored:
-            takes, again = list(map(add, takes, again)), [0.0] * m
-        row.append(Cell(ends[about.sends][j], [], [], takes, again, after))
-    forwards, whole, inputs, weights = cells.values()
+    last, counts, none = costs.at(m - 1, m), recomputed or (0,) * len(device_of), [0.0] * m
+    cells: Cells = {}
+    for kind in (*LETTERS.values(), *more):
+        cells[kind] = []
+        for j, count in enumerate(counts):
+            takes = [costs.times[kind][j]] * (m - 1) + [last.times[kind][j]]
+            again = none
+            if count and KINDS[kind].sends == "gradient":
+                again = ([costs.recompute[j]] * (m - 1) + [last.recompute[j]])[:count]
+                again += none[count:]
+            if mirrored:
+                takes, again = list(map(add, takes, again)), none
+            ends = cells["backward"][j].ends if kind == "backward_input" else [-1.0] * m
+            cells[kind].append(Cell(ends, [], [], takes, again))
+    forwards, whole, inputs, weights = (cells[kind] for kind in LETTERS.values())
     for first, then in ((forwards, whole), (forwards, inputs), (inputs, weights)):
         for pair in zip(first, then, strict=True):
             before, behind = reversed(pair) if mirrored else pair
@@ -180,13 +189,13 @@ class Played(NamedTuple):
 
 def play(
     rows: Sequence[Sequence[tuple[Kind, int, int]]], m: int, device_of: Devices, costs: Costs,
-    recomputed: Sequence[int] = (), *, update_every: int | None = None,
+    recomputed: Sequence[int] = (), more: tuple[Kind, ...] = (),
 ) -> Played:  # fmt: skip
     """Plays lists of actions through, one for each device; nothing is checked.
 
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
-    cells = cells_of(m, device_of, costs, recomputed, update_every=update_every)
+    cells = cells_of(m, device_of, costs, recomputed, more)
     done, free = [0] * len(rows), [0.0] * len(rows)
     links = [[0.0] * len(rows) for _ in rows]
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
@@ -197,7 +206,7 @@ def play(
             start, now, sent = done[d], free[d], links[d]
             p = start
             for kind, i, j in rows[d][start:]:
-                ends, needs, sends, takes, again, after = cells[kind][j]
+                ends, needs, sends, takes, again = cells[kind][j]
                 ready = now + again[i]
                 for arrivals in needs:
                     there = arrivals[i]
@@ -214,7 +223,6 @@ def play(
                         else:
                             busy = sent[to]
                             arrivals[i] = sent[to] = (now if now > busy else busy) + times[i]
-                    now += after[i]
                     p += 1
                     continue
                 break
@@ -369,22 +377,26 @@ def _spans(
     schedule: Schedule, costs: Costs, counts: Sequence[int], every: int | None
 ) -> Iterator[Span]:
     """Everything that happens, device by device."""
-    m, rows = schedule.m, schedule.actions
-    cells = play(rows, m, schedule.device_of, costs, counts, update_every=every).cells
+    rows: list[list[Action]] = [[] for _ in schedule.actions]
+    for row, actions in zip(rows, schedule.actions, strict=True):
+        for action in actions:
+            about, (_, i, j) = KINDS[action.kind], action
+            if about.sends == "gradient" and i < counts[j]:
+                row.append(Action("recompute", i, j))
+            row.append(action)
+            if every and about.alive < 0 and (i + 1) % every == 0:
+                row.append(Action("update", i, j))
+    more: tuple[Kind, ...] = ("recompute", "update")
+    cells = play(rows, schedule.m, schedule.device_of, costs, more=more).cells
     for d, row in enumerate(rows):
         now, busy = 0.0, [0.0] * len(rows)
         for kind, i, j in row:
-            ends, needs, sends, _, again, after = cells[kind][j]
-            back = KINDS[kind].sends == "gradient"
-            if back and i < counts[j]:
-                yield Span("recompute", i, j, d, now, now + again[i])
-            start = max([now + again[i], *(arrivals[i] for arrivals in needs)])
+            ends, needs, sends, _, _ = cells[kind][j]
+            start = max([now, *(arrivals[i] for arrivals in needs)])
             now = ends[i]
             yield Span(kind, i, j, d, start, now)
             for target, arrivals, devices, _ in sends:
                 if (to := devices[i]) != d:
                     start, busy[to] = max(now, busy[to]), arrivals[i]
+                    back = KINDS[kind].sends == "gradient"
                     yield Span("transfer", i, j, d, start, busy[to], target, backward=back)
-            if every and KINDS[kind].alive < 0 and (i + 1) % every == 0:
-                yield Span("update", i, j, d, now, now + after[i])
-            now += after[i]
