@@ -7,7 +7,7 @@
 
 A statement that can go without a test that notices is either not needed or not tested. Statements
 are found by what they call, wherever they are, so that the table follows the package when it is
-redrawn. What is no single call stands in ``FAULTS``, as text that is replaced by other text.
+redrawn.
 
 Each mutant is a copy of the package, on which the detectors run one after another until a test
 fails. They run once without any change first: what is red then is left out, and said.
@@ -43,7 +43,7 @@ PURE = {"balance", "commands", "layers", "planner", "schedules", "timeline", "ve
 CALLS = re.compile(
     r"wait|(^|_)(keep|record|receive|hold|held|synchronize|stamp|adopt|claim|bring|notify|lock"
     r"|register|release|acquire|fetch|let_go|undo|restore|restored|follow|leave)(_|$)"
-    r"|put_back|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
+    r"|put_back|multithreading|at_fork|outside_of|cancel|deliver|invalidate|for_caller|note_versions"
 )
 #: Calls by such names that hold nothing, or without which nothing works at all.
 NOT = re.compile(r"register_(hook|prehook|buffer|parameter|autograd|fake)|_record$|add_to_record")
@@ -52,28 +52,6 @@ CONTEXTS = re.compile(r"lock|active\(|as_caller|\.use\(|applied\(|NoDispatch|NoF
 #: Order that a program could do without, but for its numbers.
 ORDERS = re.compile(r"^(sorted|reversed)$")
 
-
-class Fault(NamedTuple):
-    """Something that the package would do wrong.
-
-    Attributes:
-        breaks: which behaviour, in a sentence.
-        pattern: a regular expression for what is replaced, at the first place where it is found.
-        text: what replaces it.
-    """
-
-    breaks: str
-    pattern: str
-    text: str
-
-
-FAULTS = [
-    Fault(
-        "nodes of a cell run on autograd's threads, not on their worker's",
-        r"_set_multithreading_enabled\(False\)",
-        "_set_multithreading_enabled(True)",
-    ),
-]
 
 _PYTEST = ("-m", "gpu or not gpu", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no")
 _PYTEST += ("--timeout=120",)  # a mutant may well hang: no test of these takes so long
@@ -182,20 +160,17 @@ class Mutant(NamedTuple):
         file: below ``syncpipe/``.
         line: where, from 1.
         what: it is.
-        before: the whole file without it.
         source: the whole file with it.
     """
 
     file: str
     line: int
     what: str
-    before: str
     source: str
 
 
 def mutants() -> Iterator[Mutant]:
     """Every mutant of the package as it is."""
-    found = set()
     for path in sorted((ROOT / "syncpipe").rglob("*.py")):
         file = path.relative_to(ROOT / "syncpipe")
         if file.parts[0] in PURE:
@@ -205,14 +180,7 @@ def mutants() -> Iterator[Mutant]:
         said: set[int] = set()
         for node in ast.walk(ast.parse(source)):
             for what, old, new in _changes(node, said):
-                yield Mutant(str(file), old.lineno, what, source, _replaced(lines, old, new))
-        for fault in FAULTS:
-            changed, count = re.subn(fault.pattern, fault.text, source, count=1)
-            if count:
-                found.add(fault)
-                line = source[: re.search(fault.pattern, source).start()].count("\n") + 1  # type: ignore[union-attr]
-                yield Mutant(str(file), line, fault.breaks, source, changed)
-    assert found == set(FAULTS), "the package says one of them in other words now"
+                yield Mutant(str(file), old.lineno, what, _replaced(lines, old, new))
 
 
 def _changes(node: ast.AST, said: set[int]) -> Iterator[tuple[str, Any, str]]:
