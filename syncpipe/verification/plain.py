@@ -24,7 +24,7 @@ from syncpipe.data import clones, flatten, gather, leaf_names, map_tensors, tens
 from syncpipe.layers.batchnorm import MiniBatchStatistics, collect
 from syncpipe.layers.unpack import Unpacked
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.random_numbers import Generators, draw_seed, never_draws, run_seeded
+from syncpipe.runtime.random_numbers import Generators, draw_seed, run_seeded
 from syncpipe.runtime.streams import same_memory
 from syncpipe.skip.store import Store, use_store
 from syncpipe.stages.pipeline import Pipeline
@@ -114,8 +114,7 @@ class PlainRun:
         try:
             with use_store(store), collecting:
                 value, call = placed(value, stage.device), layer.call()
-                quiet = never_draws(layer.module)
-                return call(value) if quiet else self.seeded(layer.index, i, call, value)
+                return self.seeded(layer.index, i, call, value)
         except BaseException as error:
             annotate(error, f"in {layer}, micro-batch {i}, run plainly")
             raise

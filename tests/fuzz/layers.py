@@ -19,19 +19,23 @@ def near(leaf: Tensor, x: Tensor) -> Tensor:
     return leaf if leaf.device == x.device else leaf.to(x.device)
 
 
-class Hidden(nn.Module):
+class OnX(nn.Module):
+    """Acts on a tensor, or on the entry "x" of a dict."""
+
+    def forward(self, value: Any) -> Any:
+        return on_x(self.act, value)
+
+
+class Hidden(OnX):
     """Parameters in a plain list, used whole and by views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = [nn.Parameter(torch.randn(CHANNELS * LENGTH)), nn.Parameter(torch.ones(1))]
 
-    def forward(self, value: Any) -> Any:
-        def add(x: Tensor) -> Tensor:
-            bias, scale = (near(weight, x) for weight in self.weights)
-            return x * scale + bias.view(1, CHANNELS, LENGTH)
-
-        return on_x(add, value)
+    def act(self, x: Tensor) -> Tensor:
+        bias, scale = (near(weight, x) for weight in self.weights)
+        return x * scale + bias.view(1, CHANNELS, LENGTH)
 
 
 def closure() -> nn.Module:
@@ -42,7 +46,7 @@ def closure() -> nn.Module:
     return layer
 
 
-class Plus(nn.Module):
+class Plus(OnX):
     """Adds a parameter of the shape of its input: both get the very same gradient."""
 
     def __init__(self) -> None:
@@ -50,19 +54,19 @@ class Plus(nn.Module):
         of_sizes = [nn.Parameter(torch.randn(size, CHANNELS, LENGTH)) for size in range(1, 10)]
         self.of_sizes = nn.ParameterList(of_sizes)
 
-    def forward(self, value: Any) -> Any:
-        return on_x(lambda x: x + self.of_sizes[len(x) - 1], value)
+    def act(self, x: Tensor) -> Tensor:
+        return x + self.of_sizes[len(x) - 1]
 
 
-class ParameterViews(nn.Module):
+class ParameterViews(OnX):
     """Adds and multiplies by views of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(LENGTH, CHANNELS + 1))
 
-    def forward(self, value: Any) -> Any:
-        return on_x(lambda x: x * self.weight[:, 0] + self.weight[:, 1:].t(), value)
+    def act(self, x: Tensor) -> Tensor:
+        return x * self.weight[:, 0] + self.weight[:, 1:].t()
 
 
 class Checkpointed(nn.Module):
@@ -79,43 +83,29 @@ class Checkpointed(nn.Module):
         return on_x(lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant), value)
 
 
-class Embed(nn.Module):
+class Embed(OnX):
     """Adds what an embedding has for the signs of the input."""
 
     def __init__(self, max_norm: float | None = None) -> None:
         super().__init__()
         self.table = nn.Embedding(2, LENGTH, max_norm=max_norm)
 
-    def forward(self, value: Any) -> Any:
-        return on_x(lambda x: x + self.table((x.detach()[..., 0] > 0).long()), value)
+    def act(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach()[..., 0] > 0).long())
 
 
-class TensorHook(nn.Module):
+class TensorHook(OnX):
     """Changes the gradient of an activation of its own."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.hook = hook
 
-    def forward(self, value: Any) -> Any:
-        def hooked(x: Tensor) -> Tensor:
-            y = x * 1.5
-            if y.requires_grad:
-                y.register_hook(self.hook)
-            return y
-
-        return on_x(hooked, value)
-
-
-class Residual(nn.Module):
-    """Uses its input twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(LENGTH, LENGTH)
-
-    def forward(self, value: Any) -> Any:
-        return on_x(lambda x: x + torch.tanh(self.linear(x)), value)
+    def act(self, x: Tensor) -> Tensor:
+        y = x * 1.5
+        if y.requires_grad:
+            y.register_hook(self.hook)
+        return y
 
 
 class Twice(nn.Module):
@@ -132,34 +122,25 @@ class Meet(nn.Module):
         return tree["x"] - tree["again"] * 0.5
 
 
-class ForkRng(nn.Module):
+class ForkRng(OnX):
     """Draws from the global generator, and puts it back."""
 
-    def forward(self, value: Any) -> Any:
-        def scaled(x: Tensor) -> Tensor:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(7)
-                return x * torch.rand(LENGTH).to(x)
-
-        return on_x(scaled, value)
+    def act(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return x * torch.rand(LENGTH).to(x)
 
 
-class Dawdle(nn.Module):
+class Dawdle(TensorHook):
     """Takes a different, short time at each call, forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.wait)
         self.delays = random.Random(0)
 
     def wait(self, *_: Any) -> None:
         time.sleep(self.delays.random() * 4e-4)
 
-    def forward(self, value: Any) -> Any:
-        def late(x: Tensor) -> Tensor:
-            self.wait()
-            y = x * 1.0
-            if y.requires_grad:
-                y.register_hook(self.wait)
-            return y
-
-        return on_x(late, value)
+    def act(self, x: Tensor) -> Tensor:
+        self.wait()
+        return super().act(x)

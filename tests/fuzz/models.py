@@ -27,7 +27,6 @@ from tests.fuzz.layers import (
     Meet,
     ParameterViews,
     Plus,
-    Residual,
     TensorHook,
     Twice,
     closure,
@@ -45,7 +44,7 @@ from tests.support.models import (
     Tied,
     on_x,
 )
-from tests.support.running import Do
+from tests.support.running import Do, Residual
 from tests.support.ties import tie
 
 __all__ = ["KINDS", "Model", "drawn_model"]
@@ -118,7 +117,7 @@ KINDS: dict[str, Kind] = {
     "frozen": Kind(_frozen),
     "tied": Kind(Tied),
     "counter": Kind(Counter),
-    "residual": Kind(Residual, once=False),
+    "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
     "hidden": Kind(Hidden),
     "closure": Kind(closure),
     "parameter_views": Kind(ParameterViews),
