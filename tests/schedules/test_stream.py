@@ -22,10 +22,6 @@ def alone(n: int) -> list[tuple[int, ...]]:
     return [(j,) for j in range(n)]
 
 
-def rows_of(program: StreamSteps, n: int) -> list[list[tuple[str, int]]]:
-    return [[(s.what[0], s.i) for s in program.of[j]] for j in range(n)]
-
-
 @given(
     n=st.integers(1, 5),
     m=st.integers(1, 9),
@@ -69,9 +65,9 @@ def test_no_stage_holds_more_versions_than_the_papers_say(n, steps, versions):
     program = StreamSteps(
         edges_of(n, []), alone(n), range(n), (0,) * n, Extent(steps * chunks), chunks
     )
-    for j, row in enumerate(rows_of(program, n)):
+    for j in range(n):
         updates, back, most = 0, 0, 1
-        for kind, i in row:
+        for (kind, _), i, *_ in program.of[j]:
             if kind == "forward":
                 used = version_used(i, j, [1] * n, versions, chunks)
                 assert used == updates or versions != "stashing"
