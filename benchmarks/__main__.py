@@ -31,7 +31,7 @@ from benchmarks import (
     planning,
     schedules,
 )
-from benchmarks.common import QUICK, Group, Options, Part, report
+from benchmarks.common import Group, Options, Part, report
 from syncpipe.commands.arguments import whole_number
 from syncpipe.commands.demo import threads
 from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
@@ -110,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, parts in chosen.items():
         group = GROUPS[name]
         jobs = {part: partial(_measured, group, part, options) for part in parts}
-        remarks = [QUICK] * args.quick
         page = args.folder / f"{name}.md"
-        report(group.title, " ".join(command), remarks, jobs, page, group.versions)
+        report(group.title, " ".join(command), options, jobs, page, group.versions)
     return 0
 
 

@@ -19,10 +19,6 @@ import torch
 
 import syncpipe
 
-#: A remark for what was measured with too little of everything.
-QUICK = "Quick: small sizes and few rounds. These numbers say nothing."
-
-
 # -- what there is to measure ----------------------------------------------------------------------
 
 
@@ -252,7 +248,7 @@ def _cell(value: Any) -> str:
 def report(
     title: str,
     command: str,
-    remarks: Sequence[str],
+    options: Options,
     jobs: Mapping[str, Callable[[], Part | Sequence[Part]]],
     page: Path,
     versions: Sequence[str] = (),
@@ -262,7 +258,7 @@ def report(
     Args:
         title: stands above the page.
         command: what wrote it.
-        remarks: stand below the title.
+        options: the page says if they were quick.
         jobs: what measures, by name.
         page: the file; one with the same name that ends in ``.json`` gets all samples. Both are
             written after each part, so that nothing is lost.
@@ -272,7 +268,8 @@ def report(
     about = {**machine(), "command": command, **found}
     told = "".join(f", {name} {each or 'not installed'}" for name, each in found.items())
     sections = [f"# {title}\n\nWritten by `{command}`.\n\n```text\n{head(about)}{told}\n```\n"]
-    sections += [f"{remark}\n" for remark in remarks]
+    if options.quick:
+        sections.append("Quick: small sizes and few rounds. These numbers say nothing.\n")
     print("\n".join(sections), flush=True)
     every: list[Part] = []
     numbers: dict[str, Any] = {}

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import peers
-from benchmarks.common import QUICK, Options, Part, Spread, report, rounds, timed
+from benchmarks.common import Options, Part, Spread, report, timed
 from benchmarks.counted import actual_peaks
+from benchmarks.peers import GPU_PARTS, measured
 from benchmarks.planning import PREDICTED, beside_measured
-from benchmarks.tasks import LOOP, Peer, Task, called, check, linears, mlp, plain, trained
+from benchmarks.tasks import Peer, Task, check, linears, mlp, ours, plain
 from syncpipe import Pipe, Worker
 
 SECONDS = 480.0
@@ -51,7 +51,7 @@ def accelerators() -> list[torch.device]:
 # -- tests ----------------------------------------------------------------------------------------
 
 
-def tests(number: int, quick: bool) -> Part:
+def tests(number: int, options: Options) -> Part:
     """A part of the tests for accelerators, each file in a process of its own."""
     files = sorted(
         str(path.relative_to(ROOT))
@@ -67,8 +67,8 @@ def tests(number: int, quick: bool) -> Part:
         "Under PyTorch's sanitizer for streams, where CUDA is.",
     )
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-m", "gpu or cuda"]
-    command += ["--collect-only"] * quick
-    for file in files[number::SLICES][: 1 if quick else None]:
+    command += ["--collect-only"] * options.quick
+    for file in files[number::SLICES][: 1 if options.quick else None]:
         done = subprocess.run(
             [*command, "-p", "no:cacheprovider", file], cwd=ROOT, capture_output=True, text=True,
             check=False, env=environment,
@@ -85,69 +85,48 @@ def tests(number: int, quick: bool) -> Part:
 # -- time -----------------------------------------------------------------------------------------
 
 
-def overhead(quick: bool) -> Part:
+def overhead(options: Options) -> Part:
     """Layers that compute next to nothing."""
-    return _timed("Overhead", linears(4, 8, 64, 4 if quick else 16), quick, 1 if quick else 20)
+    task = linears(4, 8, 64, 4 if options.quick else 16)
+    return _timed("Overhead", task, options, 1 if options.quick else 20)
 
 
-def workers(quick: bool) -> Part:
+def workers(options: Options) -> Part:
     """Layers of real size."""
-    task = mlp(4, 64, 32, 4) if quick else mlp(8, 4096, 4096, 8)
-    return _timed("One worker and several", task, quick, 1)
+    task = mlp(4, 64, 32, 4) if options.quick else mlp(8, 4096, 4096, 8)
+    return _timed("One worker and several", task, options, 1)
 
 
-def _moved(task: Task, device: torch.device) -> Task:
-    x, target = task.x.to(device), task.target.to(device)
-    return replace(task, model=task.model.to(device), x=x, target=target)
-
-
-def _timed(title: str, task: Task, quick: bool, times: int) -> Part:
+def _timed(title: str, task: Task, options: Options, times: int) -> Part:
     devices = accelerators()
-    first, m = devices[0], task.chunks
+    first = devices[0]
+    task = task.to(first)
     places: dict[str, list[Any]] = {
         "1 worker": [first] * 2,
         "2 workers on one device": [Worker(first), Worker(first)],
     }
     if len(devices) > 1:
         places["2 devices"] = devices[:2]
-    plain_task = _moved(task, first)
-    loop = plain(plain_task)[0]
-    expected = plain_task.outcome(loop)
-    jobs = {LOOP: timed(_waiting(partial(plain_task.step, loop)), times)}
-    for place, workers in places.items():
-        for how in ("pipe(x)", "gpipe", "1f1b", "zb_h1"):
-            each = replace(plain_task, model=copy.deepcopy(plain_task.model))
-            pipe = each.pipe(workers)
-            each = replace(each, target=each.target.to(pipe.devices[-1]))
-            step = trained(pipe, task.loss, schedule=how)
-            if how == "pipe(x)":
-                step = called(pipe, task.loss)
-            peer = Peer("", f"{place}, {how}", "", "", step)
-            check(peer.how, each.outcome(peer), expected)
-            jobs[peer.how] = timed(_waiting(partial(each.step, peer)), times)
-    samples = rounds(jobs, 2 if quick else 9, title)
+    loop = plain(task)[0]
+    expected = task.outcome(loop)
+    found = [replace(loop, time=_waiting(task, loop, times))]
+    for place, where in places.items():
+        last = devices[1] if place == "2 devices" else first
+        each = replace(task, model=copy.deepcopy(task.model), target=task.target.to(last))
+        for peer in ours(each, {place: where}, ("never",)):
+            check(peer.label, each.outcome(peer), expected)
+            found.append(replace(peer, time=_waiting(each, peer, times)))
     cell = "over micro-batches and two stages; of the plain loop as well, which has one."
-    part = Part(title, f"{task.name}, {m} micro-batches, {first}", {"us/cell": cell})
-    for label, took in samples.items():
-        part.rows.append(
-            {
-                "what": label,
-                "ms": Spread.of([1e3 * seconds for seconds in took]),
-                "us/cell": Spread.of([1e6 * seconds / (2 * m) for seconds in took]),
-                "over the loop": Spread.ratio(took, samples[LOOP]),
-            }
-        )
+    part = Part(title, f"{task.name}, {task.chunks} micro-batches, {first}", {"us/cell": cell})
+    for row in measured(part, task, found, options.rounds(9), title):
+        per_cell = [1e3 * took / (2 * task.chunks) for took in row["ms"].samples]
+        row["us/cell"] = Spread.of(per_cell)
     return part
 
 
-def _waiting(step: Callable[[], Any]) -> Callable[[], None]:
-    """The same, until the devices are through."""
-
-    def run() -> None:
-        step()
-        synchronize()
-
-    return run
+def _waiting(task: Task, peer: Peer, times: int) -> Callable[[], float]:
+    """Measures steps, each until the devices are through."""
+    return timed(lambda: (task.step(peer), synchronize()), times)
 
 
 def synchronize() -> None:
@@ -159,10 +138,10 @@ def synchronize() -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def memory(quick: bool) -> Part:
+def memory(options: Options) -> Part:
     """Peaks of a step, measured and counted."""
     devices = accelerators()[:2]
-    width, samples, m = (64, 64, 4) if quick else (2048, 4096, 8)
+    width, samples, m = (64, 64, 4) if options.quick else (2048, 4096, 8)
     part = Part(
         "Memory of the schedules",
         f"8 x (Linear({width}) + GELU), {m} micro-batches of {samples} samples, {len(devices)} "
@@ -189,13 +168,12 @@ def memory(quick: bool) -> Part:
             x, target = batch(m * samples, devices[0], devices[-1])
             for _ in range(2):
                 pipe.zero_grad()
+                synchronize()
                 for device in devices:
-                    torch.accelerator.synchronize(device)
                     torch.accelerator.reset_peak_memory_stats(device.index)
                 before = [torch.accelerator.memory_allocated(d.index) for d in devices]
                 pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
-                for device in devices:
-                    torch.accelerator.synchronize(device)
+                synchronize()
                 peaks = [torch.accelerator.max_memory_allocated(d.index) for d in devices]
             for k, device in enumerate(devices):
                 measured = peaks[k] - before[k]
@@ -208,28 +186,25 @@ def memory(quick: bool) -> Part:
 # -- planning -------------------------------------------------------------------------------------
 
 
-def planned(quick: bool) -> Part:
+def planned(options: Options) -> Part:
     """The planner's step, and the measured one."""
     devices = accelerators()
-    task = _moved(mlp(4, 64, 32, 4) if quick else mlp(12, 4096, 4096, 8), devices[0])
+    task = mlp(4, 64, 32, 4) if options.quick else mlp(12, 4096, 4096, 8)
     part = Part("Planned and measured", f"{task.name}, {len(devices)} devices", PREDICTED)
-    more = {"memory": "1GB", "bandwidth": "10GB/s"} if quick else {}
-    beside_measured(part, "MLP", task, devices, Options(quick), synchronize, **more)
+    more = {"memory": "1GB", "bandwidth": "10GB/s"} if options.quick else {}
+    beside_measured(part, "MLP", task.to(devices[0]), devices, options, synchronize, **more)
     return part
 
 
 # -- the command ----------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[bool], Part]] = {
+PARTS: dict[str, Callable[[Options], Part]] = {
     **{f"tests{k + 1}": partial(tests, k) for k in range(SLICES)},
     "overhead": overhead,
     "workers": workers,
     "memory": memory,
     "plan": planned,
-    **{
-        f"peers-{name.removeprefix('gpu-')}": lambda quick, run=run: run(Options(quick))
-        for name, run in peers.GPU_PARTS.items()
-    },
+    **{f"peers-{name.removeprefix('gpu-')}": run for name, run in GPU_PARTS.items()},
 }
 
 
@@ -263,11 +238,10 @@ def main(argv: Sequence[str]) -> int:
             from tests import simulated
 
             simulated.load()
-        words = ["python -m benchmarks gpu", name, *options]
-        (part,) = report(
-            "On a machine with accelerators", " ".join(words), [QUICK] * args.quick,
-            {name: partial(PARTS[name], args.quick)}, args.folder / f"gpu-{name}.md",
-        )  # fmt: skip
+        words = " ".join(["python -m benchmarks gpu", name, *options])
+        quick = Options(args.quick)
+        page, job = args.folder / f"gpu-{name}.md", {name: partial(PARTS[name], quick)}
+        (part,) = report("On a machine with accelerators", words, quick, job, page)
         return int(not all(aim["met"] for aim in part.targets))
     failed = 0
     environment = {**os.environ, **({"SYNCPIPE_SIMULATED": "1"} if args.simulated else {})}

@@ -130,18 +130,13 @@ def resnet(
     return nn.Sequential(*layers, GlobalAverage(), nn.Linear(before, num_classes))
 
 
-def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """ResNet-101, 169 layers, for images of 224x224 pixels; see :func:`resnet`."""
-    return resnet((3, 4, 23, 3), num_classes=num_classes)
-
-
-def resnext101_32x8d(num_classes: int = 1000) -> nn.Sequential:
+def resnext101_32x8d() -> nn.Sequential:
     """ResNeXt-101 with 32 groups of 8 channels, 169 layers, for images of 224x224 pixels.
 
     See :func:`resnet`. The paper has it as 32x4d and 64x4d; 32x8d is the one of Mahajan et al.
     2018, https://arxiv.org/abs/1805.00932, and of torchvision.
     """
-    return resnet((3, 4, 23, 3), groups=32, group_width=8, num_classes=num_classes)
+    return resnet((3, 4, 23, 3), groups=32, group_width=8)
 
 
 def small_resnext(classes: int = 10) -> nn.Sequential:
@@ -178,15 +173,8 @@ def _convs(channels_in: int, inside: int, channels: int, number: int) -> list[nn
     return [_unet_conv(widths[k], widths[k + 1]) for k in range(number)]
 
 
-def unet(
-    depth: int = 5,
-    num_convs: int = 5,
-    base_channels: int = 64,
-    *,
-    input_channels: int = 3,
-    output_channels: int = 1,
-) -> nn.Sequential:
-    """U-Net (B, C): from ``[N, input_channels, H, W]`` to ``[N, output_channels, H, W]``.
+def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64) -> nn.Sequential:
+    """U-Net (B, C): from ``[N, 3, H, W]`` to ``[N, 1, H, W]``.
 
     Source: Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
     Models", https://arxiv.org/abs/2004.09910, the section on experiments: five down-samplings and
@@ -213,24 +201,15 @@ def unet(
             than that, since InstanceNorm refuses single pixels.
         num_convs: B, at least 1.
         base_channels: C, an even number.
-        input_channels: of the image.
-        output_channels: of the segmentation.
 
     Returns:
         (2 * depth + 1) * num_convs + 4 * depth + 1 layers: each convolution is one, and so is each
         Remember, pooling, resizing and concatenation. The skips are nested, one for each height.
-
-    Raises:
-        ValueError: numbers of which no such network can be made.
     """
-    if num_convs < 1:
-        raise ValueError(f"num_convs={num_convs}: each stack needs at least one convolution")
-    if base_channels < 2 or base_channels % 2:
-        raise ValueError(f"base_channels={base_channels}: half of them must be a whole number")
     channels = [base_channels * 2**k for k in range(depth)]
     heights = [Namespace() for _ in range(depth)]
     layers: list[nn.Module] = []
-    before = input_channels
+    before = 3
     for width, height in zip(channels, heights, strict=True):
         layers += _convs(before, width, width, num_convs)
         layers += [Remember().isolate(height), nn.MaxPool2d(2)]
@@ -240,7 +219,7 @@ def unet(
         layers += [nn.Upsample(scale_factor=2), Concatenate().isolate(height)]
         layers += _convs(before + width, width // 2, width // 2, num_convs)
         before = width // 2
-    return nn.Sequential(*layers, nn.Conv2d(before, output_channels, 1))
+    return nn.Sequential(*layers, nn.Conv2d(before, 1, 1))
 
 
 class Attention(nn.Module):

@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -471,9 +472,7 @@ def on_gpu(make: Callable[[bool], Task], title: str, options: Options) -> Part:
         return part
     device, repeats = torch.device("cuda", torch.cuda.current_device()), options.rounds(7)
     torch.manual_seed(0)
-    task = make(options.quick)
-    task = Task(task.model.to(device), task.x.to(device), task.target.to(device), task.loss,
-                task.chunks, [], task.name)  # fmt: skip
+    task = make(options.quick).to(device)
     part.setting = (
         f"{task.name}, batch {len(task.x)}, {task.chunks} micro-batches, float32 with PyTorch's "
         f"defaults; all partitions on {torch.cuda.get_device_name(device)}; {repeats} rounds."
@@ -487,8 +486,7 @@ def on_gpu(make: Callable[[bool], Task], title: str, options: Options) -> Part:
     }
     part.notes = ["torch.distributed.pipelining is left out: NCCL wants a GPU for each rank."]
     for n in (2, 4):
-        each = Task(task.model, task.x, task.target, task.loss, task.chunks,
-                    balanced(task, n, options.quick))  # fmt: skip
+        each = replace(task, balance=balanced(task, n, options.quick))
         part.tell(f"Layers in {n} partitions: {', '.join(map(str, each.balance))}.")
         places: dict[str, Sequence[Any]] = {
             "1 worker": [device] * n,

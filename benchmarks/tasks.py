@@ -59,6 +59,11 @@ class Task:
         x = x.double() if x.is_floating_point() else x
         return replace(self, x=x, target=target.double() if target.is_floating_point() else target)
 
+    def to(self, device: torch.device) -> Task:
+        """The same, all of it on a device."""
+        x, target = self.x.to(device), self.target.to(device)
+        return replace(self, model=self.model.to(device), x=x, target=target)
+
     def step(self, peer: Peer) -> Tensor:
         """A training step into gradients of None; returns the loss."""
         self.model.zero_grad()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.overhead import CHUNKS, calls_per_cell, peers, tiny
 from benchmarks.tasks import OURS
@@ -35,9 +33,4 @@ def test_calls_per_cell_do_not_grow(how, checkpoint):
     step = partial(task.step, peer)
     for _ in range(3):
         step()
-    assert calls_per_cell(step, CHUNKS * 4) <= MOST[how, checkpoint]
-
-
-def test_calls_per_cell_counts_functions_of_syncpipe_only():
-    layer, x = nn.Linear(2, 2), torch.randn(1, 2)
-    assert calls_per_cell(lambda: layer(x), 1) == 0
+    assert 0 < calls_per_cell(step, CHUNKS * 4) <= MOST[how, checkpoint]

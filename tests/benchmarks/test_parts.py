@@ -13,9 +13,14 @@ from benchmarks import schedules
 from benchmarks.peers import LIBRARIES, missing
 from benchmarks.tasks import OURS
 from syncpipe.training.weight_gradients import PRODUCTS
+from tests import simulated
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
 needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
+needs_devices = pytest.mark.skipif(
+    not torch.accelerator.is_available() and simulated.unavailable() is not None,
+    reason="neither accelerators nor simulated ones",
+)
 #: Columns that have to be there: of spreads over the rounds.
 RATIOS = {
     "ideal": ["over the loop", "over ideal", "over measured ideal", "machine"],
@@ -35,6 +40,7 @@ QUICK = [
     "one_call",
     "converted.handwritten",
     pytest.param("data_parallel.small_layers", marks=needs_gloo),
+    pytest.param("memory.build", marks=[pytest.mark.simulated, needs_devices]),
 ]
 
 
@@ -60,6 +66,8 @@ def test_quick_form_of_each_part(name, tmp_path, capsys):
             assert spreads
             assert all(0 < row["low"] <= row["median"] <= row["high"] for row in spreads)
             assert all(len(row["samples"]) == 2 for row in spreads)
+    if group == "memory":
+        assert min(rows[0]["host"], rows[0]["device 0"]) > 0
     if group == "peers":
         libraries = {row["library"] for row in rows}
         assert {"plain loop", "plain, whole mini-batch", OURS} <= libraries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import partial
 from types import ModuleType
 
 import pytest
@@ -15,29 +14,18 @@ from torch import nn
 import syncpipe.skip
 from benchmarks import peers
 from benchmarks.common import Options, Part
-from benchmarks.models import gpt2_small, resnet, unet
 from benchmarks.peers import CPU, LIBRARIES, PLACES, fitting, gathered, missing
 from benchmarks.skips import translated
 from benchmarks.tasks import OURS, Peer, Task, check, distance, ours, plain
+from tests.benchmarks.test_models import SMALL
 
-IMAGES = partial(torch.rand, 4, 3, 64, 64)
-WITH_SKIPS = {
-    "resnext": (
-        partial(resnet, (1, 1), channels=8, groups=2, group_width=16, num_classes=3),
-        IMAGES,
-    ),
-    "unet": (partial(unet, 2, 1, 4), partial(torch.rand, 4, 3, 16, 16)),
-    "tied gpt2": (
-        partial(gpt2_small, tied=True, layers=1, width=8, heads=2, vocabulary=9, length=4),
-        partial(torch.randint, 9, (4, 4)),
-    ),
-}
+WITH_SKIPS = ("resnext", "unet", "gpt2_tied")
 
 
-def small_task(chunks=2):
+def small_task():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    return Task(model, torch.randn(4, 3), torch.randn(4, 2), F.mse_loss, chunks, [1, 2])
+    return Task(model, torch.randn(4, 3), torch.randn(4, 2), F.mse_loss, 2, [1, 2])
 
 
 @pytest.fixture
@@ -56,7 +44,7 @@ def only_fake(monkeypatch):
 
 @pytest.mark.parametrize("name", WITH_SKIPS)
 def test_translated_model_is_the_model(name):
-    build, sample = WITH_SKIPS[name]
+    build, sample, *_ = SMALL[name]
     torch.manual_seed(0)
     model, x = build().eval(), sample()
     other = translated(model, syncpipe.skip, x[:1])
@@ -74,7 +62,7 @@ def test_translated_model_is_the_model(name):
 def test_other_libraries_train_the_same_layers(library, name):
     if missing(library) is not None:
         pytest.skip(missing(library))
-    build, sample = WITH_SKIPS[name]
+    build, sample, *_ = SMALL[name]
     torch.manual_seed(0)
     model, x = build(), sample()
     target = torch.zeros_like(model(x))
