@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from textwrap import indent
 from types import MethodType
-from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -779,6 +779,12 @@ class Pipe(nn.Module):
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         return in_order(self, *args, **kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipe cannot become TorchScript: torch.jit.script(pipe[:]) makes it of its layers, "
+            "and layers that are TorchScript may be in a Pipe"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.

@@ -8,6 +8,7 @@ model -> layers -> plan for the memory that is free -> Pipe -> one step -> the p
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -39,6 +40,7 @@ _LESS, _TRIES = 0.95, 8
 #: The interpreter is what limits a plan that it takes this part of, at least.
 _TIGHT = 0.9
 _CPU_WORKERS = 2
+_CHOSEN = {"balance", "chunks", "checkpoint", "replicas", "schedule", "slots"}
 _call: Callable[[Any], Any] = partial.__call__
 
 
@@ -65,6 +67,12 @@ def auto(
             "Pipe.auto needs a sample, the arguments of one call of the model: "
             "Pipe.auto(model, input, batch_size=64)"
         )
+    for name in _CHOSEN & sample_kwargs.keys():
+        if name not in inspect.signature(model.forward).parameters:
+            raise TypeError(
+                f"{name}= is what Pipe.auto chooses, and no argument of {type(model).__name__}: "
+                f"Pipe(layers, ..., {name}=...) takes what you choose"
+            )
     if target is not None and loss_fn is None:
         raise ValueError("target= is for loss_fn(output, target): give a loss_fn, too")
     batch_size = count_of("batch_size", batch_size)

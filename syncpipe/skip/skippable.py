@@ -143,6 +143,10 @@ def _refuse_unfit(cls: object, declaration: Declaration) -> None:
     forward = cls.forward
     if _SKIPS in cls.__dict__:
         raise TypeError(f"{cls.__name__} is skippable already: write all names in one @skippable")
+    if getattr(cls, "isolate", _isolate) is not _isolate:
+        raise TypeError(
+            f"{cls.__name__} has an isolate of its own, which @skippable would replace: rename it"
+        )
     if declaration.names and not (inspect.isgeneratorfunction(forward) or hasattr(cls, _SKIPS)):
         raise TypeError(
             f"{cls.__name__} declares the skips {list(declaration.names)}, but its forward is "

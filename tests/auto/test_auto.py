@@ -197,6 +197,7 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "two inputs for a Sequential": (linear, (Y, 1), {}, TypeError, "positional argument"),
     "a batch that is text": (small, (X,), {"batch_size": "8"}, TypeError, "must be a whole number"),
     "a batch of halves": (small, (X,), {"batch_size": 2.5}, TypeError, "batch_size=2.5: must be a"),
+    "what it chooses": (small, (X,), {"chunks": 2}, TypeError, "chunks= is what Pipe.auto chooses"),
     "weights": (small, (X,), {"weights": "a"}, ValueError, "weights='a' is for a model on meta"),
     "a sample on meta": (small, (X.to("meta"),), {}, ValueError, "the sample is on meta"),
     "an empty sample": (small, (X[:0],), {}, ValueError, "holds no tensor with a batch"),

@@ -122,6 +122,7 @@ AUTO = r"pipe\.trace\(\).*schedules\.auto\("
         (call("train_batch", X, loss_fn=torch.mean, schedule="auto"), ValueError, AUTO),
         (two("time", devices=CPUS), ValueError, "give Pipe a sample="),
         (two("uniform", sample=X, devices=CPUS), ValueError, "sample= is what balance='time'"),
+        (lambda: torch.jit.script(a_pipe()), TypeError, r"jit\.script\(pipe\[:\]\)"),
         (lambda: a_pipe().trace().table(), RuntimeError, r"`with pipe\.trace\(\) as trace:`"),
     ],
 )  # fmt: skip

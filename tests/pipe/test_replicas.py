@@ -286,7 +286,7 @@ SIX = [f"cpu:{k}" for k in range(6)]
         ([2, 2], [2, 1, 1], 4, ValueError, r"has 3 numbers, but balance has 2 partitions"),
         ([2, 2], [2, 0], 2, ValueError, r"replicas=\[2, 0\].*at least 1"),
         ([2, 2], 0, 2, ValueError, r"replicas=0.*at least 1"),
-        ([2, 2], True, 2, ValueError, r"replicas=True"),
+        ([2, 2], True, 2, TypeError, r"replicas=True.*integer"),
         ([2, 2], 2.0, 4, TypeError, r"replicas=2.0.*integer"),
         ([2, 2], "2", 4, TypeError, r"replicas='2'.*integer"),
         ([2, 2], 3, 4, ValueError, r"replicas=\[3, 3\] need 6 devices.*4 are given"),

@@ -187,6 +187,11 @@ NO_NAMES: Any = [[1], ["x", None], [b"x"], 7, None, nn.Module]
         (lambda: skippable()(nn.Linear(1, 1)), TypeError, r"nn\.Module"),
         (lambda: skippable(pop=["x"])(Send), TypeError, "skippable already"),
         (
+            lambda: skippable()(type("Own", (nn.Identity,), {"isolate": 7})),
+            TypeError,
+            "Own has an isolate of its own.*rename it",
+        ),
+        (
             lambda: skippable(stash=["x"])(type("Layer", (nn.Identity,), {})),
             TypeError,
             r"Layer.*not a generator function",
