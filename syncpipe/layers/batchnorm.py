@@ -214,6 +214,8 @@ def defer_batch_norm(module: nn.Module) -> None:
             plain.append(part)
     for norm in plain:
         norm.__class__ = _DEFERRED[type(norm)]
+    if plain and any("_orig_mod" in part._modules for part in module.modules()):
+        torch.compiler.reset()  # PyTorch 2.11 would run what it compiled of the plain ones
 
 
 def _not_plain(norm: nn.Module) -> str:
