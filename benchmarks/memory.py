@@ -3,8 +3,7 @@
 GPT-2 small on two devices: ``build`` (the model made whole on the host, on ``meta``, or layer by
 layer as specs) and ``step`` (nothing recomputed, whole cells, layers, all but some operations; with
 activations on the host). The devices are accelerators; where there are none, simulated ones, whose
-memory is counted in the same way (they need a C++ compiler, and the tests' folder). ResNet-50 was
-measured likewise until commit 680da9d.
+memory is counted in the same way (they need a C++ compiler, and the tests' folder).
 """
 
 from __future__ import annotations

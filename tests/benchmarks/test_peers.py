@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,17 +26,6 @@ def small_task():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     return Task(model, torch.randn(4, 3), torch.randn(4, 2), F.mse_loss, 2, [1, 2])
-
-
-@pytest.fixture
-def only_fake(monkeypatch):
-    """Makes a module the only other library; returns the module, whose GPipe is to be set."""
-    fake = ModuleType("fake")
-    monkeypatch.setitem(sys.modules, "fake", fake)
-    for library in list(LIBRARIES):
-        monkeypatch.delitem(LIBRARIES, library)
-    monkeypatch.setitem(LIBRARIES, "fake", ("fake", "GPipe", "syncpipe.skip"))
-    return fake
 
 
 # -- the same layers for all ----------------------------------------------------------------------
@@ -117,8 +106,9 @@ def test_ours_has_to_agree():
         ),
     ],
 )
-def test_libraries_that_differ_or_fail_are_left_out(only_fake, broken, note):
-    only_fake.GPipe = broken
+def test_libraries_that_differ_or_fail_are_left_out(broken, note, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fake", SimpleNamespace(GPipe=broken))
+    monkeypatch.setattr(peers, "LIBRARIES", {"fake": ("fake", "GPipe", "syncpipe.skip")})
     part, task = Part("", ""), small_task()
     found = gathered(task, part, ours(task, PLACES, ["never"]), CPU, ["never"])
     assert "fake" not in {peer.library for peer in found}
