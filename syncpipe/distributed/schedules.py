@@ -216,7 +216,7 @@ class _MiniBatch(Source):
         if last is None:
             return
         if target is not None:
-            self._targets = scatter_pair(target, None, m)[0]
+            self._targets = dict(enumerate(scatter_pair(target, None, m)[0]))
         loss = run.loss if backward or target is not None else None
         self._objective = None if loss is None else Objective(loss, self)
         self._scale = 1

@@ -14,7 +14,6 @@ the graph of a cell, which is looked at before it goes back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from itertools import chain, compress
 from operator import attrgetter
@@ -100,11 +99,6 @@ class Cell:
         #: For each outgoing edge the outputs that need a gradient, as ends of the graph; on the
         #: last stage those that the loss is made of.
         self.ends: list[list[GradientEdge]] = []
-
-    def copy(self) -> Cell:
-        other = copy(self)
-        other.ends = list(self.ends)
-        return other
 
     def detached(self, value: Any) -> tuple[Any, Sequence[bool]]:
         """An output to send without its graph, and for each tensor whether it needs a gradient."""

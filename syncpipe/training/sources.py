@@ -90,7 +90,7 @@ class Source:
     def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
         self.m, self.sizes = len(inputs), sizes
         self.total = None if self.lazy else sum(sizes)
-        self._inputs, self._targets = list(inputs), targets
+        self._inputs, self._targets = list(inputs), dict(enumerate(targets))
 
     def pull(self, i: int) -> Any:
         return self._pulled(i, self._inputs[i])
@@ -105,17 +105,16 @@ class Source:
 
     def target(self, i: int) -> Any:
         """The target of a micro-batch. Called once for each."""
-        target, self._targets[i] = self._targets[i], None
-        return target
+        return self._targets.pop(i)
 
     def peek_target(self, i: int) -> Any:
         """What came with the input of a micro-batch: the target, as long as it is here."""
-        return self._targets[i]
+        return self._targets.get(i)
 
     @property
     def targets(self) -> list[Any] | None:
         """The targets of all micro-batches, before any was pulled; None where nobody knows them."""
-        return None if self.lazy else self._targets
+        return None if self.lazy else list(self._targets.values())
 
     def entering(self) -> Any:
         return None if self.lazy else self._inputs[0]
@@ -130,7 +129,7 @@ class FromIterator(Source):
     lazy = True
 
     def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
-        super().__init__([None] * m, [None] * m, [0] * m)
+        super().__init__([None] * m, [], [0] * m)
         self._iterator, self._where, self._pack = iterator, where, pack
         self._lock = threading.Lock()  # the replicas of the first stage take turns
         self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet

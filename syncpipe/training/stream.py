@@ -524,7 +524,8 @@ class _MiniBatches(FromIterator):
                 "another batch size or number of chunks, or DataLoader(..., drop_last=True)"
             )
         if taken is not None:
-            self._waiting.update((i + k, (taken, k)) for k in range(m))
+            for k in range(m):
+                self._waiting[i + k], self._targets[i + k] = taken.pull(k), taken.target(k)
             self.sizes += taken.sizes
         self._following = i + self.chunks
 
@@ -544,16 +545,7 @@ class _MiniBatches(FromIterator):
         return cut
 
     def pull(self, i: int) -> Any:
-        taken, k = self._waiting[i]
-        return taken.pull(k)
-
-    def target(self, i: int) -> Any:
-        taken, k = self._waiting.pop(i)
-        return taken.target(k)
-
-    def peek_target(self, i: int) -> Any:
-        taken, k = self._waiting[i]
-        return taken.peek_target(k)
+        return self._waiting.pop(i)
 
     def root_and_gradient(self, i: int, *args: Any) -> tuple[Tensor, float]:
         """As that of an ``Objective``, for micro-batch ``i`` of the stream."""

@@ -108,7 +108,7 @@ class TrainingTask:
         other = copy(self)
         other._leaves, other._head, other._keep, other.entered = leaves, head, keep, {}
         if keep:
-            other._cells = [{i: cell.copy() for i, cell in row.items()} for row in self._cells]
+            other._cells = [{i: copy(cell) for i, cell in row.items()} for row in self._cells]
         return other
 
     def bind(self, kind: Kind, j: int) -> Run:
@@ -214,12 +214,12 @@ class TrainingTask:
             return []
         given = cell.border.cross(recomputation.inputs)
         output, skips = run.recompute(recomputation, given, self.call.moment, keep=self._keep)
-        if self._last[j]:
-            cell.ends.append(ends_of(self._head.given(output)))
+        values = [self._head.given(output)] if self._last[j] else []
         for edge in self._pipeline.outgoing[j]:
-            cell.ends.append(ends_of(output if edge.skip is None else skips[edge.skip]))
+            values.append(output if edge.skip is None else skips[edge.skip])
         if self._ties is not None:
-            cell.ends += map(ends_of, self._ties.receivers[j])
+            values += self._ties.receivers[j]
+        cell.ends = list(map(ends_of, values))
         if tuple(map(len, cell.ends)) != cell.expected:
             raise RuntimeError(
                 f"{run.words} {i} gave other outputs when it was recomputed. Its layers "
