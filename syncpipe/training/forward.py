@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from itertools import chain, compress, repeat
+from itertools import chain, compress, groupby, repeat
 from typing import Any
 
 import torch
@@ -165,18 +165,17 @@ class Captured(Leaves):
         self._head, call = head, self._call
         self._task = task.going_back(None, None, keep=False)  # which must not hold this object
         self.entered, self.trained = entered, [tensor for tensor, _ in self._given]
+        # Each of them comes to the node by an alias. Function.apply holds the interpreter's lock
+        # while it waits for that of a leaf, which an operator in another thread may hold when it
+        # waits for the interpreter's. And where there are accelerators, the engine lets a node wait
+        # for another one of the same device only, on the stream on which that was made.
         tensors = [*entered, *self.trained]
-        if any(lane.streams is not None for lane in call.lanes):
-            # The engine lets a node wait for another one of the same device only, on the stream on
-            # which that was made: a node for each stage between.
-            groups: dict[int, list[int]] = {-1: list(range(len(entered)))} if entered else {}
-            for k, (_, places) in enumerate(self._given, start=len(entered)):
-                groups.setdefault(call.pipeline.stages[places[0][0]].j, []).append(k)
-            for j, those in groups.items():
-                with call.caller_of[max(j, 0)].active():
-                    passed = _Pass.apply(*[tensors[k] for k in those])  # type: ignore[no-untyped-call]
-                for k, tensor in zip(those, passed, strict=True):
-                    tensors[k] = tensor
+        stages = [0] * len(entered)
+        stages += [call.pipeline.stages[places[0][0]].j for _, places in self._given]
+        for j, those in groupby(range(len(tensors)), stages.__getitem__):
+            with call.caller_of[j].active():
+                for k in those:
+                    tensors[k] = torch.ops.aten.alias(tensors[k])
         flags = list(chain.from_iterable(head.flags))
         needed = list(compress(tensors_in(outputs), flags))
         made = iter(_Node.apply(self, needed, *tensors))  # type: ignore[no-untyped-call]
@@ -347,19 +346,6 @@ class _Node(torch.autograd.Function):
         if not keep:
             ctx.work = None
         return None, None, *work.run(grads, keep=keep)
-
-
-class _Pass(torch.autograd.Function):
-    """``apply(*tensors)``: what takes gradients to the tensors of one stage, on its device."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return grads
 
 
 @lru_cache(maxsize=128)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -251,23 +250,17 @@ def test_micro_batches_of_an_iterator_come_in_order():
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_threads_may_call_one_pipe_at_once(checkpoint):
-    """Each gets the gradients of its own input."""
+    """Each gets the gradients of its own input, and none waits for another's lock of a leaf."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     pipe = dealt(copy.deepcopy(plain), [1, 2], [2, 2], chunks=4, checkpoint=checkpoint)
-    together = threading.Barrier(3, timeout=60)
 
     def work(x: Tensor) -> None:
         leaf = x.clone().requires_grad_()
         expected = leaf.detach().clone().requires_grad_()
         plain(expected).square().sum().backward(inputs=[expected])
-        try:
-            for _ in range(40):
-                together.wait()
-                (found,) = torch.autograd.grad(pipe(leaf).square().sum(), leaf)
-                torch.testing.assert_close(found, expected.grad)
-        except BaseException:
-            together.abort()
-            raise
+        for _ in range(300):
+            (found,) = torch.autograd.grad(pipe(leaf).square().sum(), leaf)
+            torch.testing.assert_close(found, expected.grad)
 
     in_threads(work, *(torch.randn(8, 4, dtype=torch.float64) for _ in range(3)))
 
