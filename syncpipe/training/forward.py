@@ -41,6 +41,8 @@ _TWICE = (
 )
 _graph_stays = torch._C._autograd._get_current_graph_task_keep_graph  # as for retain_graph=True
 
+_alias: Any = torch.ops.aten.alias.default
+
 
 def forward(
     pipeline: Pipeline, input: Any, *, chunks: int, checkpoint: Any, inline: Any, recorder: Any
@@ -175,7 +177,7 @@ class Captured(Leaves):
         for j, those in groupby(range(len(tensors)), stages.__getitem__):
             with call.caller_of[j].active():
                 for k in those:
-                    tensors[k] = torch.ops.aten.alias(tensors[k])
+                    tensors[k] = _alias(tensors[k])
         flags = list(chain.from_iterable(head.flags))
         needed = list(compress(tensors_in(outputs), flags))
         made = iter(_Node.apply(self, needed, *tensors))  # type: ignore[no-untyped-call]

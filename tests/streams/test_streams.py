@@ -240,6 +240,7 @@ def world(monkeypatch) -> AutogradWorld:
     """A world that the library works in: devices are told apart, and graph nodes are tagged."""
     world = AutogradWorld()
     driver, end = syncpipe.training.forward, syncpipe.training.cell._end
+    alias = driver._alias
     scatter, gather = driver.scatter, driver.gather
     captured = syncpipe.training.forward.captured
     sums = syncpipe.training.forward.Captured.sums
@@ -265,6 +266,11 @@ def world(monkeypatch) -> AutogradWorld:
 
         return apply
 
+    def tagged_alias(tensor):
+        made = alias(tensor)
+        world.tag([made])
+        return made
+
     def tagged_end(tensor):
         world.tag([tensor])
         return end(tensor)
@@ -287,7 +293,7 @@ def world(monkeypatch) -> AutogradWorld:
     monkeypatch.setattr(driver, "scatter", watched_scatter)
     monkeypatch.setattr(driver, "gather", watched_gather)
     monkeypatch.setattr(driver._Node, "apply", tagged(driver._Node.apply))
-    monkeypatch.setattr(driver._Pass, "apply", tagged(driver._Pass.apply))
+    monkeypatch.setattr(driver, "_alias", tagged_alias)
     monkeypatch.setattr(syncpipe.training.cell, "_end", tagged_end)
     monkeypatch.setattr(syncpipe.training.forward, "captured", acted)
     monkeypatch.setattr(syncpipe.training.forward.Captured, "sums", watched_sums)
