@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from syncpipe.data import described, gather, map_tensors, scatter, tensors_in
 from syncpipe.runtime.graph import captured, go_back
@@ -105,6 +106,9 @@ class Captured(Leaves):
         stages = call.pipeline.stages
         inside = [chain(_tensors_of(s.partition), call.instead[s.number].values()) for s in stages]
         super().__init__(call, inside)
+        if call.ties is not None:  # the layers of a stage compute with copies of what is another's
+            for j in range(call.pipeline.n):
+                self._known[j] -= call.ties.foreign(j)
         self._micro_batches = micro_batches
         self._found: list[dict[int, Tensor]] = [{} for _ in stages]  # those of no module
         self._own: list[list[Tensor]] = [[] for _ in stages]  # by number: what is captured
@@ -116,7 +120,8 @@ class Captured(Leaves):
 
     def look(self, j: int, outputs: Any, border: Border) -> None:
         """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
-        nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.requires_grad]
+        ends = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        nodes = [end.grad_fn or get_gradient_edge(end).node for end in ends]  # an end may be a leaf
         for leaf in self.new(j, nodes, border):
             if leaf._backward_hooks:
                 raise RuntimeError(
@@ -147,7 +152,8 @@ class Captured(Leaves):
                         self._places += [(held, name, tensor) for name, tensor in held.items()]
             for tensor in own.values():
                 if tensor.requires_grad:
-                    leaf = instead.get(id(tensor), tensor)
+                    found = id(tensor) in self._found[j]
+                    leaf = tensor if found else instead.get(id(tensor), tensor)
                     tensor = call.originals.get(id(tensor), tensor)
                     given.setdefault(id(tensor), (tensor, []))[1].append((j, leaf))
                     if j < n:

@@ -189,6 +189,32 @@ class Fork(nn.Module):
         return self.a(x), self.b(x).tanh()
 
 
+class Weighs(nn.Module):
+    """Returns a parameter itself, as learned queries are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 1)
+
+    def forward(self, x):
+        return x, self.weight
+
+
+def leaf_is_sent():
+    return behind_linear(Weighs(), Do(lambda y: (y[0] * y[1])[:, :3]))
+
+
+class Again(nn.Module):
+    """Uses a weight that it does not register behind its layer."""
+
+    def __init__(self, layer, weight):
+        super().__init__()
+        self.layer, self.hidden = layer, [weight]
+
+    def forward(self, x):
+        return self.layer(x) @ self.hidden[0]
+
+
 def mark(x):
     return x, x.argmax(1), x > 0, None
 
@@ -224,6 +250,7 @@ LAYERS = {
     "frozen last": ([1, 2, 2], lambda: frozen(4)),
     "frozen": ([1, 2, 2], lambda: frozen(0, 2, 4)),
     "cut": ([1, 1, 1], lambda: behind_linear(Do(torch.Tensor.detach), nn.Linear(8, 3))),
+    **{f"a leaf is sent {b}": (b, leaf_is_sent) for b in ([1, 1, 1], [2, 1])},
     "integers and None": ([1, 1, 1], lambda: behind_linear(Do(mark), Do(use_marks))),
     **{f"in place {b}": (b, in_place) for b in ([1, 4], [3, 2], [1, 1, 1, 1, 1])},
 }
@@ -241,6 +268,16 @@ def test_layers_of_many_kinds(mode, layers, x):
         weigh(pipe(x)).backward()
         weigh(reference(x)).backward()
         assert_same(grads(pipe), grads(copied))
+
+
+def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    layers = behind_linear(first, nn.Tanh(), Again(second, first.weight), nn.Linear(8, 3))
+    pipe, reference, copied = beside(mode, layers, [3, 2])
+    weigh(pipe(x)).backward()
+    weigh(reference(x)).backward()
+    assert_same(grads(pipe), grads(copied), rounded=True)
 
 
 @pytest.mark.parametrize("what", [0, 2, 4, "input"])
