@@ -388,8 +388,13 @@ class Stages(nn.Module):
         sharded by ``fully_shard`` or ``parallelize_module``. Tied weights count once.
 
         Returns:
-            The norm before, the same on all ranks.
+            The norm before, in float64, the same on all ranks.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive.
         """
+        if norm_type <= 0:
+            raise ValueError(f"norm_type={norm_type}: give a positive one, or math.inf")
         with self.peers.call("clip_grad_norm_"):
             self.peers.sent = True
             total = self._grad_norm(norm_type)
@@ -406,10 +411,11 @@ class Stages(nn.Module):
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter) not in elsewhere:
                 by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-        norms = [torch.zeros((), device=self.device)]
+        # In one dtype, whatever those of the stages are.
+        norms = [torch.zeros((), device=self.device, dtype=torch.float64)]
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         everywhere: Tensor = torch.stack(self.peers.gather(own))
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]

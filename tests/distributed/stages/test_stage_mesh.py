@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def close(ours: Any, theirs: Tensor) -> None:
     ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 def everything(where: str) -> list[str]:
@@ -65,6 +66,8 @@ def everything(where: str) -> list[str]:
     theirs = torch.optim.SGD(plain.parameters(), lr=RATE)
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     ours = dict(mine.named_parameters(remove_duplicate=False))
+    with pytest.raises(ValueError, match="norm_type=0: give a positive one"):
+        mine.clip_grad_norm_(0.05, 0)
     for step, norm_type in enumerate((2.0, 1.0, math.inf)):
         x, y = batch(step)
         mine.zero_grad()
