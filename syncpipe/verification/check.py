@@ -310,8 +310,7 @@ class _Check:
             if check is not None:
                 check.keep(i, output, source.peek_target(i))
             shares[i] = self._root(objective, source, i, output, partial(seeded, i))
-            if not self._others:
-                self._find_others(shares[i], inputs)
+            self._find_others(shares[i], inputs)
             while left and left[0] in shares:
                 share = shares.pop(left.pop(0))
                 if share.requires_grad:

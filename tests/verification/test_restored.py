@@ -20,6 +20,7 @@ from syncpipe import Pipe, verify
 from syncpipe.data import tensors_in
 from tests.layers.test_time_first import First
 from tests.support.interrupts import interrupted
+from tests.support.running import Do
 from tests.verification import models
 from tests.verification.models import WIDTH, Counter, Memory, OwnGenerator, batch, linear, pipe_of
 
@@ -101,6 +102,18 @@ def test_after_errors_as_well(at: int, interrupt: bool) -> None:
     finally:
         Fails.at = -1
     assert_same(before, seen(pipe, x, y))
+
+
+def test_leaves_of_no_layer_that_only_a_later_micro_batch_uses() -> None:
+    hidden = [torch.ones(WIDTH, requires_grad=True) for _ in range(2)]
+    hidden[1].grad = torch.full((WIDTH,), 5.0)
+    layer = Do(lambda x: x * hidden[int(x[0, 0].item() > 0)])
+    pipe = pipe_of(layer, linear(), balance=[2], chunks=2)
+    x, y = batch()
+    x[:, 0] = torch.linspace(-1, 1, len(x))
+    assert verify(pipe, x, y, loss_fn=F.cross_entropy).ok
+    assert hidden[0].grad is None
+    assert torch.equal(hidden[1].grad, torch.full((WIDTH,), 5.0))
 
 
 def test_an_optimizer_that_steps_in_backward_does_not() -> None:
