@@ -208,6 +208,17 @@ def _in_order(p: Problem, schedule: Schedule) -> _Rows:
     return tuple(rows)
 
 
+def _least(costs: Costs) -> Costs:
+    """What each micro-batch takes at least."""
+    last = costs.last or costs
+    times = {
+        name: tuple(map(min, getattr(costs, name), getattr(last, name)))
+        for name in ("forward", "backward_input", "backward_weight", "transfer", "recompute")
+    }
+    skips = {skip: min(time, last.skips.get(skip, 0.0)) for skip, time in costs.skips.items()}
+    return replace(costs, last=None, skips=skips, **times)
+
+
 def lower_bound(p: Problem) -> float:
     """No schedule of this problem has a shorter makespan.
 
@@ -218,7 +229,7 @@ def lower_bound(p: Problem) -> float:
     """
     # The way of one micro-batch, whose weight halves nobody waits for; the quickest one is
     # recomputed only where all are.
-    own, costs = [p.stages(d) for d in range(len(p.limits))], replace(p.costs, last=None)
+    own, costs = [p.stages(d) for d in range(len(p.limits))], _least(p.costs)
     kinds = p.kinds[:2]
     rows = [
         [Action(kind, 0, j) for kind in kinds for j in sorted(stages, reverse=kind != "forward")]
