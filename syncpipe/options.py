@@ -21,9 +21,12 @@ from syncpipe.schedules.stream import VERSIONS
 
 def _counted(value: Any, given: str, what: str) -> int:
     """A number of things as an int, at least one."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{given}: {what} must be an integer") from error
+    if isinstance(value, bool):
         raise TypeError(f"{given}: {what} must be an integer")
-    count = operator.index(value)
     if count < 1:
         raise ValueError(f"{given}: {what} must be at least 1")
     return count

@@ -68,7 +68,8 @@ def auto(
             "Pipe.auto(model, input, batch_size=64)"
         )
     for name in _CHOSEN & sample_kwargs.keys():
-        if name not in inspect.signature(model.forward).parameters:
+        takes = inspect.signature(model.forward).parameters
+        if name not in takes and all(each.kind is not each.VAR_KEYWORD for each in takes.values()):
             raise TypeError(
                 f"{name}= is what Pipe.auto chooses, and no argument of {type(model).__name__}: "
                 f"Pipe(layers, ..., {name}=...) takes what you choose"

@@ -170,7 +170,8 @@ MODES = ".*".join(f"{mode!r}" for mode in CHECKPOINT_MODES)
         *[({"devices": ["cpu", no]}, ValueError, f"devices.*{no}")
           for no in ("gpu:0", "cuda:99", -2)],
         *[({"chunks": n}, ValueError, f"chunks={n}.*at least 1") for n in (0, -1)],
-        *[({"chunks": n}, TypeError, f"chunks={n!r}.*integer") for n in (1.0, "2", None, True)],
+        *[({"chunks": n}, TypeError, f"chunks={re.escape(repr(n))}.*integer")
+          for n in (1.0, "2", None, True, torch.tensor(2.5))],
         *[({"checkpoint": mode}, ValueError, re.escape(f"checkpoint={mode!r}") + f".*{MODES}")
           for mode in ("allways", "", None, True, ["nevr"], ["never", "sometimes"])],
         ({"checkpoint": ["never"] * 3}, ValueError, r"has 3 modes.*2 stages"),

@@ -106,7 +106,7 @@ REFUSED = [
     ({"optimizer": torch.optim.LBFGS}, TypeError, r"optimizer of stage 0 is LBFGS, .*\(closure\)"),
     ({"optimizer": 0.1}, TypeError, "optimizer=float.*lambda parameters"),
     ({"steps": 0}, ValueError, "steps=0"),
-    ({"steps": True}, ValueError, "steps=True"),
+    ({"steps": True}, TypeError, "steps=True"),
     ({"steps": 1.5}, TypeError, "steps=1.5"),
     ({"versions": "gpipe"}, ValueError, "versions='gpipe'.*'stashing', 'vertical_sync', '2bw'"),
     ({"data": []}, ValueError, "gave no mini-batch"),
