@@ -158,6 +158,8 @@ def ends_of(value: Any) -> list[GradientEdge]:
 
 def detached(value: Any) -> Any:
     """A tree without its graph."""
+    if type(value) is Tensor:
+        return value.detach()
     return map_tensors(lambda tensors: [tensor.detach() for tensor in tensors], value)
 
 

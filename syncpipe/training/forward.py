@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from itertools import chain, compress, groupby, repeat
+from itertools import chain, compress, groupby, islice, repeat
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ class _Outputs:
 
     def go_back(self, j: int, i: int, cell: Cell) -> list[list[Tensor | None]]:
         grads, self.grads[i] = self.grads[i], []
-        there = [grad for grad in grads if grad is not None]
-        brought = iter(self._call.to_stage(there, j, self.after))
-        return [[None if grad is None else next(brought) for grad in grads]]
+        return [self._call.to_stage(grads, j, self.after)]
 
 
 class Captured(Leaves):
@@ -120,8 +118,10 @@ class Captured(Leaves):
 
     def look(self, j: int, outputs: Any, border: Border) -> None:
         """Finds the leaves in the graph of a cell of stage ``j``, also those of no module."""
-        ends = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        nodes = [end.grad_fn or get_gradient_edge(end).node for end in ends]  # an end may be a leaf
+        nodes = []
+        for end in tensors_in(outputs):
+            if end.requires_grad:
+                nodes.append(end.grad_fn or get_gradient_edge(end).node)  # an end may be a leaf
         for leaf in self.new(j, nodes, border):
             if leaf._backward_hooks:
                 raise RuntimeError(
@@ -204,7 +204,7 @@ class Captured(Leaves):
         leaves._own = [[leaf for leaf in own if leaf.requires_grad] for own in self._own]
         task = self._task.going_back(leaves, head, keep=keep)
         following = iter(grads)
-        head.grads = [[next(following) for flag in flags if flag] for flags in head.flags]
+        head.grads = [list(islice(following, sum(flags))) for flags in head.flags]
         head.after = call.ready([grad for grad in grads if grad is not None])
         del grads
         pipeline, returns = call.pipeline, () if call.ties is None else call.ties.edges
