@@ -104,7 +104,7 @@ DETECTORS: dict[str, Detector] = {
         _HERE,
         _files(
             "pipe/test_equivalence.py",
-            "training/train_batch/test_equivalence.py",
+            "fuzz/test_fuzz.py",
             "runtime/test_failures.py",
             "runtime/test_ctrl_c.py",
             "runtime/test_processes.py",

@@ -5,19 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from syncpipe import Pipe
+from syncpipe.schedules import one_f_one_b
 from tests.fuzz.models import Model, drawn_model
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.training import fitting
+from tests.support.training import any_schedule, fitting
 
 __all__ = ["Case", "drawn_case"]
 
-DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "no_grad", "eval"]
+#: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
+ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
+ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
+ALIKE += ["receive", "receive_unused"]
+
+DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "eval"]
+DRIVERS += ["no_grad", "inference_mode"]
 
 
 @dataclass(frozen=True)
@@ -31,23 +39,26 @@ class Call:
         sizes: the samples of each micro-batch, or of the mini-batch alone.
         autocast: run it under autocast.
         zero: forget the gradients of earlier calls.
+        computed: what it is given is no leaf.
     """
 
     driver: str
-    schedule: str
+    schedule: Any
     loss: str
     sizes: tuple[int, ...]
     autocast: bool
     zero: bool
+    computed: bool
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pipe in words, and what is done with it."""
+    """A pipe in words, and what is done with it; each of several replicas has a worker."""
 
     model: Model
     balance: tuple[int, ...]
     devices: tuple[int, ...]
+    replicas: tuple[int, ...]
     chunks: int
     checkpoint: Any
     by_hand: bool
@@ -55,23 +66,38 @@ class Case:
     calls: tuple[Call, ...]
     listed: bool = False
     unpack: bool = False
+    training: bool = True
 
-    def pipe(self, devices: Sequence[Any] | None = None) -> Pipe:
-        """The pipe, by default on CPU workers."""
+    @property
+    def copied(self) -> bool:
+        """Whether a stage has replicas."""
+        return max(self.replicas) > 1
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """For each replica of each stage its worker."""
+        return range(sum(self.replicas)) if self.copied else self.devices
+
+    def pipe(self) -> Pipe:
+        """The pipe on CPU workers."""
         torch.manual_seed(self.model.seed)
         return Pipe(
             self.model.listed() if self.listed and not self.model.ties else self.model.build(),
             self.balance,
-            devices=devices or [f"cpu:{k}" for k in self.devices],
+            devices=[f"cpu:{k}" for k in self.workers],
+            replicas=self.replicas,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
             unpack=self.unpack,
-        )
+        ).train(self.training)
 
 
-def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> Case:
-    """Draws a model, a pipe for it, and calls."""
-    model = drawn_model(chance, most=9, kinds=kinds)
+def drawn_case(
+    chance: random.Random, *, kinds: Sequence[str] | None = None, copied: float = 0.1
+) -> Case:
+    """Draws a model, a pipe for it, perhaps with replicas, and calls."""
+    has_copies = chance.random() < copied
+    model = drawn_model(chance, most=9, kinds=ALIKE if has_copies else kinds)
     count = len(model.layers)
     stages = chance.randint(1, min(4, count))
     edges = [0, *sorted(chance.sample(range(1, count), stages - 1)), count]
@@ -84,6 +110,8 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
     else:
         devices = [chance.randrange(workers) for _ in range(stages)]
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
+    has_copies &= len({*devices}) == stages and not model.ties
+    replicas = [chance.randint(1, 3) if has_copies else 1 for _ in range(stages)]
     modes = [chance.choice(CHECKPOINT_MODES) for _ in range(stages)]
     chunks = chance.randint(1, 5)
     autocast = chance.random() < 0.15
@@ -92,18 +120,20 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
         driver = chance.choice(DRIVERS)
         if driver == "forward" and "noisy_hook" in model.layers:
             driver = "train"  # hooks in the backward of `pipe(x)` draw in autograd's order
-        schedule = chance.choice(fitting(devices))
+        schedule = _schedule(chance, devices, model)
         sizes = [chunks if chance.random() < 0.3 else chance.randint(1, 9)]
         if driver == "iterator":
             sizes *= chunks
             if chance.random() < 0.3:
                 sizes = [chance.randint(1, 3) for _ in range(chunks)]
         loss = chance.choice(["mean", "mean", "mean", "sum", "weighted"])
-        calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, chance.random() < 0.6))
+        zero, computed = chance.random() < 0.6, chance.random() < 0.3
+        calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, zero, computed))
     case = Case(
         model,
         tuple(b - a for a, b in pairwise(edges)),
         tuple(devices),
+        tuple(replicas),
         chunks,
         modes[0] if chance.random() < 0.7 else tuple(modes),
         chance.random() < 0.1,
@@ -113,7 +143,21 @@ def drawn_case(chance: random.Random, *, kinds: Sequence[str] | None = None) -> 
     )
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice"} & {*model.layers}  # what these make is one argument
-    return replace(case, checkpoint=checkpoint, unpack=lone and chance.random() < 0.2)
+    unpack = lone and chance.random() < 0.2
+    return replace(case, checkpoint=checkpoint, unpack=unpack, training=chance.random() < 0.9)
+
+
+def _schedule(chance: random.Random, devices: Sequence[int], model: Model) -> Any:
+    """One that has a name, 1F1B with any slots, or any order at all."""
+    kinds = [*fitting(devices), "slots", *([] if model.draws else ["any"])]
+    kind = chance.choice(kinds)
+    if kind == "slots":
+        counts = sorted((chance.randint(1, 6) for _ in devices), reverse=True)
+        return partial(one_f_one_b, slots=chance.choice(["textbook", "overlap", counts]))
+    if kind == "any":
+        seed, in_order = chance.randrange(1000), model.counts
+        return partial(any_schedule, seed=seed, halves=True, in_order=in_order)
+    return kind
 
 
 def _by_layer(chance: random.Random, modes: Sequence[str], edges: Sequence[int]) -> Any:

@@ -93,6 +93,7 @@ class Kind:
         stores: autograd keeps its output, or forbids to change it in place.
         once: uses what it was given once.
         draws: from PyTorch's generators, in training.
+        counts: sees in which order micro-batches come.
         cpu: knows the generator of the CPU only.
     """
 
@@ -102,28 +103,29 @@ class Kind:
     stores: bool = False
     once: bool = True
     draws: bool = False
+    counts: bool = False
     cpu: bool = False
 
 
 KINDS: dict[str, Kind] = {
     "linear": Kind(lambda: Inner(_linear())),
     "conv": Kind(lambda: Inner(nn.Conv1d(CHANNELS, CHANNELS, 1))),
-    "batch_norm": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS))),
-    "momentum_none": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None))),
+    "batch_norm": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS)), counts=True),
+    "momentum_none": Kind(lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None)), counts=True),
     "instance_norm": Kind(lambda: Inner(nn.InstanceNorm1d(CHANNELS, affine=True))),
     "layer_norm": Kind(lambda: Inner(nn.LayerNorm(LENGTH))),
     "tanh": Kind(lambda: Inner(nn.Tanh()), stores=True),
     "gelu": Kind(lambda: Inner(nn.GELU())),
     "frozen": Kind(_frozen),
     "tied": Kind(Tied),
-    "counter": Kind(Counter),
+    "counter": Kind(Counter, counts=True),
     "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
     "hidden": Kind(Hidden),
     "closure": Kind(closure),
     "parameter_views": Kind(ParameterViews),
     "plus": Kind(Plus),
     "embedding": Kind(Embed, once=False),
-    "embedding_max_norm": Kind(lambda: Embed(0.5), once=False),
+    "embedding_max_norm": Kind(lambda: Embed(0.5), once=False, counts=True),
     "expand": Kind(lambda: Inner(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
     "transposed": Kind(lambda: Inner(lambda x: (x * 2).mT.contiguous().mT)),
     "dawdle": Kind(Dawdle, stores=True),
@@ -179,6 +181,7 @@ KINDS: dict[str, Kind] = {
     "send_int": Kind(lambda: Send("int"), passes=True),
     "send_none": Kind(lambda: Send("none"), passes=True),
     "receive": Kind(Receive, passes=True),  # what it pops may be None
+    "receive_unused": Kind(lambda: Receive(used=False), passes=True),
 }
 #: Those that are functions only.
 _FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
@@ -215,6 +218,11 @@ class Model:
         """Whether it draws random numbers in training."""
         return any(KINDS[kind].draws for kind in self.layers)
 
+    @property
+    def counts(self) -> bool:
+        """Whether a layer sees in which order micro-batches come."""
+        return any(KINDS[kind].counts for kind in self.layers)
+
     def begins_in_place_on_a_view(self, balance: Sequence[int]) -> bool:
         """Whether a partition begins in place on a view, which the border ends, by such a cut."""
         for cut in list(accumulate(balance))[:-1]:
@@ -241,7 +249,7 @@ class Model:
             if kind.startswith("send"):
                 waiting.append(Namespace())
                 yield kind, (_isolated, kind, waiting[-1])
-            elif kind == "receive":
+            elif kind.startswith("receive"):
                 yield kind, (_isolated, kind, waiting.pop(0))
             else:
                 yield kind, (KINDS[kind].make,)
@@ -326,7 +334,7 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
 
     def fits(name: str) -> bool:
         kind = KINDS[name]
-        if (name == "receive" and not waiting) or (name == "meet" and tree != "twice"):
+        if (name.startswith("receive") and not waiting) or (name == "meet" and tree != "twice"):
             return False
         if (name == "join" and tree != "fork") or (name in _ENDS and tree):
             return False
@@ -336,7 +344,7 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
         nonlocal writable, shared, waiting, tree
         kind = KINDS[name]
         layers.append(name)
-        waiting += name.startswith("send") - (name == "receive")
+        waiting += name.startswith("send") - name.startswith("receive")
         tree = name if name in _ENDS else "" if name in _ENDS.values() else tree
         if kind.inplace or not kind.passes:
             writable = not kind.stores

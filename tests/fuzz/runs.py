@@ -2,12 +2,14 @@
 
 Models without random layers have to equal the plain model, fed micro-batch by micro-batch in the
 same order, to the last bit (to rounding where README's Limits say so). Those with random layers
-have to equal themselves under ``syncpipe.inline()`` with the same seed.
+have to equal a pipe of one stage with the same seed; where a backward draws, which depends on the
+balance, themselves under ``syncpipe.inline()``.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +19,12 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from syncpipe.schedules import build
-from syncpipe.schedules.schedule import Schedule
+from syncpipe.schedules.schedule import Action, Schedule
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same
-from tests.support.models import CHANNELS, LENGTH, Result, by_itself, concatenate, loss_of, seen
-from tests.support.training import orders_of, weigh
+from tests.support.models import CHANNELS, LENGTH, Result, concatenate, loss_of, seen, wanted_in
+from tests.support.training import go_back, orders_of, own_leaves, weigh
 
 
 def batch(size: int, k: int, requires_grad: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,9 +34,10 @@ def batch(size: int, k: int, requires_grad: bool, dtype: torch.dtype = torch.flo
     return x.to(dtype).requires_grad_(requires_grad)
 
 
-def target_of(x: Tensor) -> dict[str, Tensor]:
+def target_of(x: Tensor) -> dict[str, Any]:
     """A target for a mini-batch or micro-batch."""
-    return {"scale": 0.5 + x.detach()[:, 0, 0].abs().to("cpu", copy=True)}
+    scale = 0.5 + x.detach()[:, 0, 0].abs().to("cpu", copy=True)
+    return {"scale": scale, "word": "x", "none": None}
 
 
 def loss_function(kind: str) -> Any:
@@ -46,6 +49,9 @@ def loss_function(kind: str) -> Any:
 
 def autocast(call: Call) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if call.autocast else nullcontext()
+
+
+_WITHOUT_GRAD: Any = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 # --- the pipe, and the plain model ---------------------------------------------------------------
@@ -72,10 +78,12 @@ class Place:
 def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result:
     """A call of a pipe."""
     made = [batch(size, k + i, False, place.dtype) for i, size in enumerate(call.sizes)]
-    targets = [{"scale": place.target(target_of(x)["scale"], call)} for x in made]
+    targets = [target_of(x) for x in made]
+    for target in targets:
+        target["scale"] = place.target(target["scale"], call)
     xs = [place.input(x, call).detach().requires_grad_(case.input_grad) for x in made]
     # PyTorch refuses to write into leaves, and so into views of them.
-    given = [x.clone() for x in xs] if case.model.begins_in_place else xs
+    given = [x.clone() for x in xs] if case.model.begins_in_place or call.computed else xs
     options: dict[str, Any] = {"loss_fn": loss_function(call.loss)}
     options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
     loss = output = None
@@ -83,8 +91,8 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
         if call.driver == "forward":
             output = pipe(given[0])
             loss = loss_of(output)
-        elif call.driver == "no_grad":
-            with torch.no_grad():
+        elif call.driver in _WITHOUT_GRAD:
+            with _WITHOUT_GRAD[call.driver]():
                 output = pipe(given[0])
         elif call.driver == "eval":
             loss = pipe.eval_batch(given[0], targets[0], **options)
@@ -141,35 +149,38 @@ def run_plain(
         whole = [piece.data.requires_grad_(case.input_grad) for piece in whole]
     pieces = [Aligned.apply(p) if case.model.begins_in_place else p for p in whole]
     trains = call.driver in ("forward", "train", "iterator")
-    model.train(call.driver != "eval")
+    model.train(case.training and call.driver != "eval")
     outputs, losses = [], []
     with autocast(call), torch.set_grad_enabled(trains):
         for piece in pieces:
             outputs.append(model(piece))
         if call.driver == "forward":
-            output = joined(by_itself(outputs))
-            loss = loss_of(output)
-        elif call.driver != "no_grad":
+            ends = list(map(own_leaves, outputs))
+            output = joined(ends)
+        elif call.driver not in _WITHOUT_GRAD:
             for y, piece in zip(outputs, whole, strict=True):
                 losses.append(weigh(y, target_of(piece)))
     found = partial(seen, model, xs, leaves=leaves(model))
-    if call.driver == "no_grad":
+    if call.driver in _WITHOUT_GRAD:
         with torch.no_grad():
             return found(joined(outputs))
+    orders = [range(len(whole))[::-1]] * len(case.balance)
     if call.driver == "forward":
+        loss = loss_of(output)
         if loss is not None:
             loss.backward()
+            pairs = zip(map(wanted_in, outputs), map(wanted_in, ends), strict=True)
+            roots: Any = [(there, [end.grad for end in own]) for there, own in pairs]
+            go_back(roots, leaves(model), orders, case.balance, case.replicas)
         return found(output, loss)
     shares = shared(call, losses, [len(piece) for piece in whole])
     if call.driver == "eval":
-        model.train()
         return found(None, sum(shares[1:], shares[0]))
     assert schedule is not None
     if not any(share.requires_grad for share in shares):
         raise NothingToTrain
-    for i in orders_of(schedule)[0]:
-        shares[i].backward()
-        own_gradients(model)
+    roots = [([share], None) for share in shares]
+    go_back(roots, leaves(model), orders_of(schedule), case.balance, case.replicas)
     if call.driver == "train" and case.input_grad and any(p.grad is not None for p in whole):
         xs[0].grad = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
     loss = sum([share.detach() for share in shares[1:]], shares[0].detach())
@@ -195,8 +206,12 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: something is not as it has to be.
     """
-    pipe = case.pipe()
-    other = case.pipe() if case.model.draws else case.model.build()
+    pipe, alone = case.pipe(), case
+    if "noisy_hook" not in case.model.layers:
+        count = len(case.model.layers)
+        alone = replace(case, balance=(count,), devices=(0,), replicas=(1,))
+        alone = replace(alone, checkpoint="never")
+    other = alone.pipe() if case.model.draws else case.model.build()
     exact = True
     for k, call in enumerate(case.calls):
         if call.zero or not exact:
@@ -207,7 +222,7 @@ def check(case: Case) -> None:
         schedule = schedule_of(pipe, call)
         try:
             torch.manual_seed(k)
-            with inline() if case.by_hand and not case.model.draws else nullcontext():
+            with inline() if case.by_hand else nullcontext():
                 actual = run_pipe(pipe, case, call, k, Place())
         except RuntimeError as error:
             if "there is nothing to train" not in str(error):
@@ -215,15 +230,17 @@ def check(case: Case) -> None:
             with pytest.raises(NothingToTrain):
                 run_plain(case, case.model.build(), call, k, schedule)
             return
+        drawn = torch.get_rng_state()
         torch.manual_seed(k)
+        rounded = to_rounding(case, call, schedule)
         if case.model.draws:
-            with inline():
-                expected = run_pipe(other, case, call, k, Place())
-            # Each of them goes back by itself, in `pipe(x)` in an order of autograd's.
-            rounded = {"parameter_grads"} if "reentrant" in case.model.layers else set()
+            if schedule is not None and alone is not case:
+                call = replace(call, schedule=partial(in_one_stage, orders_of(schedule)[0]))
+            with inline() if alone is case else nullcontext():
+                expected = run_pipe(other, alone, call, k, Place())
+            assert torch.equal(drawn, torch.get_rng_state()), "the generator stands elsewhere"
         else:
             expected = run_plain(case, other, call, k, schedule)
-            rounded = to_rounding(case, call, schedule)
         tolerance = 0.1 if call.autocast else 1e-4
         assert_same(actual, expected, f"call {k} ", rounded=rounded, rtol=tolerance, atol=tolerance)
         exact = not rounded
@@ -241,6 +258,12 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     if call.driver == "train":
         m = len(torch.empty(call.sizes[0]).chunk(pipe.chunks))
     return build(call.schedule, m, pipe._ready().placement)
+
+
+def in_one_stage(order: list[int], m: int, devices: Any) -> Schedule:
+    """All forward, and back in this order."""
+    there = [Action("forward", i, 0) for i in range(m)]
+    return Schedule(m, (0,), ((*there, *[Action("backward", i, 0) for i in order]),), "alone")
 
 
 def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:

@@ -8,20 +8,16 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 import syncpipe
-from syncpipe import Pipe, Selective, inline
+from syncpipe import Pipe, Selective
 from syncpipe.schedules import build, gpipe, one_f_one_b
 from tests.fuzz.layers import Dawdle
 from tests.pipe.test_equivalence import batch
@@ -30,22 +26,15 @@ from tests.support.models import (
     CHECKPOINT_MODES,
     LENGTH,
     Inner,
-    Result,
-    Spec,
     assert_same,
     assert_same_tree,
-    concatenate,
     cut,
     linear_model,
-    loss_of,
     step,
 )
 from tests.support.running import Do, Noise, in_threads
 from tests.support.training import (
-    add_grad,
-    any_schedule,
     assert_same_step,
-    fresh,
     orders_of,
     pipe_step,
     plain_step,
@@ -54,10 +43,6 @@ from tests.support.training import (
 from tests.support.watched import Fails, Odd, numbered
 from tests.training.failures.failing import Grads, mean
 
-#: Layers that can have replicas.
-KINDS = ["linear", "conv", "layer_norm", "tanh", "frozen", "inplace", "fork", "join", "send"]
-KINDS += ["send_int", "send_none", "receive", "receive_unused"]
-
 
 def dealt(
     model: nn.Sequential, balance: Sequence[int], replicas: Sequence[int], **options: Any
@@ -65,15 +50,6 @@ def dealt(
     """A pipe on CPU workers, one for each replica."""
     devices = [f"cpu:{k}" for k in range(sum(replicas))]
     return Pipe(model, balance, replicas=replicas, devices=devices, **options)
-
-
-@st.composite
-def shapes(draw: st.DrawFn, layers: int) -> tuple[list[int], list[int]]:
-    """A balance, and replicas for it."""
-    cuts = draw(st.sets(st.integers(1, max(1, layers - 1)), max_size=2)) - {layers}
-    balance = [b - a for a, b in pairwise([0, *sorted(cuts), layers])]
-    counts = st.lists(st.integers(1, 3), min_size=len(balance), max_size=len(balance))
-    return balance, draw(counts)
 
 
 def copied(pipe: Pipe) -> nn.Sequential:
@@ -89,92 +65,7 @@ def plain_train(pipe: Pipe, plain: nn.Sequential, x: Any, target: Any, **options
     return plain_step(plain, x, target, **how, replicas=pipe.replicas, **options)
 
 
-def plain_forward(pipe: Pipe, plain: nn.Sequential, x: Tensor) -> Result:
-    """The same of ``pipe(x)`` and one backward, where the last micro-batch goes back first."""
-    x = fresh(x)
-    plain.zero_grad()
-    named = dict(plain.named_parameters())
-    leaves = [
-        {name: p.detach().requires_grad_(p.requires_grad) for name, p in named.items()}
-        for _ in cut(x, pipe.chunks)
-    ]
-    pieces = zip(leaves, cut(x, pipe.chunks), strict=True)
-    output = concatenate([functional_call(plain, own, (piece,)) for own, piece in pieces])
-    loss = loss_of(output)
-    if loss is not None:
-        loss.backward()
-    replicas = [r for r, size in zip(pipe.replicas, pipe.balance, strict=True) for _ in range(size)]
-    for name, parameter in named.items():
-        r = replicas[int(name.split(".")[0])]
-        whole = torch.empty_like(parameter, requires_grad=True)
-        for k in range(r):
-            total = torch.empty_like(parameter, requires_grad=True)
-            for own in leaves[k::r][::-1]:
-                add_grad(total, own[name].grad)
-            add_grad(whole, total.grad)
-        add_grad(parameter, whole.grad)
-    grads = {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
-    return Result(output.detach(), [x.grad], grads, {})
-
-
 # --- P1: what the plain model computes -----------------------------------------------------------
-
-
-specs = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6).map(tuple).map(Spec)
-HALVES = ("zb_h1", "zb_h2", "any")
-COMMON = {
-    "data": st.data(),
-    "chunks": st.integers(1, 6),
-    "size": st.integers(1, 7),
-    "checkpoint": st.sampled_from([*CHECKPOINT_MODES, [0]]),
-    "input_grad": st.booleans(),
-    "by_hand": st.booleans(),
-}
-
-
-@settings(max_examples=100)
-@given(
-    spec=specs,
-    schedule=st.sampled_from(["naive", "gpipe", "1f1b", "zb_h1", "zb_h2", "any"]),
-    **COMMON,
-)
-def test_train_batch_equals_the_plain_loop(
-    data, spec, chunks, size, schedule, checkpoint, input_grad, by_hand
-):
-    balance, replicas = data.draw(shapes(len(spec.layers)))
-    pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
-    plain, x = spec.build(), batch(size, input_grad)
-    exact = schedule not in HALVES
-    if schedule == "any":
-        m = len(x.chunk(chunks))
-        seed = data.draw(st.integers(0, 2**32))
-        schedule = any_schedule(m, range(len(pipe.balance)), seed=seed, halves=True, in_order=False)
-    target = {"scale": torch.rand(size)}
-    options = {"loss_fn": weigh, "schedule": schedule}
-    for _ in range(2):  # gradients are added to those that there are
-        expected = plain_train(pipe, plain, x, target, **options)
-        grads = [*expected.parameter_grads.values(), *expected.input_grads]
-        assume(any(grad is not None for grad in grads))  # or train_batch refuses
-        with inline() if by_hand else nullcontext():
-            actual = pipe_step(pipe, x, target, verify=False, **options)
-        assert_same_step(actual, expected, exact=exact)
-
-
-@settings(max_examples=100)
-@given(
-    spec=specs.filter(lambda spec: isinstance(spec.build()(batch(1, False)), torch.Tensor)),
-    **COMMON,
-)
-def test_pipe_of_x_equals_the_plain_model(
-    data, spec, chunks, size, checkpoint, input_grad, by_hand
-):
-    balance, replicas = data.draw(shapes(len(spec.layers)))
-    pipe = dealt(spec.build(), balance, replicas, chunks=chunks, checkpoint=checkpoint)
-    plain, x = spec.build(), batch(size, input_grad)
-    for _ in range(2):
-        expected = plain_forward(pipe, plain, x)
-        with inline() if by_hand else nullcontext():
-            assert_same(step(pipe, pipe, x), expected)
 
 
 ROUND = [[0, 1], [2, 3], [0, 1], [2, 3]]

@@ -52,9 +52,6 @@ CHOSEN = [
     for name, kind in KINDS.items()
     if not kind.draws and not kind.cpu and name != "parameter_hook"
 ]
-#: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
-ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
-ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none", "receive"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class Placed:
     Attributes:
         case: the pipe, and what is done with it.
         devices: for each of its workers.
-        replicas: of each stage; with more than one each of them has a worker.
         by_hand: whether workers are made by hand, with compute streams of their own.
         own_streams: whether the caller works on streams of its own.
         host: where targets and iterators' micro-batches come from: ``"pageable"`` or ``"pinned"``
@@ -77,7 +73,6 @@ class Placed:
 
     case: Case
     devices: tuple[str, ...]
-    replicas: tuple[int, ...]
     by_hand: bool
     own_streams: bool
     host: str
@@ -90,38 +85,32 @@ class Placed:
         """The pipe."""
         workers: list[Any] = [Worker(d) if self.by_hand else d for d in self.devices]
         case = self.case
-        alone = sum(self.replicas) == len(case.balance)
         return Pipe(
             case.model.build(WIDE),
             case.balance,
-            devices=[workers[k] for k in case.devices] if alone else workers,
-            replicas=self.replicas,
+            devices=[workers[k] for k in case.workers],
+            replicas=case.replicas,
             chunks=case.chunks,
             checkpoint=case.checkpoint,
-        )
+        ).train(case.training)
 
 
 def drawn(chance: random.Random) -> Placed:
     """Draws a case, and where it runs."""
-    copied = chance.random() < 0.2
-    case = drawn_case(chance, kinds=ALIKE if copied else CHOSEN)
-    stages = len(case.balance)
-    copied &= len({*case.devices}) == stages and not case.model.ties
-    replicas = tuple(chance.randint(1, 2) if copied else 1 for _ in range(stages))
-    count = sum(replicas) if copied else max(case.devices) + 1
+    case = drawn_case(chance, kinds=CHOSEN, copied=0.2)
+    count = max(case.workers) + 1
     by_hand = count > DEVICES or chance.random() < 0.35
     places = [f"{acc.kind()}:{k % acc.count()}" for k in range(DEVICES)]
     if by_hand:  # several workers on one device
         devices = chance.choices(chance.sample(places, 2), k=count)
     else:
         devices = chance.sample(places, count)
-    if not copied and chance.random() < 0.2:
+    if not case.copied and chance.random() < 0.2:
         devices[chance.randrange(count)] = "cpu"
     late = chance.randrange(DEVICES) if chance.random() < 0.5 else None
     placed = Placed(
         case,
         tuple(devices),
-        replicas,
         by_hand,
         chance.random() < 0.5,
         chance.choice(["pageable", "pinned", "device"]),

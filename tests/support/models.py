@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from syncpipe import Pipe
 from syncpipe.runtime.graph import nodes_of
-from syncpipe.skip import Namespace, pop, skippable, stash
+from syncpipe.skip import pop, skippable, stash
 from tests.support.compare import assert_same
 
 CHANNELS, LENGTH = 4, 3  # every layer below maps [batch, CHANNELS, LENGTH] to the same shape
@@ -122,83 +122,6 @@ class Receive(nn.Module):
         return on_x(lambda x: x + skip, value)
 
 
-def _frozen() -> nn.Module:
-    return Inner(nn.Linear(LENGTH, LENGTH)).requires_grad_(False)
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: Inner(nn.Linear(LENGTH, LENGTH)),
-    "conv": lambda: Inner(nn.Conv1d(CHANNELS, CHANNELS, 1)),
-    "norm": lambda: Inner(nn.BatchNorm1d(CHANNELS)),
-    "momentum_none": lambda: Inner(nn.BatchNorm1d(CHANNELS, momentum=None)),
-    "layer_norm": lambda: Inner(nn.LayerNorm(LENGTH)),
-    "tanh": lambda: Inner(nn.Tanh()),
-    "frozen": _frozen,
-    "tied": Tied,
-    "counter": Counter,
-}
-RANDOM_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: Inner(nn.Dropout(0.5)),
-    "rrelu": lambda: Inner(nn.RReLU()),
-    "noise": Noise,
-}
-SENDS = {"send": "x", "send_int": "int", "send_none": "none"}
-#: Layers whose output autograd does not store, so that it may be changed in place.
-_KEEP_NO_OUTPUT = {"linear", "conv", "frozen", "norm", "momentum_none", "layer_norm", "fork"}
-#: Layers that may return the very tensor that they were given.
-_PASS_ON = {"send", "send_int", "send_none", "receive", "receive_unused", "dropout", "noise"}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A model in words: what hypothesis draws, and what a failing example shows.
-
-    ``receive``, ``join`` and ``inplace`` turn into ``tanh`` where they make no sense; sends that
-    are still open at the end are received there.
-    """
-
-    kinds: tuple[str, ...]
-    seed: int = 0
-    layers: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        layers: list[str] = []
-        waiting, forked, stashed = 0, False, False
-        for kind in self.kinds:
-            if (
-                (kind in ("receive", "receive_unused") and not waiting)
-                or (kind == "join" and not forked)
-                or (kind == "fork" and forked)
-                or (kind in ("fork", "send") and stashed)  # see the test of sums of three
-                or (kind == "inplace" and (not layers or layers[-1] not in _KEEP_NO_OUTPUT))
-            ):
-                kind = "tanh"
-            waiting += (kind in SENDS) - (kind in ("receive", "receive_unused"))
-            forked = (forked or kind == "fork") and kind != "join"
-            stashed = kind == "send" or (stashed and kind in _PASS_ON)
-            layers.append(kind)
-        object.__setattr__(self, "layers", (*layers, *["receive"] * waiting))
-
-    def build(self) -> nn.Sequential:
-        """The same model every time."""
-        torch.manual_seed(self.seed)
-        open_skips: list[Namespace] = []
-        built: list[nn.Module] = []
-        for kind in self.layers:
-            if kind in SENDS:
-                open_skips.append(Namespace())
-                built.append(Send(SENDS[kind]).isolate(open_skips[-1]))
-            elif kind in ("receive", "receive_unused"):
-                built.append(Receive(kind == "receive").isolate(open_skips.pop(0)))
-            elif kind == "inplace":
-                built.append(Inner(nn.ReLU(inplace=True)))
-            elif kind in ("fork", "join"):
-                built.append(Fork() if kind == "fork" else Join())
-            else:
-                built.append({**LAYERS, **RANDOM_LAYERS}[kind]())
-        return nn.Sequential(*built)
-
-
 def linear_model(layers: int = 4, width: int = 3) -> nn.Sequential:
     """Linear layers, the plainest model there is."""
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
@@ -257,6 +180,11 @@ def by_itself(outputs: list[Any]) -> list[Any]:
 def is_wanted(leaf: Any) -> bool:
     """Whether it gets a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def wanted_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that get gradients."""
+    return list(filter(is_wanted, pytree.tree_leaves(tree)))
 
 
 class _OneByOne(torch.autograd.Function):

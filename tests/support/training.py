@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -146,7 +146,7 @@ def fresh(tree: Any) -> Any:
     )
 
 
-def _own(piece: Any) -> Any:
+def own_leaves(piece: Any) -> Any:
     """Leaves of a graph in the same memory: its alignment can decide the last bit."""
     return pytree.tree_map_only(Tensor, lambda t: t.data.requires_grad_(t.requires_grad), piece)
 
@@ -180,40 +180,56 @@ def plain_step(
         replicas: for each stage of how many replicas gradients are added up one by one.
     """
     x = fresh(x)
-    inputs = [_own(piece) for piece in cut(x, chunks)]
+    inputs = [own_leaves(piece) for piece in cut(x, chunks)]
     targets = cut(target, chunks) if target is not None else [None] * len(inputs)
-    named = dict(model.named_parameters())
-    wanted = [p for p in named.values() if p.requires_grad]
-    outputs, losses, grads = [], [], []
+    outputs, shares = [], []
     for piece, answer in zip(inputs, targets, strict=True):
         output = model(piece)
-        loss = call(loss_fn, output, answer)
-        given = [leaf for leaf in pytree.tree_leaves(piece) if is_wanted(leaf)]
-        share = loss * (size_of(piece) / size_of(x))
-        found: Any = [None] * len(wanted + given)
-        if share.requires_grad:
-            found = torch.autograd.grad(share, wanted + given, allow_unused=True)
+        shares.append(call(loss_fn, output, answer) * (size_of(piece) / size_of(x)))
         outputs.append(output)
-        losses.append(share.detach())
-        grads.append(dict(zip([id(t) for t in wanted + given], found, strict=True)))
-    stages = [j for j, size in enumerate(balance) for _ in range(size)]
-    for name, parameter in named.items():
-        j = stages[int(name.split(".")[0])]
-        r = 1 if replicas is None else replicas[j]
-        for k in range(r):
-            total = torch.empty_like(parameter, requires_grad=True) if k else parameter
-            for i in orders[j]:
-                if i % r == k:
-                    add_grad(total, grads[i].get(id(parameter)))
-            if k:
-                add_grad(parameter, total.grad)
+    roots = [([share], None) for share in shares]
+    go_back(roots, dict(model.named_parameters()), orders, balance, replicas)
     rows = [pytree.tree_leaves(piece) for piece in inputs]
     for leaf, *pieces in zip(pytree.tree_leaves(x), *rows, strict=True):
-        found = [grads[i].get(id(piece)) for i, piece in enumerate(pieces)]
-        if is_wanted(leaf) and any(grad is not None for grad in found):
-            pairs = zip(pieces, found, strict=True)
-            leaf.grad = torch.cat([torch.zeros_like(t) if g is None else g for t, g in pairs])
+        if is_wanted(leaf) and any(piece.grad is not None for piece in pieces):
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in pieces]
+            leaf.grad = torch.cat(found)
+    losses = [share.detach() for share in shares]
     return seen(model, x, concatenate(outputs), sum(losses[1:], losses[0]))
+
+
+def go_back(
+    roots: Sequence[tuple[Sequence[Tensor], Any]],
+    leaves: Mapping[str, Tensor],
+    orders: Sequence[Sequence[int]],
+    balance: Sequence[int],
+    replicas: Sequence[int] | None = None,
+) -> None:
+    """Each micro-batch goes back by itself, from tensors with their gradients.
+
+    Its gradients are added to those of leaves, whose names begin with the number of a layer, in the
+    order of that layer's stage; those of replicas one by one.
+    """
+    before = [leaf.grad for leaf in leaves.values()]
+    grads = []
+    for ends, given in roots:
+        for leaf in leaves.values():
+            leaf.grad = None
+        if any(end.requires_grad for end in ends):
+            torch.autograd.backward(ends, given)
+        grads.append([None if t.grad is None else t.grad.clone() for t in leaves.values()])
+    stages = [j for j, size in enumerate(balance) for _ in range(size)]
+    for k, (name, leaf) in enumerate(leaves.items()):
+        leaf.grad = before[k]
+        j = stages[int(name.split(".")[0])]
+        r = 1 if replicas is None else replicas[j]
+        for replica in range(r):
+            total = torch.empty_like(leaf, requires_grad=True) if replica else leaf
+            for i in orders[j]:
+                if i % r == replica:
+                    add_grad(total, grads[i][k])
+            if replica:
+                add_grad(leaf, total.grad)
 
 
 def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
