@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import Pipe, RepeatingLoader, inline
-from tests.support.interrupts import interrupted
 from tests.support.models import assert_same_tree, linear_model
 from tests.support.running import Do, assert_same, pipe_of
 from tests.support.training import KINDS, RUNS
@@ -59,24 +58,6 @@ def test_an_iterator_that_ends_early_leaves_grad_as_it_was(given, run):
     assert first.grad is grad
     assert torch.equal(grad, torch.ones(3, 3))
     assert [p.grad for p in pipe.parameters() if p is not first] == [None] * 7
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
-def test_ctrl_c_at_any_place_leaves_the_generators_to_others():
-    """A micro-batch is taken while the calling thread has the CPU's generator to itself."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
-
-    def train():
-        data = iter([(torch.randn(2, 2), torch.randn(2, 2)) for _ in range(2)])
-        return pipe.train_batch(data_iter=data, loss_fn=F.mse_loss)
-
-    train()
-    calls, _ = interrupted(-1, train)
-    for at in range(1, calls, 2):
-        with torch.enable_grad():
-            interrupted(at, train)
-    train()
 
 
 X, Y = torch.randn(7, 3), torch.randn(7, 3)

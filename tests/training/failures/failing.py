@@ -6,22 +6,28 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.training import ANY_RUNS, assert_trains_as
+from tests.support.models import in_turn, step
+from tests.support.running import assert_same
+from tests.support.training import ANY_RUNS, FOUR, assert_trains_as
 from tests.support.watched import Fails, numbered
 
 CHUNKS = 3
 
 
-def failing_pipe(run: str, checkpoint: str = "always") -> Pipe:
-    layers = nn.Sequential(*(Fails() for _ in range(4)))
-    return Pipe(layers, [1] * 4, devices=ANY_RUNS[run][1], chunks=CHUNKS, checkpoint=checkpoint)
+def failing_pipe(run: str = "1f1b", checkpoint: str = "always") -> Pipe:
+    """Four stages on the devices of a schedule, or on a worker each."""
+    layers, (_, devices) = (
+        nn.Sequential(*(Fails() for _ in range(4))),
+        ANY_RUNS.get(run, ((), FOUR)),
+    )
+    return Pipe(layers, [1] * 4, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
 
 
 class Grads:
     """What ``.grad`` was; half of the parameters have one."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = list(module.parameters())
+    def __init__(self, *modules: nn.Module) -> None:
+        self.parameters = [p for module in modules for p in module.parameters()]
         for parameter in self.parameters[::2]:
             parameter.grad = torch.randn_like(parameter)
         self.tensors = [p.grad for p in self.parameters]
@@ -35,14 +41,21 @@ class Grads:
             for p, tensor, value in pairs
         )
 
+    def put_back(self) -> None:
+        """After a call that was to add to them."""
+        for p, grad, value in zip(self.parameters, self.tensors, self.values, strict=True):
+            p.grad = None if grad is None else grad.copy_(value)
 
-def assert_works(pipe: Pipe, run: str) -> None:
-    """The next call is as if nothing had been."""
+
+def assert_works(pipe: Pipe, run: str = "1f1b") -> None:
+    """The next calls are as if nothing had been."""
     pipe.zero_grad()
     plain = nn.Sequential(*(Fails() for _ in pipe))
     plain.load_state_dict(pipe.state_dict())
     x = numbered(CHUNKS).requires_grad_()
-    assert_trains_as(pipe, plain, x, loss_fn=mean, **ANY_RUNS[run][0])
+    options, _ = ANY_RUNS.get(run, ({}, ()))
+    assert_trains_as(pipe, plain, x, loss_fn=mean, **options)
+    assert_same(step(pipe, pipe, x), step(in_turn(plain, CHUNKS), plain, x))
 
 
 def mean(y: Tensor) -> Tensor:

@@ -1,216 +1,194 @@
-"""P4 of ``train_batch``: Ctrl-C leaves ``.grad`` as it was or complete, and the pipe working."""
+"""P4: Ctrl-C leaves ``.grad`` as it was or complete, settings as they were, the pipe working."""
 
 from __future__ import annotations
 
-import os
+import gc
+import random
+import signal
 import subprocess
 import sys
-import textwrap
-from itertools import product
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
+from types import CodeType
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor, nn
 
-from syncpipe import Pipe
-from tests.support.interrupts import interrupted
-from tests.training.stream.models import mini_batches, mlp, sgd
+from syncpipe import Pipe, inline
+from syncpipe.runtime import engine, worker
+from tests.conftest import our_threads
+from tests.support.interrupts import Lines, interrupted, modes_on
+from tests.support.running import Do, another_thread, pipe_of
+from tests.training.failures.failing import Grads, mean
+from tests.training.stream.models import sgd
 
-COMMON = """
-    import ast, faulthandler, functools, signal, sys
-    faulthandler.dump_traceback_later(240, exit=True)
-    import torch
-    from torch import nn
-    from torch.overrides import _get_current_function_mode_stack as stack
-    from syncpipe import Pipe, inline
-    from tests.training.failures.failing import Grads, mean
+X = torch.randn(6, 5)
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
-    class Pause(nn.Module):
-        def forward(self, x):
-            for _ in range(200):
-                pass
-            return x
+def train(pipe: Pipe, **options: Any) -> None:
+    given = options if "data_iter" in options else {"input": X, **options}
+    pipe.train_batch(loss_fn=lambda y, *_: (mean(y), len(y)), **given)
 
-    layers = nn.Sequential(
-        *[nn.Sequential(nn.Linear(5, 5), Pause(), nn.Dropout(0.1)) for _ in range(3)]
-    )
-    pipe = Pipe(layers, [1] * 3, devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
-    x = torch.randn(6, 5)
-    before = Grads(pipe)
 
-    modules = [*pipe.modules(), *pipe.partitions]
+def pairs() -> Any:
+    return ((x, x) for x in X.chunk(3))
 
-    def train(run):
+
+def stream(pipe: Pipe, versions: Any) -> None:
+    data = [(x, None) for x in X.chunk(6)]
+    pipe.train_stream(data, optimizer=sgd, loss_fn=mean, versions=versions)
+
+
+RUNS: dict[str, Callable[[Pipe], Any]] = {
+    "pipe(x)": lambda pipe: mean(pipe(X)).backward(),
+    "gpipe": partial(train, schedule="gpipe"),
+    "1f1b": train,
+    "zb_h1": partial(train, schedule="zb_h1"),
+    "data_iter": lambda pipe: train(pipe, data_iter=pairs()),
+    "eval_batch": lambda pipe: pipe.eval_batch(X),
+    "stashing": partial(stream, versions="stashing"),
+    "vertical_sync": partial(stream, versions="vertical_sync"),
+}
+STREAMS = ["stashing", "vertical_sync"]
+
+
+class Scene:
+    """A call of a pipe, and what it may leave behind when Ctrl-C comes."""
+
+    def __init__(self, run: str) -> None:
+        layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1)) for _ in range(3)]
+        devices = ["cpu:0", "cpu:1", "cpu:2" if run in STREAMS else "cpu:0"]
+        self.run, self.pipe = run, Pipe(nn.Sequential(*layers), [1] * 3, devices=devices, chunks=3)
+        self.memory = [p.data_ptr() for p in self.pipe.parameters()]
+        self.modules = [*self.pipe.modules(), *self.pipe.partitions]
+        self.grads = Grads(*([] if run in STREAMS else [self.pipe]))
+        self.call()
+        self.complete = [None if p.grad is None else p.grad.clone() for p in self.grads.parameters]
+        self.grads.put_back()
+
+    def call(self) -> None:
         torch.manual_seed(1)
-        if run == "eval_batch":
-            return pipe.eval_batch(x)
-        return pipe.train_batch(x, loss_fn=lambda y: (mean(y), len(y)), schedule=run)
+        RUNS[self.run](self.pipe)
 
-    def put_back():
-        for p, grad, value in zip(before.parameters, before.tensors, before.values):
-            p.grad = grad
-            if grad is not None:
-                grad.copy_(value)
-
-    def after(run):
-        train(run)
-        grads = [None if p.grad is None else p.grad.clone() for p in before.parameters]
-        put_back()
-        return grads
-
-    def complete(grads):
+    def is_complete(self) -> bool:
+        # (The last bit of tiny products may depend on where their memory is.)
         return all(
-            # (The last bit of tiny products may depend on where their memory is.)
             p.grad is grad if grad is None or p.grad is None else torch.allclose(p.grad, grad)
-            for p, grad in zip(before.parameters, grads)
+            for p, grad in zip(self.grads.parameters, self.complete, strict=True)
         )
-"""
 
-BETWEEN_LINES = """
-    @functools.cache
-    def heads(filename):
-        # Lines of `with` (after the body they come again) and of `try`: a signal is never seen
-        # there, and CPython does not look for handlers as it does elsewhere.
-        found = set()
-        for node in ast.walk(ast.parse(open(filename).read())):
-            if isinstance(node, ast.With):
-                found.update(range(node.lineno, node.body[0].lineno))
-            elif isinstance(node, ast.Try):
-                found.add(node.lineno)
-        return found
+    def assert_whole(self, at: Any) -> None:
+        """Nothing is half done."""
+        assert all(module.training for module in self.modules), at
+        assert [p.data_ptr() for p in self.pipe.parameters()] == self.memory, at
+        if self.run in STREAMS:
+            assert all(p.grad is None for p in self.pipe.parameters()), at
+        elif self.run != "pipe(x)":
+            assert self.grads.unchanged() or self.is_complete(), at
+        self.grads.put_back()
 
-    class Lines:
-        # Notes the lines of our package that the main thread runs; raises at one, as a signal may.
-        def __init__(self, where=None):
-            self.where = where
-            self.seen = {}
+    def assert_works(self) -> None:
+        self.call()
+        assert self.is_complete()
+        self.assert_whole("the end")
 
-        def trace(self, frame, event, arg):
-            filename = frame.f_code.co_filename
-            if "/syncpipe/" not in filename or self.where and filename != self.where[0]:
-                return None
-            here = filename, frame.f_lineno
-            if event == "line" and here[1] not in heads(filename):
-                self.seen[here] = True
-                if here == self.where:
-                    self.where = None
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return self.trace
 
-    def traced(run, lines):
-        sys.settrace(lines.trace)
-        try:
-            train(run)
-        finally:
-            sys.settrace(None)
+def settings() -> list[Any]:
+    functions = torch._C._is_torch_function_enabled()
+    cached = torch.is_autocast_cache_enabled()
+    return [modes_on(), functions, cached, torch.is_grad_enabled(), sys.getprofile()]
 
-    tried = {}
-    for run in ["zb_h1", "1f1b", "eval_batch"]:
-        expected = after(run)
-        known = Lines()
-        traced(run, known)
-        put_back()
-        # Whole backwards share nearly all lines with halves: of these, what comes on top.
-        wheres = [w for w in known.seen if run != "1f1b" or w not in tried]
-        tried.update(known.seen)
-        for where in wheres:
-            lines = Lines(where)
-            try:
-                traced(run, lines)
-            except KeyboardInterrupt:
-                if not (before.unchanged() or complete(expected)):
-                    print("half", run, where, flush=True)
-            else:
-                assert lines.where is not None, where  # not the interrupt, but its absence
-            left = len(stack()) or not torch._C._is_torch_function_enabled()
-            if left or not all(module.training for module in modules):
-                print("left behind", run, where, flush=True)
-                break
-            put_back()
-        train(run)
-        assert complete(expected), run
-        put_back()
-    print("done", len(known.seen) > 100)
-"""
 
-AT_ANY_TIME = """
-    import random, time
-    chance = random.Random(3)
+# A destructor, a generator or the callback of a weak reference cannot pass an exception on.
+unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@unraisable
+@pytest.mark.parametrize("run", RUNS)
+def test_at_functions_that_begin_whoever_has_made_them(run: str) -> None:
+    """There, above all, Python looks for signals; inline, so all of them are on this thread."""
+    scene, stopped = Scene(run), 0
+    with inline(), another_thread():  # so that layers draw in a mode
+        scene.call()
+        scene.grads.put_back()
+        before, (calls, _) = settings(), interrupted(0, scene.call)
+        scene.grads.put_back()
+        places = range(1, calls, max(3, calls // 150))  # PyTorch's ways out take some functions
+        for at in places:
+            stopped += interrupted(at, scene.call)[1]
+            assert settings() == before, at
+            scene.assert_whole(at)
+        scene.assert_works()
+    assert stopped > 0.9 * len(places)
+
+
+def is_ours(code: CodeType) -> bool:
+    return "/syncpipe/" in code.co_filename
+
+
+@unraisable
+@pytest.mark.parametrize("context", [inline, nullcontext], ids=["inline", "workers"])
+def test_at_each_line_of_ours(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Once: in the first of the runs that come to it."""
+    tried: set[Any] = set()
+    for scene in map(Scene, RUNS):
+        with context():
+            before, known = settings(), Lines(is_ours, None)
+            known.during(scene.call)
+            scene.grads.put_back()
+            for place in dict.fromkeys(known.seen):
+                if place in tried:
+                    continue
+                lines = Lines(is_ours, place)
+                try:
+                    lines.during(scene.call)
+                except KeyboardInterrupt:
+                    tried.add(place)
+                else:
+                    assert not lines.came, place
+                assert settings() == before, place
+                scene.assert_whole(place)
+            scene.assert_works()
+    assert len(tried) > 500
+
+
+def at_any_time(by_hand: bool) -> None:
+    """Signals at random times."""
+    chance, came, k = random.Random(3), 0, 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupted = 0
     # On this thread zero bubble runs under a function mode, where PyTorch is not safe, either.
-    RUNS = ["1f1b", "gpipe", "naive" if INLINE else "zb_h1", "eval_batch"]
-    for k in range(120):
-        run = RUNS[k % 4]
-        if k < 4:
-            globals()[run] = after(run)
+    scenes = [Scene(run) for run in RUNS if (run != "zb_h1" or not by_hand) and run != "pipe(x)"]
+    with inline() if by_hand else nullcontext():
+        for scene in scenes:
             start = time.perf_counter()
-            after(run)
+            scene.call()
             took = time.perf_counter() - start
-        try:
-            signal.setitimer(signal.ITIMER_REAL, took * chance.random() * 1.2 + 1e-5)
-            train(run)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:
-            interrupted += 1
-            torch.set_grad_enabled(True)  # PyTorch's own no_grad() is not safe from interrupts
-            if not (before.unchanged() or complete(globals()[run])):
-                print("half", run, k, flush=True)
-            if not all(module.training for module in modules):
-                print("left in eval mode", run, k, flush=True)
-                pipe.train()
-        put_back()
-        if k % 20 == 0:
-            train(run)
-            assert complete(globals()[run]), run
-            put_back()
-    print("done", interrupted > 20)
-"""
+            scene.grads.put_back()
+            for k in range(30):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, took * chance.random() * 1.2 + 1e-5)
+                    scene.call()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    came += 1
+                    torch.set_grad_enabled(True)  # PyTorch's own no_grad() is not safe
+                scene.assert_whole((scene.run, k))
+            scene.assert_works()
+    print("done", came > 20)
 
 
-STREAM = """
-    import torch.nn.functional as F
-    from tests.training.stream.models import WORKERS, mini_batches, mlp, sgd
-
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    pipe = Pipe(mlp(), [2, 2, 2, 1], devices=WORKERS)
-    data, memory = mini_batches(30), [p.data_ptr() for p in pipe.parameters()]
-
-    def train():
-        return pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy)
-
-    train()
-    came = 0
-    for k in range(40):
-        signal.setitimer(signal.ITIMER_REAL, 0.0005 * (k + 1))
-        try:
-            train()
-        except KeyboardInterrupt:
-            came += 1
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        assert [p.data_ptr() for p in pipe.parameters()] == memory
-        assert all(p.grad is None for p in pipe.parameters())
-    assert len(train().losses) == 30
-    print("done", came > 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no such signals here")
-@pytest.mark.parametrize(
-    ("script", "by_hand"),
-    [*product(["BETWEEN_LINES", "AT_ANY_TIME"], [False, True]), ("STREAM", False)],
-)
-def test_ctrl_c_leaves_grad_as_it_was_or_complete_and_the_pipe_working(script, by_hand):
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no such signals here")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_at_any_time(by_hand: bool) -> None:
     # In a process of its own: an interrupt may hit anything, also what the tests after it use.
-    code = textwrap.dedent(COMMON)
-    code += f"INLINE = {by_hand}\n"
-    if by_hand:
-        code += "inline().__enter__()\n"
-    code += textwrap.dedent(globals()[script])
+    code = f"import torch; from {__name__} import *; torch.set_num_threads(1)"
+    code += f"; torch.manual_seed(0); at_any_time({by_hand})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
     )
@@ -219,22 +197,54 @@ def test_ctrl_c_leaves_grad_as_it_was_or_complete_and_the_pipe_working(script, b
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
-@pytest.mark.parametrize("versions", ["stashing", "vertical_sync"])
-def test_ctrl_c_at_any_place_of_a_stream_leaves_the_weights_where_they_were(versions):
-    """Inline, where every function of a call begins on this thread."""
-    pipe = Pipe(mlp(), [3, 4], devices=["cpu"] * 2)
+def test_no_worker_is_left_behind_wherever_it_comes() -> None:
+    inside, entered, files = [], [], (engine.__file__, worker.__file__, threading.__file__)
 
-    def train():
-        return pipe.train_stream(
-            mini_batches(3), optimizer=sgd, loss_fn=F.cross_entropy, versions=versions
-        )
+    def layer(x: Tensor) -> None:
+        inside.append(None)
+        time.sleep(0.002)  # is there when Ctrl-C comes
+        entered.append(None)
+        inside.pop()
 
-    train()
-    memory = [p.data_ptr() for p in pipe.parameters()]
-    calls, _ = interrupted(-1, train)
-    for at in range(5, calls, max(1, calls // 60)):
-        interrupted(at, train)
-        assert [p.data_ptr() for p in pipe.parameters()] == memory, at
-        assert torch.is_autocast_cache_enabled()
-    assert len(train().losses) == 3
+    layers = nn.Sequential(Do(layer), nn.Linear(3, 3), Do(layer))
+    options: Any = {"balance": [1, 2], "chunks": 2, "checkpoint": "never"}
+    pipe = pipe_of(layers, **options)
+    x = torch.randn(4, 3)
+
+    def call() -> None:
+        pipe.train_batch(x, loss_fn=torch.mean)
+
+    def run(at: int) -> int:
+        begun: list[bool] = []
+
+        def wanted(code: CodeType) -> bool:
+            if code is engine.Engine.run.__code__:
+                begun.append(True)
+            # Python's own threads and locks stay half made.
+            made = code.co_name in ("__init__", "start")
+            return bool(begun) and code.co_filename in files and not made
+
+        lines = Lines(wanted, at)
+        gc.disable()  # a finalizer loses what is raised in it
+        try:
+            lines.during(call)
+        except (KeyboardInterrupt, RuntimeError):  # Python's `Condition` may not hold its lock
+            pass
+        finally:
+            gc.enable()
+        return len(lines.seen)
+
+    for new in (False, True):  # threads are there, or started in this call
+        for at in count(1, 3 if new else 1):
+            if new:
+                pipe = pipe_of(layers, **options)
+            seen = run(at)
+            assert not inside, at
+            before = len(entered)
+            call()
+            assert len(entered) - before == 4, at
+            if seen < at:
+                break
+        assert at > 20
+        gc.collect()
+        assert len(our_threads()) == 2
