@@ -120,7 +120,7 @@ def drawn_case(
         driver = chance.choice(DRIVERS)
         if driver == "forward" and "noisy_hook" in model.layers:
             driver = "train"  # hooks in the backward of `pipe(x)` draw in autograd's order
-        schedule = _schedule(chance, devices, model)
+        schedule = _schedule(chance, devices, model, max(replicas) > 1)
         sizes = [chunks if chance.random() < 0.3 else chance.randint(1, 9)]
         if driver == "iterator":
             sizes *= chunks
@@ -147,13 +147,14 @@ def drawn_case(
     return replace(case, checkpoint=checkpoint, unpack=unpack, training=chance.random() < 0.9)
 
 
-def _schedule(chance: random.Random, devices: Sequence[int], model: Model) -> Any:
+def _schedule(chance: random.Random, devices: Sequence[int], model: Model, copied: bool) -> Any:
     """One that has a name, 1F1B with any slots, or any order at all."""
     kinds = [*fitting(devices), "slots", *([] if model.draws else ["any"])]
     kind = chance.choice(kinds)
     if kind == "slots":
         counts = sorted((chance.randint(1, 6) for _ in devices), reverse=True)
-        return partial(one_f_one_b, slots=chance.choice(["textbook", "overlap", counts]))
+        slots = ["textbook", "overlap", "overlap" if copied else counts]
+        return partial(one_f_one_b, slots=chance.choice(slots))
     if kind == "any":
         seed, in_order = chance.randrange(1000), model.counts
         return partial(any_schedule, seed=seed, halves=True, in_order=in_order)

@@ -161,7 +161,9 @@ KINDS: dict[str, Kind] = {
     ),
     # It draws for negative numbers only; there is always one, for whoever first draws late may be
     # recomputed with other numbers, as the limits say.
-    "rrelu": Kind(lambda: Inner(nn.Sequential(Do(lambda x: x - x.amax()), nn.RReLU())), draws=True),
+    "rrelu": Kind(
+        lambda: Inner(nn.Sequential(Do(lambda x: x - x.amax()), nn.RReLU())), draws=True, once=False
+    ),
     "noise": Kind(Noise, passes=True, draws=True),
     "fork_rng": Kind(ForkRng, draws=True, cpu=True),
     "checkpoint_dropout": Kind(

@@ -168,10 +168,9 @@ def run_plain(
     if call.driver == "forward":
         loss = loss_of(output)
         if loss is not None:
-            loss.backward()
-            pairs = zip(map(wanted_in, outputs), map(wanted_in, ends), strict=True)
-            roots: Any = [(there, [end.grad for end in own]) for there, own in pairs]
-            go_back(roots, leaves(model), orders, case.balance, case.replicas)
+            given = iter(torch.autograd.grad(loss, wanted_in(ends)))
+            roots: Any = [(t, [next(given) for _ in t]) for t in map(wanted_in, outputs)]
+            go_back(roots, leaves(model), orders, case.balance, case.replicas, at_once=True)
         return found(output, loss)
     shares = shared(call, losses, [len(piece) for piece in whole])
     if call.driver == "eval":

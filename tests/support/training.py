@@ -204,11 +204,13 @@ def go_back(
     orders: Sequence[Sequence[int]],
     balance: Sequence[int],
     replicas: Sequence[int] | None = None,
+    *,
+    at_once: bool = False,
 ) -> None:
     """Each micro-batch goes back by itself, from tensors with their gradients.
 
     Its gradients are added to those of leaves, whose names begin with the number of a layer, in the
-    order of that layer's stage; those of replicas one by one.
+    order of that layer's stage, those of replicas one by one; or, ``at_once``, their sum is.
     """
     before = [leaf.grad for leaf in leaves.values()]
     grads = []
@@ -223,13 +225,16 @@ def go_back(
         leaf.grad = before[k]
         j = stages[int(name.split(".")[0])]
         r = 1 if replicas is None else replicas[j]
+        whole = torch.empty_like(leaf, requires_grad=True) if at_once else leaf
         for replica in range(r):
-            total = torch.empty_like(leaf, requires_grad=True) if replica else leaf
+            total = torch.empty_like(leaf, requires_grad=True) if replica else whole
             for i in orders[j]:
                 if i % r == replica:
                     add_grad(total, grads[i][k])
             if replica:
-                add_grad(leaf, total.grad)
+                add_grad(whole, total.grad)
+        if at_once:
+            add_grad(leaf, whole.grad)
 
 
 def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
