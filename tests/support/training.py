@@ -274,15 +274,17 @@ def orders_of(schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def assert_same_step(actual: Result, expected: Result, *, exact: bool = True) -> None:
+def assert_same_step(
+    actual: Result, expected: Result, *, exact: bool = True, **tolerance: float
+) -> None:
     """Equality to the last bit; with ``exact=False`` parameters' gradients to rounding."""
     rounded = () if exact else ("parameter_grads",)
-    assert_same(actual, expected, "the step's ", rounded=rounded)
+    assert_same(actual, expected, "the step's ", rounded=rounded, **tolerance)
 
 
 def assert_trains_as(
     pipe: Pipe, plain: nn.Sequential, x: Any, target: Any = None, *, loss_fn: Any,
-    schedule: Any = "1f1b", **options: Any,
+    schedule: Any = "1f1b", tolerance: dict[str, float] | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """A step of a pipe equals that of the plain model, which is returned."""
     plan = schedule_of(pipe, len(cut(x, pipe.chunks)), schedule)
@@ -291,7 +293,7 @@ def assert_trains_as(
         balance=pipe.balance,
     )  # fmt: skip
     actual = pipe_step(pipe, x, target, loss_fn=loss_fn, schedule=schedule, **options)
-    assert_same_step(actual, expected, exact=not plan.splits)
+    assert_same_step(actual, expected, exact=not plan.splits, **(tolerance or {}))
     return expected
 
 

@@ -1,8 +1,7 @@
-"""Leaves that are no parameters of a layer: in a plain list, in a closure, tied later on."""
+"""Leaves that are no parameters of a layer: in a plain list, in a closure, of the loss."""
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,115 +10,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe
 from syncpipe.runtime.graph import nodes_of
 from syncpipe.training.cell import ANCHOR, Border
-from tests.support.running import assert_same
-from tests.support.training import FOUR, KINDS, RUNS
-
-CHECKPOINTS = ["never", "except_last", "always"]
-every_run = pytest.mark.parametrize("run", KINDS)
-every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+from tests.support.models import CHECKPOINT_MODES
+from tests.support.running import pipe_of
+from tests.support.training import KINDS, RUNS
 
 
-class Shift(nn.Module):
-    """Adds a weight of its own, registered or in a plain list; both gradients are one memory."""
+class Unseen(nn.Module):
+    """Multiplies by the sum of some of two weights in a plain list, which it chooses by its input.
 
-    def __init__(self, width: int, registered: bool) -> None:
+    Of both the first gradients are one tensor.
+    """
+
+    def __init__(self, choose: Any) -> None:
         super().__init__()
-        weight = nn.Parameter(torch.linspace(-1, 1, 2 * width))
-        if registered:
-            self.weight = weight
-        self.unseen = [weight]
+        self.unseen, self.choose = [nn.Parameter(torch.ones(2, 4)) for _ in range(2)], choose
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.unseen[0].view(x.shape)
-
-
-def shifted(registered: bool, width: int = 4) -> nn.Sequential:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(width, width), Shift(width, registered)]
-    return nn.Sequential(*layers)
-
-
-def unseen_in(module: nn.Module) -> list[nn.Parameter]:
-    return [each.unseen[0] for each in module.modules() if isinstance(each, Shift)]
-
-
-def pipe_of(module: nn.Sequential, run: str, chunks: int = 4, checkpoint: str = "never") -> Pipe:
-    return Pipe(module, [2] * 4, devices=RUNS[run][1], chunks=chunks, checkpoint=checkpoint)
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
+        return x * sum(weight.view(-1) for weight in self.unseen[self.choose(x)]).view(2, 4)
 
 
 def test_two_leaves_whose_first_gradients_are_one_tensor_get_one_each():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.unseen = [nn.Parameter(torch.zeros(2, 4)) for _ in range(2)]
-
-        def forward(self, x):
-            return x * sum(weight.view(-1) for weight in self.unseen).view(2, 4)
-
-    layer = Both()
-    pipe = Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], chunks=3)
-    pipe.train_batch(torch.ones(6, 4), loss_fn=torch.sum, loss_reduction="sum")
+    layer = Unseen(lambda x: slice(None))
+    pipe_of(nn.Sequential(layer, nn.Identity()), chunks=3).train_batch(
+        torch.ones(6, 4), loss_fn=torch.sum, loss_reduction="sum"
+    )
     for weight in layer.unseen:
         assert torch.equal(weight.grad, torch.full((2, 4), 3.0))
 
 
-@every_run
-@every_mode
-@pytest.mark.parametrize("weights", [None, [1.0, 3.0, 2.0, 5.0]], ids=["mean", "weighted"])
-@pytest.mark.parametrize("context", [torch.enable_grad, inline], ids=["threads", "inline"])
-def test_unregistered_leaves_learn_as_parameters_do(run, checkpoint, weights, context):
-    """With ``(loss, weight)`` the gradients are put right at the end of the call."""
-    x, target = torch.randn(8, 4), torch.randn(8, 4)
-    found = []
-    for registered in (False, True):
-        module, given = shifted(registered), iter(weights or ())
-
-        def loss_fn(output: Tensor, target: Tensor, given: Any = given) -> Any:
-            loss = F.mse_loss(output, target)
-            return loss if weights is None else (loss, next(given))
-
-        for weight in unseen_in(module) if weights else ():
-            weight.grad = torch.full_like(weight, 0.25)  # is not weighted
-        with context():
-            pipe_of(module, run, checkpoint=checkpoint).train_batch(
-                x, target, loss_fn=loss_fn, verify=False, **RUNS[run][0]
-            )
-        found.append([weight.grad for weight in unseen_in(module)])
-    assert_same(*found)
-
-
 def test_a_leaf_that_only_some_micro_batches_use_is_found():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.unseen = [nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4))]
-
-        def forward(self, x):
-            return x + self.unseen[int(x[0, 0])].view(2, 4)
-
-    layer = Sometimes()
-    pipe = Pipe(nn.Sequential(nn.Identity(), layer), [1, 1], chunks=4, checkpoint="never")
-    x = torch.tensor([0.0, 1.0, 1.0, 0.0]).repeat_interleave(2)[:, None].expand(8, 4).contiguous()
+    """With ``(loss, weight)`` gradients are put right at the end, but for what was there before."""
+    layer = Unseen(lambda x: slice(int(x[0, 0]) - 1, int(x[0, 0])))
+    pipe = pipe_of(nn.Sequential(nn.Identity(), layer), checkpoint="never")
+    x = torch.tensor([1.0, 2.0, 2.0, 1.0]).repeat_interleave(2)[:, None].repeat(1, 4)
     given = iter([1.0, 3.0, 3.0, 1.0])
+    layer.unseen[1].grad = torch.ones(2, 4)
     pipe.train_batch(x, loss_fn=lambda y: (y.sum(), next(given)))
     torch.testing.assert_close(layer.unseen[0].grad, torch.full((2, 4), 2 / 8))
-    torch.testing.assert_close(layer.unseen[1].grad, torch.full((2, 4), 6 / 8))
+    torch.testing.assert_close(layer.unseen[1].grad, torch.full((2, 4), 1 + 2 * 6 / 8))
     for leaf in layer.unseen:
         leaf.grad = None
     pipe(x).sum().backward()
-    assert [leaf.grad.sum().item() for leaf in layer.unseen] == [16.0, 16.0]
-
-
-# -- ties that the pipe was not told of
+    assert [leaf.grad.sum().item() for leaf in layer.unseen] == [16.0, 32.0]
 
 
 class Borrows(nn.Module):
@@ -133,48 +68,53 @@ class Borrows(nn.Module):
         return F.linear(x, self.weight_of())
 
 
-@every_run
-@every_mode
-@pytest.mark.parametrize("registered", [True, False])
-def test_a_leaf_that_two_workers_use_through_a_closure_is_refused(run, checkpoint, registered):
+def borrowed(first: bool, last: bool, *, devices: Any = None, **options: Any) -> tuple[Pipe, Any]:
+    """A pipe whose first and last layer may have one weight, in a closure; and its first layer."""
     owner = nn.Linear(4, 4, bias=False)
-    first = owner if registered else Borrows(owner.weight)
-    second = Borrows(owner.weight)
-    module = nn.Sequential(first, nn.Tanh(), nn.Tanh(), second)
-    pipe = Pipe(module, [1] * 4, devices=RUNS[run][1], chunks=4, checkpoint=checkpoint)
+    borrows = Borrows(owner.weight)
+    layers = [borrows if first else owner, nn.Tanh(), nn.Tanh(), borrows if last else nn.Tanh()]
+    return Pipe(nn.Sequential(*layers), [1] * 4, devices=devices, **options), owner
+
+
+@pytest.mark.parametrize("run", KINDS)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        (False, True, r"float32\[4, 4\].*stage 0 \(layer 0, .*stage 3"),
+        (True, True, r"float32\[4, 4\].*stage 0 \(layer 0, .*stage 3"),
+        (False, False, "or loss_fn"),
+    ],
+)
+def test_a_leaf_that_two_workers_use_is_refused(run, checkpoint, first, last, message):
+    options, devices = RUNS[run]
+    pipe, owner = borrowed(first, last, devices=devices, chunks=4, checkpoint=checkpoint)
     before = owner.weight.grad = torch.ones(4, 4)
-    with pytest.raises(RuntimeError, match=r"float32\[4, 4\].*stage 0 \(layer 0, .*stage 3"):
-        pipe.train_batch(torch.randn(8, 4), torch.randn(8, 4), loss_fn=loss_of, **RUNS[run][0])
+    with pytest.raises(RuntimeError, match=message):
+        pipe.train_batch(
+            torch.randn(8, 4), loss_fn=lambda y: y.mean() + owner.weight.mean(), **options
+        )
     assert owner.weight.grad is before
     assert torch.equal(before, torch.ones(4, 4))
 
 
-def test_a_leaf_that_two_stages_of_one_worker_use_through_a_closure_trains():
-    weight = nn.Parameter(torch.eye(4))
-    layers = [Borrows(weight), nn.Tanh(), nn.Tanh(), Borrows(weight)]
-    pipe = Pipe(nn.Sequential(*layers), [1] * 4, devices=["cpu:0"] * 4, chunks=4)
-    x, target = torch.randn(8, 4), torch.randn(8, 4)
-    pipe.train_batch(x, target, loss_fn=loss_of)
-    grad, weight.grad = weight.grad, None
-    loss_of(nn.Sequential(*layers)(x), target).backward()
-    torch.testing.assert_close(grad, weight.grad)
+def test_a_leaf_that_two_stages_of_one_worker_use_trains():
+    """Stages and the loss; and the loss may have parameters of the last stage."""
+    pipe, owner = borrowed(True, True, devices=["cpu:0"] * 4, chunks=4)
+    x = torch.randn(8, 4)
 
+    def loss_fn(y: Tensor) -> Tensor:
+        return y.mean() + owner.weight.square().mean()
 
-def test_parameters_that_the_loss_borrows_from_another_worker_are_refused():
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    pipe = Pipe(layers, [1] * 4, devices=FOUR, chunks=4)
-    for k in (0, 3):  # those of the last stage are fine
-        grads = contextlib.nullcontext() if k == 3 else pytest.raises(RuntimeError, match="loss_fn")
-        with grads:
-            pipe.train_batch(
-                torch.randn(8, 4), loss_fn=lambda y, k=k: y.mean() + pipe[k].weight.square().mean()
-            )
-        assert (pipe[0].weight.grad is None) == (k == 0)
+    pipe.train_batch(x, loss_fn=loss_fn)
+    grad, owner.weight.grad = owner.weight.grad, None
+    loss_fn(nn.Sequential(*pipe)(x)).backward()
+    torch.testing.assert_close(grad, owner.weight.grad)
 
 
 def test_a_parameter_of_the_loss_is_refused_where_several_workers_compute_it():
     layers, scale = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Parameter(torch.ones(4))
-    pipe = Pipe(layers, [1, 1], devices=FOUR, replicas=[1, 3], chunks=6)
+    pipe = Pipe(layers, [1, 1], devices=RUNS["1f1b"][1], replicas=[1, 3], chunks=6)
     with pytest.raises(RuntimeError, match="or loss_fn, on cpu"):
         pipe.train_batch(torch.randn(12, 4), loss_fn=lambda y: (y * scale).mean())
     assert scale.grad is None

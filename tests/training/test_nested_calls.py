@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from syncpipe import inline
+from syncpipe import Pipe, inline
 from tests.support.running import MODES, Dawdle, Noise, assert_same, pipe_of
 
 SCHEDULES = ("naive", "gpipe", "1f1b")  # what zero bubble adds is equal to rounding only
@@ -73,27 +75,48 @@ def test_a_forward_inside_does_as_inline(mode):
     assert_same(steps(ours), expected)
 
 
+def stream(pipe, **given):
+    return pipe.train_stream(
+        given["data_iter"], optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=given["loss_fn"]
+    )
+
+
+CALLS = {
+    "train_batch": Pipe.train_batch,
+    "eval_batch": Pipe.eval_batch,
+    "stream": stream,
+    "pipe(x)": lambda pipe, **given: pipe(X),
+}
+#: What would change gradients or modes, or see weights of no one moment.
+REFUSED = [*product(["train_batch"], list(CALLS)[:3]), *product(["stream"], CALLS)]
+REFUSED += [("eval_batch", "eval_batch")]
+
+
 @pytest.mark.parametrize("context", [inline, torch.enable_grad], ids=["inline", "workers"])
 @pytest.mark.parametrize("where", ["loss_fn", "data_iter"])
-@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_what_changes_gradients_or_modes_is_refused_inside(call, where, context):
+@pytest.mark.parametrize(("outer", "inner"), REFUSED)
+def test_what_changes_gradients_modes_or_weights_is_refused_inside(outer, inner, where, context):
     pipe = pipe_of(model())
-    again = getattr(pipe, call)
+
+    def again():
+        CALLS[inner](pipe, data_iter=iter(pieces()), loss_fn=F.mse_loss)
 
     def loss_fn(output, target):
         if where == "loss_fn":
-            again(X, Y, loss_fn=F.mse_loss)
+            again()
         return F.mse_loss(output, target)
 
     def data():
         for x, y in pieces():
             if where == "data_iter":
-                again(X, Y, loss_fn=F.mse_loss)
+                again()
             yield x, y
 
+    message = "(inside of a call of the same pipe|train_stream calls this)"
     with context():
-        with pytest.raises(RuntimeError, match="inside of a call of the same pipe"):
-            pipe.train_batch(data_iter=data(), loss_fn=loss_fn)
+        with pytest.raises(RuntimeError, match=message):
+            CALLS[outer](pipe, data_iter=data(), loss_fn=loss_fn)
         assert all(p.grad is None for p in pipe.parameters())
         assert all(module.training for module in pipe.modules())
         pipe.train_batch(X, Y, loss_fn=F.mse_loss)
+        pipe.eval_batch(X)
