@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
+from syncpipe.runtime.streams import AcceleratorStreams
 from syncpipe.runtime.worker import Worker
 from tests.support import accelerator as acc
 from tests.support.running import Residual
@@ -25,20 +26,28 @@ WAYS = [
 ]  # fmt: skip
 
 
-def two_workers() -> list[Any]:
-    a, b = Worker(acc.device(1)), Worker(acc.device(1))
-    return [a, b, a, b]
+def places(kind: type, *indices: int) -> Callable[[], list[Any]]:
+    return lambda: [kind(acc.device(k)) for k in indices]
 
 
 LAYOUTS: dict[str, Callable[[], list[Any]]] = {
-    "four": lambda: [acc.device(k) for k in range(4)],
-    "backwards": lambda: [acc.device(k) for k in (3, 1, 2, 0)],
-    "interleaved": lambda: [acc.device(k) for k in (0, 1, 0, 1)],
-    "workers": lambda: [Worker(acc.device(k)) for k in range(4)],
-    "two workers on one": two_workers,
+    "four": places(torch.device, 0, 1, 2, 3),
+    "backwards": places(torch.device, 3, 1, 2, 0),
+    "interleaved": places(torch.device, 0, 1, 0, 1),
+    "workers": places(Worker, 0, 1, 2, 3),
+    "two workers on one": lambda: places(Worker, 1, 1)() * 2,
     "host between": lambda: [acc.device(0), "cpu:0", acc.device(1), acc.device(2)],
     "host at the ends": lambda: ["cpu:0", acc.device(1), acc.device(2), "cpu:1"],
     "in turns": lambda: ["cpu:0", acc.device(1), "cpu:1", acc.device(0)],
+}
+#: With replicas, for models of seven layers: balance, replicas, devices.
+SHAPES: dict[str, tuple[list[int], list[int], Callable[[], list[Any]]]] = {
+    "last": ([3, 2, 2], [1, 1, 2], LAYOUTS["four"]),
+    "hybrid": ([4, 3], [2, 2], LAYOUTS["four"]),
+    "data parallel": ([7], [4], LAYOUTS["four"]),
+    "in rounds": ([2, 2, 2, 1], [2] * 4, places(torch.device, 0, 1, 2, 3, 0, 1, 2, 3)),
+    "three and one": ([4, 3], [3, 1], places(torch.device, 3, 1, 0, 2)),
+    "by hand": ([4, 3], [2, 2], places(Worker, 0, 1, 1, 1)),
 }
 
 
@@ -50,12 +59,12 @@ def model() -> nn.Sequential:
     ).double()  # fmt: skip
 
 
-def pipe_of(module: nn.Sequential, layout: str, **arguments: Any) -> Pipe:
-    n = len(module)
-    balance = [n // 4 + (j < n % 4) for j in range(4)]
-    return Pipe(
-        copy.deepcopy(module), balance, devices=LAYOUTS[layout](), chunks=CHUNKS, **arguments
-    )
+def pipe_of(module: nn.Sequential, layout: str, **options: Any) -> Pipe:
+    """A pipe of a copy, with four stages or of a shape."""
+    even = [len(module) // 4 + (j < len(module) % 4) for j in range(4)]
+    balance, replicas, devices = SHAPES.get(layout) or (even, [1] * 4, LAYOUTS[layout])
+    options = {"devices": devices(), "replicas": replicas, "chunks": CHUNKS, **options}
+    return Pipe(copy.deepcopy(module), balance, **options)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -76,12 +85,46 @@ def expected(module: nn.Sequential, x: Tensor, target: Tensor, loss_fn: Any) -> 
     return [loss.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-def trained(pipe: Pipe, x: Tensor, target: Tensor, loss_fn: Any, **arguments: Any) -> list[Tensor]:
-    """The same of a pipe; everything is read on the streams on which it was asked for."""
+def step(
+    pipe: Pipe, x: Tensor, target: Tensor, loss_fn: Any, schedule: str = "1f1b", **options: Any
+) -> Tensor:
+    """The loss of a step of ``train_batch``, or of the caller's own."""
+    if schedule != "pipe(x)":
+        return pipe.train_batch(x, target, loss_fn=loss_fn, schedule=schedule, **options)
+    loss: Tensor = loss_fn(pipe(x), target.to(pipe.devices[-1]))
+    loss.backward()
+    return loss.detach()
+
+
+def trained(pipe: Pipe, x: Tensor, *arguments: Any, **options: Any) -> list[Tensor]:
+    """Loss and gradients of a pipe; they are read on the streams on which it was asked for."""
     pipe.zero_grad()
     x = x.detach().to(pipe.devices[0]).requires_grad_()
-    loss = pipe.train_batch(x, target, loss_fn=loss_fn, **arguments)
+    loss = step(pipe, x, *arguments, **options)
     return [loss, x.grad, *(p.grad for p in pipe.parameters())]
+
+
+class OwnStream(nn.Module):
+    """Runs a module on a stream of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stream: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y: Tensor = self.inner(x)
+            return y
+        here = torch.accelerator.current_stream(x.device)
+        self.stream = self.stream or torch.Stream(device=x.device)
+        self.stream.wait_stream(here)
+        x.record_stream(self.stream)
+        with AcceleratorStreams(x.device).use(self.stream):
+            y = self.inner(x)
+        here.wait_stream(self.stream)
+        y.record_stream(here)
+        return y
 
 
 def assert_close(found: list[Tensor], right: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,42 +17,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.runtime.streams import AcceleratorStreams
-from tests import simulated
 from tests.accelerators.four import (
     CHUNKS,
     LAYOUTS,
     MODES,
+    ROWS,
     WIDTH,
+    OwnStream,
     assert_close,
     data,
     expected,
     model,
     pipe_of,
+    step,
     trained,
-    weighted,
 )
 from tests.support import accelerator as acc
 from tests.support.running import Residual
+from tests.support.watched import Fails, numbered
+from tests.training.failures.failing import Grads
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("layout", ["host at the ends", "in turns"])
-def test_weights_of_another_device(layout):
-    """A weight on an accelerator, of a loss on the host or the other way round."""
-    plain = model()
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over what is not masked; of a micro-batch without any it is 0 / 0."""
+    return F.cross_entropy(output, target, reduction="sum") / counted(target)
 
-    def elsewhere(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        other = acc.device(2) if output.device.type == "cpu" else torch.device("cpu")
-        return F.mse_loss(output, target), (target.to(other) > 0).double().sum()
 
-    pipe = pipe_of(plain, layout)
-    x, target = data()
-    right = expected(plain, x, target, weighted)
-    for k in range(5):
-        with acc.late(k):
-            assert_close(trained(pipe, x, target, elsewhere), right)
+def counted(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def elsewhere(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight is on an accelerator, of a loss on the host, or the other way round."""
+    other = acc.device(2) if output.device.type == "cpu" else torch.device("cpu")
+    return masked(output, target), counted(target.to(other))
+
+
+WEIGHED: dict[str, dict[str, Any]] = {
+    "known": {"loss_fn": F.cross_entropy},
+    "weight": {"loss_fn": masked, "weight": counted},
+    "with the loss": {"loss_fn": lambda y, t: (masked(y, t), counted(t))},
+    "elsewhere": {"loss_fn": elsewhere},
+}
+
+
+@pytest.mark.parametrize("at", [0, -1], ids=["target on the first", "target on the last"])
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [*product(["four"], WEIGHED), *product(["host at the ends", "in turns"], ["elsewhere"])],
+)
+def test_masked_losses(layout, way, at):
+    """Nobody waits for their weights, but where these are made elsewhere."""
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    pipe, x, target = pipe_of(plain, layout), data()[0].requires_grad_(), torch.arange(ROWS) % WIDTH
+    target[[2, 3, 4, 5, 7]] = -100
+    loss = F.cross_entropy(plain(x), target)
+    loss.backward()
+    there, target = x.to(pipe.devices[0]), target.to(pipe.devices[at])
+    for k in range(3):
+        with acc.late(k), nullcontext() if way == "elsewhere" else acc.no_waits():
+            found = trained(pipe, there, target, verify=False, **WEIGHED[way])
+        assert_close(found, [loss.detach(), x.grad, *(p.grad for p in plain.parameters())])
 
 
 class Index(nn.Module):
@@ -75,63 +103,34 @@ def test_the_device_of_a_stage_is_current(layout):
         assert torch.accelerator.current_device_index() == 0
 
 
-class Breaks(nn.Module):
-    """Fails when it is told to, in forward or in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.when = ""
-        self.left = 0
-
-    def come(self, when: str) -> None:
-        if when == self.when:
-            self.left -= 1
-            if self.left == 0:
-                raise ValueError(f"in {when}")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.come("forward")
-        if x.requires_grad:
-            x = x * 1
-            x.register_hook(lambda _: self.come("backward"))
-        return x
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "place"),
+    [
+        *product(["pipe(x)", "gpipe", "1f1b", "zb_h1"], ["forward", "backward"]),
+        *product(["gpipe", "1f1b", "zb_h1"], ["loss"]),
+    ],
+)
 @pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
-def test_an_exception_on_device_2(layout, schedule, where):
+def test_an_exception_on_device_2(layout, schedule, place):
     """It arrives as itself, gradients are as before the call, and the pipe works again."""
-    plain = nn.Sequential(*model()[1:3], Breaks(), nn.Linear(WIDTH, WIDTH).double())
+    plain = nn.Sequential(*(Fails() for _ in range(4))).double()
     pipe = pipe_of(plain, layout, checkpoint="never")
-    x, target = data()
-    right = expected(plain, x, target, weighted)
-    assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
-    before = [p.grad.clone() for p in pipe.parameters()]
-    breaks = pipe[2]
-    for k in range(1, CHUNKS + 1):
-        breaks.when, breaks.left = where, k
+    x, target = numbered(CHUNKS).double(), torch.randn(2 * CHUNKS, 5, dtype=torch.float64)
+    given, right = x.to(pipe.devices[0]), expected(plain, x, target, F.mse_loss)
+    fails = pipe[2]
 
-        def loss_fn(output: Tensor, target: Tensor) -> Any:
-            breaks.come("loss")
-            return weighted(output, target)
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        fails.act("loss", int(output[0, 0]))
+        return F.mse_loss(output, target)
 
-        with acc.late(k), pytest.raises(ValueError, match=f"in {where}"):
-            pipe.train_batch(x.to(pipe.devices[0]), target, loss_fn=loss_fn, schedule=schedule)
-        for p, grad in zip(pipe.parameters(), before, strict=True):
-            assert torch.equal(p.grad, grad)
-        if where != "loss":
-            breaks.left = k
-            with pytest.raises(ValueError, match=f"in {where}"):
-                pipe(x.to(pipe.devices[0])).sum().backward()
-            # ``backward()`` leaves what it has added, and the workers' streams may be adding still.
-            for device in pipe.devices:
-                if device.type != "cpu":
-                    torch.accelerator.synchronize(device)
-            for p, grad in zip(pipe.parameters(), before, strict=True):
-                p.grad = grad.clone()
-    breaks.when = ""
-    assert_close(trained(pipe, x, target, weighted, schedule=schedule), right)
+    for i in range(CHUNKS):
+        before = Grads(pipe)
+        fails.error, fails.phase, fails.i = ValueError("bad"), place, i
+        with acc.late(i), pytest.raises(ValueError, match="bad"):
+            step(pipe, given, target, loss_fn, schedule)
+        acc.synchronize()
+        assert before.unchanged()
+        assert_close(trained(pipe, x, target, loss_fn, schedule), right)
 
 
 ACCELERATORS = ["four", "backwards", "interleaved", "workers", "two workers on one"]
@@ -144,35 +143,27 @@ def test_dropout_draws_the_same_everywhere():
     ).double()
     x, target = data()
     results = []
-    for layout in ACCELERATORS:
-        for checkpoint, balance in zip(
-            MODES, ([2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 2]), strict=True
-        ):
-            pipe = Pipe(
-                copy.deepcopy(plain), balance, devices=LAYOUTS[layout](), chunks=CHUNKS,
-                checkpoint=checkpoint,
-            )  # fmt: skip
+    balances = [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 2]
+    for layout, (checkpoint, balance) in product(ACCELERATORS, zip(MODES, balances, strict=True)):
+        pipe = pipe_of(plain, layout, checkpoint=checkpoint)
+        pipe.balance = balance
+        for how in ("1f1b", "pipe(x)"):
             with acc.late():
                 torch.manual_seed(3)
-                results.append([t.cpu() for t in trained(pipe, x, target, F.mse_loss)])
-                torch.manual_seed(3)
-                pipe.zero_grad()
-                given = x.to(pipe.devices[0]).requires_grad_()
-                loss = F.mse_loss(pipe(given), target.to(pipe.devices[-1]))
-                loss.backward()
-                found = [loss.detach(), given.grad, *(p.grad for p in pipe.parameters())]
-                results.append([t.cpu() for t in found])
+                results.append([t.cpu() for t in trained(pipe, x, target, F.mse_loss, how)])
     for result in results[1:]:
         assert_close(result, results[0])
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "deferred"), [*product(LAYOUTS, [False, True]), ("data parallel", True)]
+)
 def test_batch_norm(layout, deferred):
     """Running statistics: of each micro-batch, or (deferred) of the mini-batch."""
     plain = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH)
-    ).double()
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.BatchNorm1d(WIDTH),
+        *(nn.Identity() for _ in range(3)),
+    ).double()  # fmt: skip
     for checkpoint in MODES:
         pipe = pipe_of(plain, layout, checkpoint=checkpoint, deferred_batch_norm=deferred)
         other = copy.deepcopy(plain)
@@ -227,55 +218,60 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("layout", ["four", "workers", "in turns"])
-def test_optimizers(layout, name):
-    """Some steps, with clipped gradients and no wait in between."""
-    plain = model()
+@pytest.mark.parametrize(
+    ("layout", "how", "scaled"),
+    [
+        *product(["four", "workers"], ["pipe(x)", "1f1b", "zb_h1"], [True]),
+        *product(["workers", "in turns"], ["1f1b"], [False]),
+    ],
+)
+def test_optimizers(layout, how, scaled, name):
+    """Some steps, with clipped gradients and no wait in between.
+
+    A scaler unscales gradients on all devices, and passes over a step that overflows on one.
+    """
+    plain = model().float()
     pipe = pipe_of(plain, layout)
     theirs, ours = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](pipe.parameters())
-    with acc.late():
-        for _ in range(3):
-            x, target = data()
-            ours.zero_grad()
-            pipe.train_batch(x.to(pipe.devices[0]), target, loss_fn=weighted)
+    scaler = torch.amp.GradScaler(acc.kind(), 16.0, growth_interval=100, enabled=scaled)
+    for k in range(4):
+        x, target = (tensor.float() for tensor in data())
+        given, goal = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
+        overflows = scaled and k == 2
+        goal[-1] *= float("inf") if overflows else 1
+        ours.zero_grad()
+        with acc.late(k):
+            if how == "pipe(x)":
+                scaler.scale(F.mse_loss(pipe(given), goal)).backward()
+            else:
+                step(pipe, given, goal, F.mse_loss, how, grad_scaler=scaler)
+            scaler.unscale_(ours)
             torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
-            ours.step()
-            for p, grad in zip(
-                plain.parameters(), expected(plain, x, target, weighted)[2:], strict=True
-            ):
-                p.grad = grad
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            theirs.step()
-        assert_close([p.detach() for p in pipe.parameters()], [*plain.parameters()])
-
-
-class OwnStream(nn.Module):
-    """A linear layer on a stream of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.stream: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            y: Tensor = self.linear(x)
-            return y
-        here = torch.accelerator.current_stream(x.device)
-        self.stream = self.stream or torch.Stream(device=x.device)
-        self.stream.wait_stream(here)
-        x.record_stream(self.stream)
-        with AcceleratorStreams(x.device).use(self.stream):
-            y = self.linear(x)
-        here.wait_stream(self.stream)
-        y.record_stream(here)
-        return y
+            scaler.step(ours)
+            scaler.update()
+        if scaled:
+            # Gradients lie in memory of the workers' streams, which wait for the caller's when they
+            # go on. Simulated memory is spoilt when it is handed back, not when it is used again.
+            acc.synchronize()
+            assert scaler.get_scale() == (8 if k >= 2 else 16)
+        if overflows:
+            continue
+        grads = expected(plain, x, target, F.mse_loss)[2:]
+        for p, grad in zip(plain.parameters(), grads, strict=True):
+            p.grad = grad
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
 def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
     plain = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), OwnStream(), Residual(WIDTH), nn.Linear(WIDTH, WIDTH)
+        nn.Linear(WIDTH, WIDTH),
+        OwnStream(nn.Linear(WIDTH, WIDTH)),
+        Residual(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
     ).double()
     x = torch.randn(6, WIDTH, dtype=torch.float64)
     (plain(x) ** 2).mean().backward()
@@ -284,9 +280,6 @@ def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
         devices = [acc.device(0), acc.device(1)]
         pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
         pipe.zero_grad()
-        late = simulated.delays(0.5, 0.5, seed=seed) if simulated.loaded() else nullcontext()
-        with late:
+        with acc.late(seed):
             pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
-        for p, grad in zip(pipe.parameters(), wanted, strict=True):
-            assert p.grad is not None
-            assert_close(p.grad.cpu(), grad)
+        assert_close([p.grad for p in pipe.parameters()], wanted)

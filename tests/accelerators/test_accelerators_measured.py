@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from syncpipe import Pipe, plan
 from syncpipe.balance import balance_by_size, balance_by_time, profile
 from syncpipe.timeline.timeline import Span
+from tests.accelerators.four import LAYOUTS, step
 from tests.support import accelerator as acc
 from tests.support.running import on_gradient
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
+pytestmark = pytest.mark.gpu
 
 WIDTH, CHUNKS = 4, 4
 SLEEP = 8.0  # milliseconds
@@ -38,35 +39,35 @@ class Sleeps(nn.Linear):
 
 def traced(pipe: Pipe, how: str) -> list[Span]:
     """What a step did, without transfers, in the order in which it began."""
-    x = torch.randn(8, WIDTH, device=pipe.devices[0], requires_grad=True)
+    x, target = torch.randn(8, WIDTH, device=pipe.devices[0], requires_grad=True), torch.zeros(8)
 
-    def step() -> None:
-        if how == "pipe(x)":
-            pipe(x).sum().backward()
-        else:
-            pipe.train_batch(x, loss_fn=torch.sum, loss_reduction="sum", schedule=how)
+    def run() -> None:
+        step(pipe, x, target, lambda y, _: y.sum(), how)
 
-    step()  # streams and threads are made
+    run()  # streams and threads are made
     acc.synchronize()
     with pipe.trace() as trace:
-        step()
+        run()
     assert 0 < trace.bubble < 1
     return sorted((s for s in trace.spans if s.kind in KINDS), key=lambda span: span.start)
 
 
 @pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_spans_of_a_device_follow_each_other(four_devices, checkpoint, how):
-    """And last at least as long as their kernels."""
-    layers = nn.Sequential(*(Sleeps() for _ in four_devices))
-    options = {"devices": four_devices, "chunks": CHUNKS, "checkpoint": checkpoint}
-    spans = traced(Pipe(layers, [1] * 4, **options), how)
+@pytest.mark.parametrize("layout", ["four", "two workers on one"])
+def test_spans_of_a_device_follow_each_other(layout, checkpoint, how):
+    """And last at least as long as their kernels: the host is done long before."""
+    layers, devices = nn.Sequential(*(Sleeps() for _ in range(4))), LAYOUTS[layout]()
+    spans = traced(
+        Pipe(layers, [1] * 4, devices=devices, chunks=CHUNKS, checkpoint=checkpoint), how
+    )
     for kind in ("forward", *["recompute"] * (checkpoint == "always")):
-        assert sorted((s.i, s.j) for s in spans if s.kind == kind) == [
-            (i, j) for i in range(CHUNKS) for j in range(4)
-        ]
+        found = sorted((s.i, s.j, s.end) for s in spans if s.kind == kind)
+        assert [(i, j) for i, j, _ in found] == [(i, j) for i in range(CHUNKS) for j in range(4)]
         assert min(s.end - s.start for s in spans if s.kind == kind) > SLEEP / 2e3
-    for row in range(4):
+        if kind == "forward":  # each stage after the one before
+            assert all(a[2] <= b[2] for a, b in itertools.pairwise(found) if a[0] == b[0])
+    for row in {span.row for span in spans}:
         here = [span for span in spans if span.row == row]
         assert all(a.end <= b.start for a, b in itertools.pairwise(here))
 

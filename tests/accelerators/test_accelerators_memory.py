@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from tests.accelerators import test_accelerators_copies as copies
-from tests.accelerators.four import LAYOUTS, WIDTH, data, model, pipe_of, weighted
+from tests.accelerators.four import LAYOUTS, WIDTH, data, model, pipe_of, trained, weighted
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
 STEPS = int(os.environ.get("SYNCPIPE_STEPS", "12"))
-MODES = ["always", "never"]
+MODES = ["always", "never", "offload"]
 
 
 def used() -> tuple[int, int]:
@@ -43,24 +43,22 @@ def assert_nothing_stays(step: Any, steps: int = STEPS) -> None:
 @pytest.mark.parametrize(
     ("layout", "how", "checkpoint"),
     [
-        (layout, how, MODES[(i + k) % 2])
+        (layout, how, MODES[(i + k) % 3])
         for i, layout in enumerate(["four", "workers", "interleaved", "in turns"])
         for k, how in enumerate(["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
         if how != "interleaved_1f1b" or layout not in ("four", "workers")  # one stage on each
     ],
 )
+@pytest.mark.usefixtures("offloads_everything")
 def test_training(layout, how, checkpoint):
     pipe = pipe_of(model(), layout, checkpoint=checkpoint)
     x, target = data()
-    x, target = x.to(pipe.devices[0]).requires_grad_(), target.to(pipe.devices[-1])
+    x, target = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
+    loss_fn = F.mse_loss if how == "pipe(x)" else weighted
 
     def step() -> None:
-        if how == "pipe(x)":
-            F.mse_loss(pipe(x), target).backward()
-        else:
-            pipe.train_batch(x, target, loss_fn=weighted, schedule=how)
+        trained(pipe, x, target, loss_fn, how)
         pipe.zero_grad()
-        x.grad = None
 
     assert_nothing_stays(step)
 
@@ -69,19 +67,20 @@ def test_training(layout, how, checkpoint):
 @pytest.mark.parametrize(("of", "shape"), [("tied", "four"), ("replicas", "hybrid")])
 def test_copies(of, shape, how):
     plain, given, loss_fn = copies.case(of)
-    pipe = copies.pipe_of(shape, plain, checkpoint="except_last")
+    pipe = pipe_of(plain, shape, checkpoint="except_last")
     assert_nothing_stays(lambda: copies.stepped(pipe, how, given, loss_fn))
 
 
+@pytest.mark.parametrize("checkpoint", ["except_last", "offload"])
 @pytest.mark.parametrize("layout", ["four", "in turns"])
-def test_all_else(layout):
+@pytest.mark.usefixtures("offloads_everything")
+def test_all_else(layout, checkpoint):
     """Evaluation, traces, failures, iterators, skipped backwards, statistics."""
     plain = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH)
     )
-    pipe = Pipe(
-        plain, [1] * 4, devices=LAYOUTS[layout](), chunks=2, deferred_batch_norm=True
-    )  # fmt: skip
+    options = {"devices": LAYOUTS[layout](), "checkpoint": checkpoint}
+    pipe = Pipe(plain, [1] * 4, chunks=2, deferred_batch_norm=True, **options)
     x, target = torch.randn(4, WIDTH, device=pipe.devices[0]), torch.randn(4, WIDTH)
 
     def fails(output: Tensor, target: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,24 +15,17 @@ from torch import Tensor, nn
 
 from syncpipe import Pipe
 from syncpipe.runtime import offload
-from syncpipe.runtime.streams import AcceleratorStreams
 from tests import simulated
-from tests.accelerators.four import LAYOUTS, WIDTH, model
-from tests.accelerators.test_accelerators_memory import assert_nothing_stays
+from tests.accelerators.four import LAYOUTS, WIDTH, OwnStream, trained
 from tests.support import accelerator as acc
-from tests.support.running import on_gradient, raising
+from tests.support.running import Do, on_gradient, raising
 
 pytestmark = pytest.mark.gpu
+everything = pytest.mark.usefixtures("offloads_everything")
 
 SIZE = (256, 512)  # half a MiB in a micro-batch of 256
 ONE = 256 * 512 * 4
 SCHEDULES = ["pipe(x)", "gpipe", "1f1b", "zb_h1"]
-
-
-@pytest.fixture
-def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of any size are offloaded."""
-    monkeypatch.setattr(offload, "SMALL", 1)
 
 
 @pytest.fixture
@@ -43,15 +38,16 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def results(pipe: Pipe, how: str, x: Tensor) -> list[Tensor]:
-    pipe.zero_grad()
-    x = x.detach().to(pipe.devices[0]).requires_grad_()
-    if how == "pipe(x)":
-        loss = pipe(x).square().mean()
-        loss.backward()
-    else:
-        loss = pipe.train_batch(x, loss_fn=lambda y: y.square().mean(), schedule=how)
-    found = [loss.detach(), x.grad, *(p.grad for p in pipe.parameters())]
+    found = trained(pipe, x, torch.zeros(len(x)), lambda y, _: y.square().mean(), how)
     return [tensor.cpu() for tensor in found]
+
+
+def both(module: nn.Sequential, **options: Any) -> Iterator[Pipe]:
+    """Pipes of copies of a module, one that keeps what it stores and one that offloads it."""
+    devices = LAYOUTS["four"]()[: len(module)]
+    for checkpoint in ("never", "offload"):
+        arguments = {"devices": devices, **options, "checkpoint": checkpoint}
+        yield Pipe(copy.deepcopy(module), [1] * len(module), **arguments)
 
 
 class Odd(nn.Module):
@@ -69,66 +65,30 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.usefixtures("everything")
-def test_views_come_back_as_views_with_their_strides(how):
-    torch.manual_seed(0)
+@everything
+def test_views_come_back_as_views_with_their_strides_whoever_is_late(how):
+    """Nothing is read before it is there, and nothing used again before it was read."""
     module, x = nn.Sequential(Odd(), Odd(), Odd(), Odd()), torch.randn(12, WIDTH)
-    found = []
-    for checkpoint in ("never", "offload"):
-        pipe = Pipe(copy.deepcopy(module), [1] * 4, devices=LAYOUTS["four"](), chunks=3,
-                    checkpoint=checkpoint)  # fmt: skip
-        found.append(results(pipe, how, x))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    kept, pipe = both(module, devices=LAYOUTS["interleaved"](), chunks=3)
+    found, wanted = [results(pipe, how, x)], results(kept, how, x)
+    workers = pipe._layout.workers[:2] if simulated.loaded() else []
+    for worker, lane in [(worker, worker.lane()) for worker in workers]:
+        for stream, seed in product((*worker.host_streams(), lane.compute), range(2)):
+            with simulated.delays(2.0, 0.7, seed=seed, stream=stream):
+                found.append(results(pipe, how, x))
+    for tensors in found:
+        assert all(map(torch.equal, tensors, wanted))
 
 
-@pytest.mark.skipif(not simulated.loaded(), reason="kernels can be made late on simulated devices")
-@pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.usefixtures("everything")
-def test_nothing_is_read_before_it_is_there_and_nothing_reused_before_it_was_read(how, seed):
-    torch.manual_seed(0)
-    module, x = nn.Sequential(Odd(), Odd(), Odd(), Odd()), torch.randn(12, WIDTH)
-    found = []
-    for checkpoint in ("never", "offload"):
-        pipe = Pipe(copy.deepcopy(module), [1] * 4, devices=LAYOUTS["interleaved"](), chunks=3,
-                    checkpoint=checkpoint)  # fmt: skip
-        if checkpoint == "never":
-            found.append(results(pipe, how, x))
-            continue
-        lanes = [worker.lane() for worker in pipe._layout.workers[:2]]
-        for worker, lane in zip(pipe._layout.workers, lanes, strict=False):
-            for stream in (*worker.host_streams(), lane.compute):
-                with simulated.delays(2.0, 0.7, seed=seed, stream=stream):
-                    found.append(results(pipe, how, x))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a, b)
-
-
-class Aside(nn.Module):
-    """Computes on a stream of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        main = torch.accelerator.current_stream(x.device)
-        if self.stream is None:
-            self.stream = torch.Stream(device=x.device)
-        self.stream.wait_event(main.record_event())
-        with AcceleratorStreams(x.device).use(self.stream):
-            for _ in range(2 * offload.AHEAD):
-                x = x.sin() + x
-            x.record_stream(main)
-        main.wait_event(self.stream.record_event())
-        return x.cos()
-
-
-@pytest.mark.usefixtures("everything")
+@everything
 def test_what_layers_store_on_streams_of_their_own_stays_there(copies):
-    pipe = Pipe(nn.Sequential(Aside()), [1], devices=[acc.device(1)], checkpoint="offload")
+    def sines(x: Tensor) -> Tensor:
+        for _ in range(2 * offload.AHEAD):
+            x = x.sin() + x
+        return x
+
+    module = nn.Sequential(OwnStream(Do(sines)), Do(torch.cos))
+    pipe = Pipe(module, [2], devices=[acc.device(1)], checkpoint="offload")
     pipe(torch.randn(12, WIDTH, device=acc.device(1), requires_grad=True))
     assert len(copies) == 1  # what the cosine stores
 
@@ -141,14 +101,13 @@ def flush() -> None:
 
 @pytest.mark.skipif(not simulated.loaded(), reason="copies can be made late on simulated devices")
 def test_memory_of_a_copy_that_nobody_asked_for_is_not_used_before_it_is_there():
-    class Sines(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(10):
-                x = x.sin()
-            return on_gradient(x, raising(lambda: ValueError("told"))).sin().sin()
+    def sines(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x.sin()
+        return on_gradient(x, raising(lambda: ValueError("told"))).sin().sin()
 
     device = acc.device(1)
-    pipe = Pipe(nn.Sequential(Sines()), [1], devices=[device], chunks=1, checkpoint="offload")
+    pipe = Pipe(nn.Sequential(Do(sines)), [1], devices=[device], chunks=1, checkpoint="offload")
     y = pipe(torch.ones(SIZE, device=device, requires_grad=True))
     worker = pipe._layout.workers[0]
     acc.synchronize()
@@ -164,45 +123,36 @@ def test_memory_of_a_copy_that_nobody_asked_for_is_not_used_before_it_is_there()
     assert not any(tensor.any() for tensor in made)
 
 
-class Wide(nn.Module):
+def wide(x: Tensor) -> Tensor:
     """Stores ten activations of its size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(10):
-            x = x.sin()
-        return x
+    for _ in range(10):
+        x = x.sin()
+    return x
 
 
-def between(pipe: Pipe, x: Tensor) -> tuple[int, Tensor]:
-    """Bytes that stay between forward and backward."""
-    gc.collect()
-    before = acc.allocated(*set(pipe.devices))
-    y = pipe(x)
-    return acc.allocated(*set(pipe.devices)) - before, y
+WIDE = nn.Sequential(Do(wide), Do(wide))
 
 
-def test_between_forward_and_backward_the_memory_is_free_and_comes_back_a_little_at_a_time():
-    x = torch.randn(4 * 256, 512, device=acc.device(0), requires_grad=True)
-    stay = {}
-    for checkpoint in ("never", "offload"):
-        pipe = Pipe(nn.Sequential(Wide(), Wide()), [1, 1], devices=LAYOUTS["four"]()[:2], chunks=4,
-                    checkpoint=checkpoint)  # fmt: skip
-        stay[checkpoint], y = between(pipe, x)
+def test_between_forward_and_backward_the_memory_is_free():
+    x, stay = torch.randn(4 * 256, 512, device=acc.device(0), requires_grad=True), []
+    for pipe in both(WIDE, chunks=4):
+        gc.collect()
+        before = acc.allocated(*pipe.devices)
+        y = pipe(x)
+        stay.append(acc.allocated(*pipe.devices) - before)
         y.sum().backward()
-        del y, pipe
+        del y
     # What is left: the output, and of each stage what others hold as well.
-    assert stay["never"] >= 4 * 20 * ONE
-    assert stay["offload"] <= 4 * 4 * ONE
+    assert stay[0] >= 4 * 20 * ONE
+    assert stay[1] <= 4 * 4 * ONE
 
 
 @pytest.mark.skipif(not simulated.loaded(), reason="other programs use real devices as well")
 @pytest.mark.parametrize("how", ["pipe(x)", "gpipe"])
 def test_the_peak_of_a_step_is_far_lower(how):
-    peaks = {}
-    x = torch.randn(4 * 256, 512, device=acc.device(0), requires_grad=True)
-    for checkpoint in ("never", "offload"):
-        pipe = Pipe(nn.Sequential(Wide(), Wide()), [1, 1], devices=LAYOUTS["four"]()[:2], chunks=4,
-                    checkpoint=checkpoint)  # fmt: skip
+    """What was offloaded comes back a little at a time."""
+    peaks, x = [], torch.randn(4 * 256, 512, device=acc.device(0), requires_grad=True)
+    for pipe in both(WIDE, chunks=4):
         for _ in range(2):
             acc.allocated()
             torch.accelerator.reset_peak_memory_stats(1)
@@ -210,10 +160,10 @@ def test_the_peak_of_a_step_is_far_lower(how):
             results(pipe, how, x)
             acc.synchronize()
         stats = torch.accelerator.memory_stats(1)
-        peaks[checkpoint] = (stats["active_bytes.all.peak"] - before) / ONE
-    assert peaks["never"] >= 4 * 10
+        peaks.append((stats["active_bytes.all.peak"] - before) / ONE)
+    assert peaks[0] >= 4 * 10
     # On their way out, on their way back, what a layer works on; and the output, four times.
-    assert peaks["offload"] <= 2 * offload.AHEAD + 16
+    assert peaks[1] <= 2 * offload.AHEAD + 16
 
 
 def test_parameters_small_tensors_and_what_is_stored_twice(copies):
@@ -237,62 +187,26 @@ def test_parameters_small_tensors_and_what_is_stored_twice(copies):
     assert copies == [512 * 512 * 4] * 3  # x, y, and y * y
 
 
-@pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.usefixtures("everything")
-def test_nothing_stays_on_the_devices(how):
-    pipe = Pipe(model(), [2, 2, 2, 1], devices=LAYOUTS["four"](), chunks=2, checkpoint="offload")
-    x = torch.randn(4, WIDTH, dtype=torch.float64, device=pipe.devices[0], requires_grad=True)
-    failing = [False]
-
-    def loss_fn(y: Tensor) -> Tensor:
-        if failing[0]:
-            raise ValueError("as it was told")
-        return y.square().mean()
-
-    def step() -> None:
-        if how == "pipe(x)":
-            pipe(x)  # never goes back
-            loss_fn(pipe(x)).backward()
-        else:
-            pipe.train_batch(x, loss_fn=loss_fn, schedule=how)
-            failing[0] = True
-            with pytest.raises(ValueError, match="told"):
-                pipe.train_batch(x, loss_fn=loss_fn, schedule=how)
-            failing[0] = False
-        pipe.zero_grad()
-        x.grad = None
-
-    assert_nothing_stays(step)
-
-
-@pytest.mark.usefixtures("everything")
+@everything
 def test_two_backwards_through_one_graph_and_a_second_derivative():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-    x = torch.randn(8, WIDTH, dtype=torch.float64)
-    found = []
-    for checkpoint in ("never", "offload"):
-        pipe = Pipe(copy.deepcopy(module), [1, 1, 1], devices=LAYOUTS["four"]()[:3], chunks=2,
-                    checkpoint=checkpoint)  # fmt: skip
-        given = x.to(pipe.devices[0]).requires_grad_()
-        y = pipe(given)
-        first = torch.autograd.grad(y.square().sum(), given, retain_graph=True)[0]
-        second = torch.autograd.grad(y.square().sum(), given, create_graph=True)[0]
+    module, found = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), []
+    x = torch.randn(8, WIDTH, device=acc.device(0), requires_grad=True)
+    for pipe in both(module, chunks=2):
+        y = pipe(x)
+        first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
+        second = torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
         third = torch.autograd.grad(second.square().sum(), list(pipe.parameters())[:2])
         found.append([t.detach().cpu() for t in (first, second, *third)])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, *found))
 
 
-@pytest.mark.usefixtures("everything")
+@everything
 def test_what_was_modified_in_place_is_refused_as_without():
-    class Wrong(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.exp()
-            y.add_(1)
-            return y
+    def wrong(x: Tensor) -> Tensor:
+        y = x.exp()
+        return y.add_(1)
 
-    for layer in (Wrong(), nn.Linear(WIDTH, WIDTH)):
+    for layer in (Do(wrong), nn.Linear(WIDTH, WIDTH)):
         pipe = Pipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=LAYOUTS["four"]()[:2],
                     checkpoint="offload")  # fmt: skip
         y = pipe(torch.randn(8, WIDTH, device=acc.device(0), requires_grad=True))
@@ -305,29 +219,24 @@ def test_what_was_modified_in_place_is_refused_as_without():
 
 
 def test_workers_on_the_host_move_nothing(copies):
-    pipe = Pipe(nn.Sequential(Wide(), Wide()), [1, 1], devices=["cpu:0", acc.device(0)], chunks=2,
+    pipe = Pipe(WIDE, [1, 1], devices=["cpu:0", acc.device(0)], chunks=2,
                 checkpoint=["offload", "never"])  # fmt: skip
     F.mse_loss(pipe(torch.randn(512, 512)), torch.zeros(512, 512, device=acc.device(0)))
     assert copies == []
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.usefixtures("everything")
+@everything
 def test_layers_that_draw_and_buffers(autocast):
     if autocast and simulated.loaded():
         pytest.skip("the simulated devices have no autocast of their own")
-    found: list[Any] = []
-    for checkpoint in ("never", "offload"):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH),
-                               nn.Dropout(0.5))  # fmt: skip
-        pipe = Pipe(module, [1] * 4, devices=LAYOUTS["four"](), chunks=2, checkpoint=checkpoint)
-        for how in SCHEDULES[:3]:
-            torch.manual_seed(1)
-            with torch.autocast(acc.kind(), torch.bfloat16, enabled=autocast):
-                found.append(results(pipe, how, torch.randn(8, WIDTH)))
-        found.append([buffer.cpu() for buffer in pipe.buffers()])
-    half = len(found) // 2
-    for one, other in zip(found[:half], found[half:], strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b)
+    module = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+    )
+    x, found = torch.randn(8, WIDTH), []
+    for pipe in both(module, chunks=2):
+        torch.manual_seed(1)
+        with torch.autocast(acc.kind(), torch.bfloat16, enabled=autocast):
+            tensors = [tensor for how in SCHEDULES[:3] for tensor in results(pipe, how, x)]
+        found.append([*tensors, *(buffer.cpu() for buffer in pipe.buffers())])
+    assert all(map(torch.equal, *found))

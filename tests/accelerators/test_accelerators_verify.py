@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
@@ -37,21 +37,6 @@ def test_a_clean_model(there: int | str) -> None:
     assert all(map(torch.equal, before, after))
     assert all(p.grad is None for p in pipe.parameters())
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_masked_targets_on_a_device() -> None:
-    devices = [acc.device(k) for k in range(2)]
-    pipe = Pipe(nn.Sequential(linear(), linear()), [1, 1], devices=devices, chunks=4)
-    x, y = batch()
-    y[:4] = -100
-
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return F.cross_entropy(output, target), (target != -100).sum()
-
-    data = x.to(devices[0]), y.to(devices[1])
-    assert verify(pipe, *data, loss_fn=loss_fn).ok
-    assert verify(pipe, *data, loss_fn=F.cross_entropy).ok
-    assert not verify(pipe, *data, loss_fn=lambda o, t: F.cross_entropy(o, t)).ok
 
 
 def test_tied_weights() -> None:

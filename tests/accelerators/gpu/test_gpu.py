@@ -6,8 +6,6 @@ Results are compared by ``tests/accelerators``, on as many accelerators as there
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe, Worker
-from tests.accelerators.four import MODES, model, weighted
+from tests.accelerators.four import MODES, model, step, weighted
 from tests.support import accelerator as acc
 from tests.support.running import Residual
 
@@ -29,7 +27,6 @@ WORKERS = {
     "two workers": lambda: [Worker(acc.device()) for _ in range(2)] * 2,
     "four workers": lambda: [Worker(acc.device()) for _ in range(4)],
 }
-two_kinds = pytest.mark.parametrize("workers", ["one worker", "two workers"])
 
 
 def batch(rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -37,16 +34,8 @@ def batch(rows: int, width: int) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def stepped(pipe: Pipe, how: str, x: Tensor, target: Tensor, loss_fn: Any = F.mse_loss) -> Tensor:
-    if how != "pipe(x)":
-        return pipe.train_batch(x, target, loss_fn=loss_fn, schedule=how)
-    loss = F.mse_loss(pipe(x), target)
-    loss.backward()
-    return loss.detach()
-
-
 @pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
-@two_kinds
+@pytest.mark.parametrize("workers", ["one worker", "two workers"])
 def test_the_host_never_waits_for_the_device(workers, how):
     """Not even with weights that are tensors, and gradients to be scaled."""
     for checkpoint in MODES:
@@ -54,10 +43,11 @@ def test_the_host_never_waits_for_the_device(workers, how):
             model(), BALANCE, devices=WORKERS[workers](), chunks=CHUNKS, checkpoint=checkpoint
         )
         x, target = (t.double() for t in batch(16, 8))
-        stepped(pipe, how, x, target, weighted)  # streams are made
+        loss_fn = F.mse_loss if how == "pipe(x)" else weighted
+        step(pipe, x, target, loss_fn, how)  # streams are made
         pipe.eval_batch(x, target, loss_fn=weighted)
         with acc.no_waits():
-            stepped(pipe, how, x, target, weighted)
+            step(pipe, x, target, loss_fn, how)
             pipe.eval_batch(x, target, loss_fn=weighted)
 
 
@@ -74,47 +64,13 @@ def test_stress(how):
         found = []
         for x, target in data:
             optimizer.zero_grad()
-            found.append(stepped(pipe, how, x, target))
+            found.append(step(pipe, x, target, F.mse_loss, how))
             optimizer.step()
         return found
 
     expected = losses(WORKERS["one worker"]())
     for workers in ("two workers", "four workers"):
         torch.testing.assert_close(losses(WORKERS[workers]()), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("how", ["1f1b", "zb_h1"])
-@two_kinds
-def test_a_trace_has_times_of_the_device(workers, how):
-    """The host is done long before: it would see next to nothing of what a sleep takes."""
-
-    class Slow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            acc.sleep(5.0)
-            return x
-
-    layers = nn.Sequential(*(nn.Sequential(Slow(), Residual(8)) for _ in range(4)))
-    pipe = Pipe(layers, [1] * 4, devices=WORKERS[workers](), chunks=CHUNKS, checkpoint="always")
-    x, target = batch(16, 8)
-    stepped(pipe, how, x, target)
-    begin, end = (torch.Event(acc.device(), enable_timing=True) for _ in range(2))
-    sleep = math.inf  # the shortest of some: a host that is busy wakes up late
-    for _ in range(5):
-        begin.record()
-        acc.sleep(5.0)
-        end.record()
-        end.synchronize()
-        sleep = min(sleep, begin.elapsed_time(end) / 1e3)
-    with pipe.trace() as trace:
-        stepped(pipe, how, x, target)
-    for kind in ("forward", "recompute"):
-        durations = [span.end - span.start for span in trace.spans if span.kind == kind]
-        assert len(durations) == 4 * CHUNKS
-        assert min(durations) > sleep / 2
-    for i in range(CHUNKS):  # each stage after the one before
-        row = [span for span in trace.spans if (span.kind, span.i) == ("forward", i)]
-        for earlier, later in itertools.pairwise(sorted(row, key=lambda span: span.j)):
-            assert earlier.end <= later.end
 
 
 def peak(how: str, checkpoint: str, chunks: int) -> int:
@@ -130,7 +86,7 @@ def peak(how: str, checkpoint: str, chunks: int) -> int:
         pipe.zero_grad()
         found: list[int] = []
         with acc.peak_above(acc.device(), found):
-            stepped(pipe, how, x, target)
+            step(pipe, x, target, F.mse_loss, how)
     return found[0]
 
 

@@ -49,6 +49,16 @@ class Meeting:
         self._comes.set()
 
 
+def ones(device=None, rows=2, **options):
+    return torch.ones(rows, WIDTH, device=device or acc.device(), **options)
+
+
+def pipe_of(*layers, device=None, **options):
+    """One stage."""
+    devices = [device or acc.device()]
+    return Pipe(nn.Sequential(*layers), [len(layers)], devices=devices, **options)
+
+
 class Comes(nn.Module):
     """Draws from each generator, and is computed again before it goes back."""
 
@@ -66,15 +76,15 @@ def slope(device):
 class Holds(nn.Module):
     """Runs a backward in its forward, as layers do that make forces of an energy."""
 
-    def __init__(self, meeting, device, when=lambda x: True):
+    def __init__(self, meeting, device=None, when=lambda: True):
         super().__init__()
-        self.meeting, self.device, self.when = meeting, device, when
+        self.meeting, self.device, self.when = meeting, device or acc.device(), when
 
     def forward(self, x):
         if x.device.type == "cpu":
             torch.get_rng_state()  # so that no generator of its own can stand in
         x = x * (torch.rand_like(x) + float(torch.rand(())))
-        if self.when(x):
+        if self.when():
             self.meeting.hold()
         return x * slope(self.device).to(x.device)
 
@@ -85,66 +95,42 @@ def gone_back(module, *results):
 
 def a_backward_that_draws(meeting):
     """It is seeded: it has the generators to itself."""
-    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
+    pipe = pipe_of(nn.Linear(WIDTH, WIDTH))
     pipe[0].weight.register_hook(lambda grad: grad + torch.rand_like(grad))
-    x = torch.ones(2, WIDTH, device=acc.device())
 
-    def held(y):
+    def held(y):  # the loss goes back on the calling thread first
         return on_gradient(y.cpu(), lambda grad: meeting.hold()).square().sum()
 
-    def run():
-        # The loss goes back on the calling thread first.
-        loss = pipe.train_batch(x, loss_fn=held)
-        return gone_back(pipe, loss)
-
-    return run
+    return gone_back(pipe, pipe.train_batch(ones(), loss_fn=held))
 
 
 def a_layer(meeting):
-    pipe = Pipe(nn.Sequential(Holds(meeting, acc.device())), [1], devices=[acc.device()])
-    return lambda: [pipe(torch.ones(2, WIDTH, device=acc.device()))]
+    return [pipe_of(Holds(meeting))(ones())]
 
 
 def a_layer_on_a_worker(meeting):
     """The pipe has threads of its own."""
-    pipe = Pipe(
-        nn.Sequential(Holds(meeting, acc.device()), nn.Linear(WIDTH, WIDTH)),
-        [1, 1],
-        devices=["cpu", acc.device()],
-    )
-    return lambda: [pipe(torch.ones(2, WIDTH))]
+    layers = nn.Sequential(Holds(meeting), nn.Linear(WIDTH, WIDTH))
+    return [Pipe(layers, [1, 1], devices=["cpu", acc.device()])(ones("cpu"))]
 
 
 def a_loss_function(meeting):
-    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
-    criterion = Holds(meeting, acc.device())
-    x = torch.ones(2, WIDTH, device=acc.device())
-    return lambda: gone_back(pipe, pipe.train_batch(x, loss_fn=lambda y: criterion(y).sum()))
+    pipe, criterion = pipe_of(nn.Linear(WIDTH, WIDTH)), Holds(meeting)
+    return gone_back(pipe, pipe.train_batch(ones(), loss_fn=lambda y: criterion(y).sum()))
 
 
 def an_iterator(meeting):
-    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=[acc.device()])
-    source = Holds(meeting, acc.device())
-
-    def run():
-        pairs = ((source(torch.ones(2, WIDTH, device=acc.device())), None) for _ in range(1))
-        loss = pipe.train_batch(data_iter=pairs, loss_fn=lambda y: y.square().sum())
-        return gone_back(pipe, loss)
-
-    return run
+    pipe, source = pipe_of(nn.Linear(WIDTH, WIDTH)), Holds(meeting)
+    pairs = ((source(ones()), None) for _ in range(1))
+    return gone_back(pipe, pipe.train_batch(data_iter=pairs, loss_fn=lambda y: y.square().sum()))
 
 
-def a_recomputation_on_the_host(meeting):
-    """The calling thread recomputes."""
-    layer = Holds(meeting, acc.device(), when=lambda x: is_recomputing())
-    pipe = Pipe(nn.Sequential(layer, nn.Tanh()), [2], devices=["cpu"], checkpoint="always")
-    x = torch.ones(2, WIDTH, requires_grad=True)
-
-    def run():
-        pipe(x).sum().backward()
-        return [x.grad]
-
-    return run
+def a_recomputation(meeting, device="cpu", backward_of=None):
+    """The calling thread recomputes, or the thread of another device."""
+    layer = Holds(meeting, backward_of, is_recomputing)
+    x = ones(device, requires_grad=True)
+    pipe_of(layer, nn.Tanh(), device=device, checkpoint="always")(x).sum().backward()
+    return [x.grad]
 
 
 HOLDERS = [
@@ -153,7 +139,7 @@ HOLDERS = [
     a_layer_on_a_worker,
     a_loss_function,
     an_iterator,
-    a_recomputation_on_the_host,
+    a_recomputation,
 ]
 
 
@@ -192,10 +178,8 @@ def alone_and_together(scene):
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_recomputation_needs_the_generators_that_another_thread_has(holder):
     def scene(meeting):
-        pipe = Pipe(nn.Sequential(Comes()), [1], devices=[acc.device()], checkpoint="always")
-        x = torch.ones(2, WIDTH, device=acc.device(), requires_grad=True)
-        y = pipe(x)
-        return holder(meeting), y, x
+        x = ones(requires_grad=True)
+        return lambda: holder(meeting), pipe_of(Comes(), checkpoint="always")(x), x
 
     alone_and_together(scene)
 
@@ -209,11 +193,11 @@ def test_a_recomputation_needs_the_stage_that_another_thread_has():
                 meeting.hold()
             return x * slope(x.device)
 
-        layers = nn.Sequential(nn.BatchNorm1d(WIDTH), Do(stop), Comes())
-        pipe = Pipe(layers, [3], devices=[acc.device()], chunks=2, checkpoint="always")
-        x = torch.ones(4, WIDTH, device=acc.device(), requires_grad=True)
+        layers = nn.BatchNorm1d(WIDTH), Do(stop), Comes()
+        pipe = pipe_of(*layers, chunks=2, checkpoint="always")
+        x = ones(rows=4, requires_grad=True)
         y = pipe(x)
-        return lambda: [pipe(torch.ones(4, WIDTH, device=acc.device()))], y, x
+        return lambda: [pipe(ones(rows=4))], y, x
 
     alone_and_together(scene)
 
@@ -224,21 +208,9 @@ def test_two_recomputations_on_two_devices():
         pytest.skip("needs two accelerators")
 
     def scene(meeting):
-        layer = Holds(meeting, acc.device(1), when=lambda x: is_recomputing())
-        pipe, other = (
-            Pipe(layers, [2], devices=[acc.device(k)], checkpoint="always")
-            for k, layers in enumerate([
-                nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.Tanh(), Comes())
-            ])
-        )  # fmt: skip
-        given, x = (torch.ones(2, WIDTH, device=acc.device(k), requires_grad=True) for k in (0, 1))
-        y = other(x)
-
-        def run():
-            pipe(given).sum().backward()
-            return [given.grad]
-
-        return run, y, x
+        x, devices = ones(acc.device(1), requires_grad=True), (acc.device(0), acc.device(1))
+        y = pipe_of(nn.Tanh(), Comes(), device=devices[1], checkpoint="always")(x)
+        return lambda: a_recomputation(meeting, *devices), y, x
 
     alone_and_together(scene)
 
@@ -257,9 +229,8 @@ def test_a_recomputation_inside_of_a_forward(kind):
     results = []
     for checkpoint in ("never", "always"):
         torch.manual_seed(0)
-        first = kind(WIDTH) if kind is nn.BatchNorm1d else kind()
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), first, Slope())
-        pipe = Pipe(layers, [3], devices=[acc.device()], chunks=2, checkpoint=checkpoint)
+        layers = nn.Linear(WIDTH, WIDTH), kind(WIDTH) if kind is nn.BatchNorm1d else kind(), Slope()
+        pipe = pipe_of(*layers, chunks=2, checkpoint=checkpoint)
         x = torch.randn(4, WIDTH).to(acc.device()).requires_grad_()
         y = pipe(x)
         y.square().sum().backward()
