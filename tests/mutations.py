@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -62,7 +63,7 @@ class Detector(NamedTuple):
 
     Attributes:
         about: a regular expression for the paths of what they can notice anything of.
-        arguments: of pytest, or, after ``"fuzz"``, of ``tests.simulated.fuzz``.
+        arguments: of pytest; or a module with a fuzz, and its arguments.
         simulated: whether they run on the simulated devices.
         every: of how many tests one runs, in any order; many differ in little from each other.
         seconds: after which a run counts as hanging.
@@ -73,6 +74,10 @@ class Detector(NamedTuple):
     simulated: bool = False
     every: int = 1
     seconds: float = 600.0
+
+    @property
+    def fuzz(self) -> bool:
+        return not self.arguments[0].startswith("tests/")
 
 
 class Sample:
@@ -92,37 +97,14 @@ def _files(*names: str) -> list[str]:
 
 _HERE = "^(?!distributed/)"
 
-#: In the order of what is likely to notice. Tests that take a statement out themselves are left
+#: Only accelerators come here.
+_DEVICES = r"runtime/(offload|streams)\.py"
+
+#: In the order of what is likely to notice soon. Tests that take a statement out themselves are left
 #: out: they find it missing, whatever it was good for.
 DETECTORS: dict[str, Detector] = {
-    "streams": Detector(
-        _HERE,
-        [*_files("streams"), "-k=not race_if and not left_out"],
-        every=4,
-    ),
-    "threads": Detector(
-        _HERE,
-        _files(
-            "pipe/test_equivalence.py",
-            "fuzz/test_fuzz.py",
-            "runtime/test_processes.py",
-            "runtime/test_thread_state.py",
-            "runtime/test_random_numbers.py",
-            "runtime/test_rematerialization_state.py",
-            "training/failures",
-            "training/train_batch/test_ties.py",
-            "training/train_batch/test_train_batch.py",
-            "training/stream",
-            "training/test_train_memory.py",
-            "training/test_nested_calls.py",
-            "training/test_weight_gradients.py",
-            "pipe/test_replicas.py",
-            "inputs/test_inplace.py",
-            "timeline/test_trace.py",
-            "verification/test_restored.py",
-        ),
-        every=3,
-    ),
+    "models": Detector(f"{_HERE}(?!{_DEVICES})", ["tests.fuzz", "--models=250"]),
+    "devices": Detector(_HERE, ["tests.simulated.fuzz", "--models=300"], simulated=True),
     "simulated": Detector(
         _HERE,
         _files(
@@ -134,9 +116,27 @@ DETECTORS: dict[str, Detector] = {
             "simulated/test_callers.py",
         ),
         simulated=True,
-        every=3,
+        every=2,
     ),
-    "fuzz": Detector(_HERE, ["fuzz", "--models=300", "--seed=1", "--stop"], simulated=True),
+    "streams": Detector(
+        _HERE,
+        [*_files("streams"), "-k=not race_if and not left_out"],
+        every=4,
+    ),
+    "threads": Detector(
+        f"{_HERE}(?!{_DEVICES})",
+        _files(
+            "runtime",
+            "training/failures",
+            "training/stream",
+            "training/test_train_memory.py",
+            "training/test_nested_calls.py",
+            "training/test_weight_gradients.py",
+            "timeline/test_trace.py",
+            "verification/test_restored.py",
+        ),
+        every=2,
+    ),
     "processes": Detector(
         "^distributed/",
         _files(
@@ -236,14 +236,13 @@ def _run(root: str, detector: Detector, output: str) -> None:
     os.environ.pop("SYNCPIPE_SIMULATED", None)
     if detector.simulated:
         os.environ["SYNCPIPE_SIMULATED"] = "1"
-    if detector.arguments[0] == "fuzz":
-        from tests import simulated
-        from tests.fuzz.command import by_hand
-        from tests.simulated import fuzz
-
-        simulated.load()
-        arguments = detector.arguments[1:]
-        code = min(1, by_hand("tests.simulated.fuzz", fuzz.drawn, fuzz.check, arguments))
+    if detector.fuzz:
+        sys.argv = [*detector.arguments, "--seed=1", "--stop"]
+        code = 0
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
     else:
         import pytest
 
@@ -293,7 +292,7 @@ def judged(mutant: Mutant, detectors: dict[str, Detector]) -> tuple[str, str]:
 def without_reds(name: str) -> Detector:
     """A detector that stops at the first test that is red, but for those that are red anyway."""
     detector = DETECTORS[name]
-    if detector.arguments[0] == "fuzz":
+    if detector.fuzz:
         return detector
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         copied(Path(folder), None)
