@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, _GeneratorContextManager, contextmanager
 from functools import lru_cache, partial
+from operator import call
 from typing import Any, TypeVar
 
 import torch
@@ -116,8 +117,9 @@ class CallerState:
         self.values[1] = False  # as in `backward_here`
         self.autocasts = [set_it for get, set_it in _flags()[4:] if get() is True]
         self.inference = torch.is_inference_mode_enabled()
-        self.nested = torch.autocast_increment_nesting() > 1
-        torch.autocast_decrement_nesting()
+        # Both at once, in C, so that Ctrl-C cannot come in between.
+        level, _ = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+        self.nested = level > 1
         self.function_modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._hooks = _C._autograd._top_saved_tensors_default_hooks(False)  # the innermost
         self.needs_inline = (

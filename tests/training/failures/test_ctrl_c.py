@@ -101,7 +101,8 @@ class Scene:
 
 def settings() -> list[Any]:
     functions = torch._C._is_torch_function_enabled()
-    cached = torch.is_autocast_cache_enabled()
+    cached = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
     return [modes_on(), functions, cached, torch.is_grad_enabled(), sys.getprofile()]
 
 
