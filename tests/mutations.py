@@ -100,8 +100,8 @@ _HERE = "^(?!distributed/)"
 #: Only accelerators come here.
 _DEVICES = r"runtime/(offload|streams)\.py"
 
-#: In the order of what is likely to notice soon. Tests that take a statement out themselves are left
-#: out: they find it missing, whatever it was good for.
+#: In the order of what is likely to notice soon. Tests that take a statement out themselves are
+#: left out: they find it missing, whatever it was good for.
 DETECTORS: dict[str, Detector] = {
     "models": Detector(f"{_HERE}(?!{_DEVICES})", ["tests.fuzz", "--models=250"]),
     "devices": Detector(_HERE, ["tests.simulated.fuzz", "--models=300"], simulated=True),
