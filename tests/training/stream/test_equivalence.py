@@ -1,9 +1,13 @@
 """``train_stream`` computes what the papers say, bit for bit."""
 
+from __future__ import annotations
+
 import threading
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -11,7 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from syncpipe import Pipe, inline
+from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.stream import VERSIONS
+from tests.support import accelerator as acc
 from tests.support.running import Dawdle, Do, on_gradient
 from tests.training.stream.models import (
     BALANCES,
@@ -23,51 +29,65 @@ from tests.training.stream.models import (
     sgd,
 )
 
-every_mode = st.sampled_from(["never", "always", "except_last"])
 
-
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("accelerators", marks=pytest.mark.gpu)])
+@settings(max_examples=80, deadline=None)
 @given(
-    n=st.integers(1, 4),
-    steps=st.integers(1, 9),
+    replicas=st.integers(1, 4).map(lambda n: [1] * n)
+    | st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    steps=st.integers(1, 13),
     versions=st.sampled_from(VERSIONS),
-    checkpoint=every_mode,
+    checkpoint=st.sampled_from(["never", "always", "except_last"]),
     optimizer=st.sampled_from([sgd, adam]),
-    normed=st.booleans(),
-    threads=st.booleans(),
     size=st.sampled_from([8, 11]),
+    flags=st.tuples(*[st.booleans()] * 4),
 )
-def test_as_in_the_papers(n, steps, versions, checkpoint, optimizer, normed, threads, size):
+def test_as_in_the_papers(kind, replicas, steps, versions, checkpoint, optimizer, size, flags):
+    """Whoever is late; of a stage with several replicas each has a mini-batch in turn."""
+    normed, known, by_hand, from_host = flags
+    n, copied, device = len(replicas), max(replicas) > 1, torch.device("cpu")
+    devices: list[Any] = [f"cpu:{w}" for w in range(sum(replicas))]
+    if kind == "accelerators":
+        make = Worker if by_hand or len(devices) > acc.count() else torch.device
+        devices, device = [make(acc.device(k)) for k in range(len(devices))], acc.device()
+    elif by_hand and not copied:
+        devices = ["cpu"] * n
+    if copied:
+        normed, versions = False, "stashing"
     if normed and versions == "2bw":
         size = 8  # micro-batches of two samples at least, for BatchNorm
-    devices = WORKERS[:n] if threads else ["cpu"] * n
-    pipe = Pipe(mlp(normed), BALANCES[n], devices=devices, chunks=4, checkpoint=checkpoint)
-    assert_as_in_the_papers(
-        pipe, mini_batches(steps, size), model=mlp(normed), optimizer=optimizer,
-        versions=versions, chunks=4 if versions == "2bw" else 1,
-    )  # fmt: skip
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    replicas=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    steps=st.integers(1, 13),
-    known=st.booleans(),
-    checkpoint=every_mode,
-    optimizer=st.sampled_from([sgd, adam]),
-    threads=st.booleans(),
-)
-def test_round_robin_over_replicas(replicas, steps, known, checkpoint, optimizer, threads):
-    data, model, balance = mini_batches(steps), mlp(), BALANCES[len(replicas)]
-    devices = [f"cpu:{w}" for w in range(sum(replicas))]
-    pipe = Pipe(mlp(), balance, devices=devices, replicas=replicas, checkpoint=checkpoint)
-    with nullcontext() if threads else inline():
+    model, chunks = mlp(normed).to(device), 4 if versions == "2bw" else 1
+    data = [(x.to(device), target.to(device)) for x, target in mini_batches(steps, size)]
+    pipe = Pipe(mlp(normed), BALANCES[n], devices=devices, replicas=replicas, chunks=4,
+                checkpoint=checkpoint)  # fmt: skip
+    memory = [p.data_ptr() for p in pipe.parameters()]
+    with acc.late(steps), inline() if by_hand and copied and kind == "cpu" else nullcontext():
         assert_as_in_the_papers(
-            pipe, data, iter(data), model=model, optimizer=optimizer, replicas=replicas,
-            steps=steps if known else None,
+            pipe, data, iter(mini_batches(steps, size) if from_host else data), model=model,
+            optimizer=optimizer, versions=versions, chunks=chunks, replicas=replicas,
+            steps=steps if known else None, exact=kind == "cpu",
         )  # fmt: skip
-    again = pipe.train_batch(*data[0], loss_fn=F.cross_entropy)  # replicas have the last weights
-    torch.testing.assert_close(again, F.cross_entropy(model(data[0][0]), data[0][1]).detach())
+        assert [p.data_ptr() for p in pipe.parameters()] == memory
+        if not normed:  # replicas have the last weights
+            again = pipe.train_batch(*data[0], loss_fn=F.cross_entropy)
+            wanted = F.cross_entropy(model(data[0][0]), data[0][1]).detach()
+            torch.testing.assert_close(again, wanted, check_device=False)
+
+
+@pytest.mark.gpu
+def test_the_caller_may_read_late_what_optimizers_have_in_mind():
+    def momenta(devices):
+        pipe = Pipe(mlp(), BALANCES[4], devices=devices)
+        done = pipe.train_stream(mini_batches(5), optimizer=sgd, loss_fn=F.cross_entropy)
+        with acc.late(1):
+            states = [state for each in done.optimizers for state in each.state.values()]
+            found = [state["momentum_buffer"] * 1 for state in states]
+            for state in states:
+                state.clear()
+        return [each.cpu() for each in found]
+
+    ours = momenta([Worker(acc.device(k)) for k in range(4)])
+    torch.testing.assert_close(ours, momenta(["cpu"] * 4))
 
 
 def test_whoever_is_late_nothing_changes():

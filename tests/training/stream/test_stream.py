@@ -24,12 +24,12 @@ from tests.training.stream.models import (
     sgd,
 )
 
-BALANCE = [2, 2, 2, 1]
-
 
 def pipe_of(**options):
     options = {"devices": WORKERS, "chunks": 4, **options}
-    return Pipe(options.pop("module", None) or mlp(), options.pop("balance", BALANCE), **options)
+    return Pipe(
+        options.pop("module", None) or mlp(), options.pop("balance", [2, 2, 2, 1]), **options
+    )
 
 
 def train(pipe, data=None, **options):
@@ -39,13 +39,6 @@ def train(pipe, data=None, **options):
 
 def assert_works(pipe):
     assert len(train(pipe).losses) == 5
-
-
-def test_steps_takes_no_more_from_an_iterator():
-    data = iter(mini_batches(9))
-    pipe = pipe_of()
-    assert len(train(pipe, data, steps=4).losses) == 4
-    assert len(list(data)) == 5
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -100,7 +93,50 @@ def test_skips_across_stages_and_running_statistics():
     assert pipe[3].num_batches_tracked == 5
 
 
-REFUSED = [
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[2].weight = model[0].weight
+    return Pipe(model, [1, 3], devices=WORKERS[:2])
+
+
+def watched(kind):
+    """A weight whose memory another parameter or a buffer of another stage or the same one has."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    memory, where = model[0].weight.detach(), model[kind in ("elsewhere", "weight")]
+    if kind == "buffer":
+        where.register_buffer("watched", memory)
+    elif kind == "weight":
+        where.weight = nn.Parameter(memory)
+    else:
+        where.watched = nn.Parameter(memory, requires_grad=False)
+    return Pipe(model, [1, 1, 1], devices=WORKERS[:3])
+
+
+def two(first, **options):
+    """Two stages on two workers."""
+    return Pipe(nn.Sequential(first, nn.Linear(8, 4)), [1, 1], devices=WORKERS[:2], **options)
+
+
+def three_and_four(module=None, **options):
+    return Pipe(module or mlp(), [3, 4], **{"devices": WORKERS[:2], **options})
+
+
+class Clamps(nn.Linear):
+    """As BinaryConnect does."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+def words():
+    return [(torch.randint(0, 9, (4,)), torch.randint(0, 4, (4,))) for _ in range(3)]
+
+
+SCALE = nn.Parameter(torch.ones(()))
+replicated = partial(three_and_four, replicas=[2, 1], devices=WORKERS[:3])
+#: Arguments of a pipe that has no fault.
+ARGUMENTS = [
     ({"optimizer": lambda ps: None}, TypeError, "optimizer of stage 0.*is NoneType"),
     ({"optimizer": [None]}, ValueError, "1 optimizers, but there are 4 stages"),
     ({"optimizer": torch.optim.LBFGS}, TypeError, r"optimizer of stage 0 is LBFGS, .*\(closure\)"),
@@ -120,15 +156,49 @@ REFUSED = [
      "give train_stream weight="),
     ({"data": [(torch.randn(4, 8, requires_grad=True), torch.zeros(4).long())]}, ValueError,
      "requires grad"),
+    ({"loss_fn": lambda y, t: F.cross_entropy(y * SCALE, t)}, RuntimeError,
+     "no optimizer of train_stream would update it"),
+    ({"loss_fn": lambda y, t: F.cross_entropy(y.detach(), t)}, RuntimeError,
+     "the loss does not require grad"),
+]  # fmt: skip
+#: Pipes that have no meaning without a flush, and layers that versions would get wrong.
+PIPES = [
+    (tied, {}, ValueError, "are one tensor"),
+    (partial(watched, "weight"), {}, ValueError, "memory in common"),
+    *((partial(watched, kind), {}, ValueError, r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
+      for kind in ("buffer", "frozen", "elsewhere")),
+    (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), {}, ValueError,
+     r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
+    (partial(three_and_four, replicas=2, devices=["cpu:0", "cpu:1", "cpu:1", "cpu:2"]), {},
+     ValueError, r"2 stages with replicas=\[2, 2\] on 3 devices"),
+    (partial(replicated, mlp(True)), {}, ValueError, "running statistics in its BatchNorm1d"),
+    *((partial(replicated, chunks=2), {"versions": versions}, ValueError,
+       rf"'{versions}' of a pipe with replicas=\[2, 1\]") for versions in ("vertical_sync", "2bw")),
+    (partial(three_and_four, mlp(True), deferred_batch_norm=True), {}, ValueError,
+     "deferred_batch_norm"),
+    (partial(three_and_four, checkpoint="offload"), {}, ValueError, "offload"),
+    (lambda: two(torch.jit.script(nn.Linear(8, 8))), {}, ValueError, "TorchScript"),
+    (lambda: two(nn.LazyLinear(8)), {}, ValueError, "parameters without values"),
+    (lambda: three_and_four(mlp().requires_grad_(False)), {}, ValueError,
+     "all parameters .* frozen"),
+    (lambda: pipe_of(chunks=3), {"versions": "2bw"}, ValueError, "chunks=3 and 4 stages"),
+    (lambda: two(Clamps(8, 8)), {}, RuntimeError, "by its data"),
+    (lambda: two(nn.Embedding(9, 8, max_norm=0.1), checkpoint="never"), {"data": words()},
+     RuntimeError, "a layer changed a parameter"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), REFUSED)
-def test_bad_arguments_are_refused_and_the_pipe_works(options, kind, message):
-    pipe = pipe_of()
+@pytest.mark.parametrize(
+    ("make", "options", "kind", "message"), [*((pipe_of, *row) for row in ARGUMENTS), *PIPES]
+)
+def test_what_would_be_wrong_is_refused_or_noticed(make, options, kind, message):
+    pipe = make()
     with pytest.raises(kind, match=f"(?s){message}"):
         train(pipe, **options)
-    assert_works(pipe)
+    assert SCALE.grad is None
+    assert all(p.grad is None for p in pipe.parameters())
+    if make is pipe_of:
+        assert_works(pipe)
 
 
 def test_optimizers_of_another_balance_are_refused():
@@ -138,99 +208,6 @@ def test_optimizers_of_another_balance_are_refused():
     with pytest.raises(ValueError, match=r"stage 0 is not for the 4 parameters.*: 2 are"):
         train(pipe, optimizer=optimizers)
     assert_works(pipe)
-
-
-def tied():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
-    model[2].weight = model[0].weight
-    return model
-
-
-def overlapping():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
-    model[1].weight = nn.Parameter(model[0].weight.data)
-    return model
-
-
-def watched(kind):
-    """A weight that a frozen parameter or a buffer of another stage or of the same one looks at."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
-    memory, where = model[0].weight.detach(), model[kind == "elsewhere"]
-    if kind == "buffer":
-        where.register_buffer("watched", memory)
-    else:
-        where.watched = nn.Parameter(memory, requires_grad=False)
-    return Pipe(model, [1, 1, 1], devices=WORKERS[:3])
-
-
-def two(first, **options):
-    """Two stages on two workers."""
-    return Pipe(nn.Sequential(first, nn.Linear(8, 4)), [1, 1], devices=WORKERS[:2], **options)
-
-
-def three_and_four(module=None, **options):
-    return Pipe(module or mlp(), [3, 4], **{"devices": WORKERS[:2], **options})
-
-
-replicated = partial(three_and_four, replicas=[2, 1], devices=WORKERS[:3])
-PIPES = [
-    (lambda: Pipe(tied(), [1, 3], devices=WORKERS[:2]), "are one tensor"),
-    (lambda: Pipe(overlapping(), [2, 1], devices=WORKERS[:2]), "memory in common"),
-    *((partial(watched, kind), r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
-      for kind in ("buffer", "frozen", "elsewhere")),
-    (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]),
-     r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
-    (partial(three_and_four, replicas=2, devices=["cpu:0", "cpu:1", "cpu:1", "cpu:2"]),
-     r"2 stages with replicas=\[2, 2\] on 3 devices"),
-    (partial(replicated, mlp(True)), "running statistics in its BatchNorm1d"),
-    *((partial(replicated, chunks=2), rf"'{versions}' of a pipe with replicas=\[2, 1\]", versions)
-      for versions in ("vertical_sync", "2bw")),
-    (partial(three_and_four, mlp(True), deferred_batch_norm=True), "deferred_batch_norm"),
-    (partial(three_and_four, checkpoint="offload"), "offload"),
-    (lambda: two(torch.jit.script(nn.Linear(8, 8))), "TorchScript"),
-    (lambda: two(nn.LazyLinear(8)), "parameters without values"),
-    (lambda: three_and_four(mlp().requires_grad_(False)), "all parameters .* frozen"),
-    (lambda: pipe_of(chunks=3), "chunks=3 and 4 stages", "2bw"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PIPES)
-def test_pipes_that_have_no_meaning_without_a_flush_are_refused(case):
-    make, message, *versions = case
-    with pytest.raises(ValueError, match=message):
-        train(make(), versions=versions[0] if versions else "stashing")
-
-
-class Clamps(nn.Linear):
-    """As BinaryConnect does."""
-
-    def forward(self, x):
-        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
-        return super().forward(x)
-
-
-def words():
-    return [(torch.randint(0, 9, (4,)), torch.randint(0, 4, (4,))) for _ in range(3)]
-
-
-SCALE = nn.Parameter(torch.ones(()))
-NOTICED = [
-    (pipe_of, {"loss_fn": lambda y, t: F.cross_entropy(y * SCALE, t)},
-     "no optimizer of train_stream would update it"),
-    (pipe_of, {"loss_fn": lambda y, t: F.cross_entropy(y.detach(), t)},
-     "the loss does not require grad"),
-    (lambda: two(Clamps(8, 8)), {}, "by its data"),
-    (lambda: two(nn.Embedding(9, 8, max_norm=0.1), checkpoint="never"), {"data": words()},
-     "a layer changed a parameter"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "options", "message"), NOTICED)
-def test_what_versions_would_get_wrong_is_noticed(make, options, message):
-    pipe = make()
-    with pytest.raises(RuntimeError, match=message):
-        train(pipe, **options)
-    assert [p.grad for p in (SCALE, *pipe.parameters())] == [None] * (1 + len([*pipe.parameters()]))
 
 
 def test_a_loss_with_a_weight_of_the_last_stage_is_the_plain_loop_there():
@@ -285,7 +262,7 @@ def test_no_more_memory_is_taken_than_for_the_versions_that_are_held(versions):
     layers = [Weighed() for _ in range(4)]
     pipe = Pipe(nn.Sequential(*layers), [1] * 4, devices=WORKERS, chunks=4, checkpoint="never")
     data = [(torch.randn(8, 4), torch.randint(0, 4, (8,))) for _ in range(20)]
-    found = pipe.train_stream(data, optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    found = train(pipe, data, versions=versions)
     kept = {"stashing": (4, 3, 2, 1), "vertical_sync": (4,) * 4, "2bw": (2,) * 4}
     assert found.kept == kept[versions]
     for layer, kept in zip(pipe, found.kept, strict=True):
@@ -300,9 +277,8 @@ def test_no_more_memory_is_taken_than_for_the_versions_that_are_held(versions):
 def test_frozen_layers_have_one_version():
     model = mlp()
     model[0].requires_grad_(False)
-    pipe = Pipe(model, BALANCE, devices=WORKERS)
-    before = pipe[0].weight.clone()
-    found = pipe.train_stream(mini_batches(6), optimizer=sgd, loss_fn=F.cross_entropy)
+    pipe = pipe_of(module=model)
+    before, found = pipe[0].weight.clone(), train(pipe)
     assert found.optimizers[0] is None
     assert found.kept[0] == 1
     assert torch.equal(pipe[0].weight, before)
@@ -319,8 +295,7 @@ def test_memory_does_not_grow_with_the_number_of_mini_batches():
                 alive_at.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
             yield torch.randn(2, 8), torch.randint(0, 4, (2,))
 
-    pipe = Pipe(mlp(), [3, 4], devices=["cpu"] * 2, checkpoint="never")
-    pipe.train_stream(data(400), optimizer=sgd, loss_fn=F.cross_entropy)
+    train(three_and_four(devices=["cpu"] * 2, checkpoint="never"), data(400))
     early, late = alive_at
     assert late - early <= 350 + 10  # the losses
 
@@ -328,19 +303,13 @@ def test_memory_does_not_grow_with_the_number_of_mini_batches():
 @pytest.mark.parametrize("versions", ["stashing", "2bw"])
 def test_except_last_recomputes_nothing_on_the_last_stage(versions):
     """There each micro-batch goes back at once."""
-    forwards = [0, 0]
-
-    def counting(j):
-        def count(x):
-            forwards[j] += 1
-
-        return Do(count)
-
-    model = nn.Sequential(counting(0), nn.Linear(8, 8), counting(1), nn.Linear(8, 4))
+    forwards: list[int] = []
+    counting = [Do(lambda x, j=j: forwards.append(j)) for j in range(2)]
+    model = nn.Sequential(counting[0], nn.Linear(8, 8), counting[1], nn.Linear(8, 4))
     pipe = Pipe(model, [2, 2], devices=WORKERS[:2], chunks=2, checkpoint="except_last")
-    pipe.train_stream(mini_batches(3), optimizer=sgd, loss_fn=F.cross_entropy, versions=versions)
+    train(pipe, mini_batches(3), versions=versions)
     micro_batches = 6 if versions == "2bw" else 3
-    assert forwards == [2 * micro_batches, micro_batches]
+    assert [forwards.count(j) for j in range(2)] == [2 * micro_batches, micro_batches]
 
 
 def test_parameters_of_a_version_have_the_attributes_of_theirs():
