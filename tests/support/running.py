@@ -72,6 +72,17 @@ class Do(nn.Module):
         return inputs[0] if y is None else y
 
 
+class Using(nn.Module):
+    """A function of its input and of layers."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, *self.layers)
+
+
 class Residual(nn.Module):
     """Uses its input twice, so that gradients meet where the input came from."""
 

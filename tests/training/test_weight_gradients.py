@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from syncpipe.training.weight_gradients import WeightGradients
-from tests.support.running import on_gradient
+from tests.support.running import Using, on_gradient
 
 
 def run(module, x, gy=None, *, dtype=None, split):
@@ -31,14 +31,16 @@ def run(module, x, gy=None, *, dtype=None, split):
         weights = WeightGradients()
         weights.go_back([y], [gy])
         count = len(weights.halves)
-        weights.accumulate()
-        assert not weights.halves
+        assert count <= sum(p.grad is None for p in module.parameters())
+        for _ in range(2):  # the second time there is nothing to add
+            weights.accumulate()
     else:
         torch.autograd.backward(y, gy)
     return (y.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()}), count
 
 
 def assert_splits(module, x, count, gy=None, dtype=None):
+    """The halves of a backward leave what the whole leaves, with ``count`` of them put aside."""
     expected, _ = run(module, x, gy, dtype=dtype, split=False)
     actual, put_aside = run(module, x, gy, dtype=dtype, split=True)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, check_stride=True)
@@ -55,17 +57,6 @@ def input_half(module, x, loss=torch.sum):
 def cosine(y):
     """A loss with the gradient that `run` starts from."""
     return (y * torch.cos(y.detach())).sum()
-
-
-class Function(nn.Module):
-    """Calls a function with layers of its own."""
-
-    def __init__(self, function, *layers):
-        super().__init__()
-        self.layers, self.function = nn.ModuleList(layers), function
-
-    def forward(self, x):
-        return self.function(x, *self.layers)
 
 
 def own(x, a, b):
@@ -88,7 +79,7 @@ def stored_transposed():
 def tied():
     embedding, head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
     head.weight = embedding.weight
-    return Function(lambda x, e, h: h(e(x.abs()[:, 0].long() % 7).tanh()), embedding, head)
+    return Using(lambda x, e, h: h(e(x.abs()[:, 0].long() % 7).tanh()), embedding, head)
 
 
 def attention(*, kdim=None, **options):
@@ -97,12 +88,12 @@ def attention(*, kdim=None, **options):
         y, weights = layer(x, other, other)
         return y + weights.mean()
 
-    return Function(attend, nn.MultiheadAttention(8, 2, kdim=kdim, vdim=kdim, **options))
+    return Using(attend, nn.MultiheadAttention(8, 2, kdim=kdim, vdim=kdim, **options))
 
 
 def decoder():
     # Other keys than queries: they go through views of one weight, which is no leaf then.
-    return Function(lambda x, d: d(x, x.flip(0).tanh()), nn.TransformerDecoderLayer(8, 2, 16))
+    return Using(lambda x, d: d(x, x.flip(0).tanh()), nn.TransformerDecoderLayer(8, 2, 16))
 
 
 def checkpointed(reentrant):
@@ -110,7 +101,7 @@ def checkpointed(reentrant):
         return after(checkpoint(inner, before(x), use_reentrant=reentrant))
 
     inner = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 4))
-    return Function(forward, nn.Linear(5, 5), inner, nn.Linear(4, 3))
+    return Using(forward, nn.Linear(5, 5), inner, nn.Linear(4, 3))
 
 
 class Wrapped(torch.autograd.Function):
@@ -159,19 +150,19 @@ CASES = {
     "no rows": (lambda: nn.Linear(33, 41), (0, 33), 1),
     "vector": (lambda: nn.Linear(33, 41), (33,), 1),
     "more dimensions": (lambda: nn.Linear(33, 41), (2, 3, 5, 33), 1),
-    "permuted": (lambda: Function(lambda x, a: a(x.mT), nn.Linear(7, 4)), (5, 7, 3), 1),
+    "permuted": (lambda: Using(lambda x, a: a(x.mT), nn.Linear(7, 4)), (5, 7, 3), 1),
     "stored transposed": (stored_transposed, (2, 3, 5), 1),
     "double": (lambda: nn.Linear(5, 4, dtype=torch.float64), (3, 5), 1),
     "bfloat16": (lambda: nn.Linear(5, 4, dtype=torch.bfloat16), (3, 5), 1),
     "frozen weight": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), (3, 5), 2),
-    "of one's own": (lambda: Function(own, nn.Linear(4, 4), nn.Linear(4, 4)), (3, 4), 2),
+    "of one's own": (lambda: Using(own, nn.Linear(4, 4), nn.Linear(4, 4)), (3, 4), 2),
     "in place": (lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(True), nn.Linear(6, 4)), (3, 5), 2),
-    "twice": (lambda: Function(lambda x, a: a(a(x).tanh()), nn.Linear(5, 5)), (4, 5), 0),
+    "twice": (lambda: Using(lambda x, a: a(a(x).tanh()), nn.Linear(5, 5)), (4, 5), 0),
     "tied": (tied, (4, 2), 0),
     "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh(),
                                           nn.Linear(4, 3)), (3, 5), 1),
     "old weight_norm": (lambda: weight_norm(nn.Linear(5, 4)), (3, 5), 0),
-    "bilinear": (lambda: Function(lambda x, b: b(x, x), nn.Bilinear(8, 8, 3)), (4, 8), 0),
+    "bilinear": (lambda: Using(lambda x, b: b(x, x), nn.Bilinear(8, 8, 3)), (4, 8), 0),
     "1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (3, 4, 11), 1),
     "one sample": (lambda: nn.Conv1d(4, 6, 3), (4, 11), 1),
     "lopsided same": (lambda: nn.Conv1d(4, 6, 4, padding="same"), (3, 4, 11), 1),
@@ -185,7 +176,7 @@ CASES = {
     "complex": (lambda: nn.Conv1d(2, 3, 2, dtype=torch.complex64), (3, 2, 5), 0),
     "3d": (lambda: nn.Conv3d(2, 3, 3, dilation=(1, 2, 1)), (2, 2, 5, 6, 5), 1),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2), (3, 4, 7, 6), 1),
-    "computed bias": (lambda: Function(lambda x, c: F.conv2d(x, c.weight, c.bias * 2), conv(3)()),
+    "computed bias": (lambda: Using(lambda x, c: F.conv2d(x, c.weight, c.bias * 2), conv(3)()),
                       (3, 4, 7, 6), 0),  # oneDNN has no gradient of the bias alone
     "cnn": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True),
                                   nn.Flatten(), nn.Linear(144, 5)), (5, 3, 8, 8), 2),
@@ -196,14 +187,14 @@ CASES = {
     "attention, other keys": (lambda: attention(kdim=6, add_bias_kv=True), (3, 5, 8), 4),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 5, 8), 4),
     "decoder": (decoder, (3, 2, 8), 5),
-    "lstm": (lambda: Function(lambda x, a, b: b(a(x)[0]), nn.LSTM(8, 5, 2), nn.Linear(5, 3)),
+    "lstm": (lambda: Using(lambda x, a, b: b(a(x)[0]), nn.LSTM(8, 5, 2), nn.Linear(5, 3)),
              (4, 2, 8), 1),
     "checkpoint": (lambda: checkpointed(False), (3, 5), 2),
     "reentrant checkpoint": (lambda: checkpointed(True), (3, 5), 0),  # wants no chosen leaves
-    "nested": (lambda: Function(lambda x, a, b: Wrapped.apply(b, a(x), *b.parameters()),
+    "nested": (lambda: Using(lambda x, a, b: Wrapped.apply(b, a(x), *b.parameters()),
                                 nn.Linear(5, 5), nn.Linear(5, 4)), (3, 5), 1),
-    "stopped": (lambda: Function(lambda x, a: Stop.apply(a(x), x), nn.Linear(4, 4)), (3, 4), 0),
-    "hooks of a layer": (lambda: nn.Sequential(Function(counted, nn.Linear(5, 4)), nn.Linear(4, 3)),
+    "stopped": (lambda: Using(lambda x, a: Stop.apply(a(x), x), nn.Linear(4, 4)), (3, 4), 0),
+    "hooks of a layer": (lambda: nn.Sequential(Using(counted, nn.Linear(5, 4)), nn.Linear(4, 3)),
                          (3, 5), 1),
 }  # fmt: skip
 
@@ -229,9 +220,7 @@ def test_autocast(name, dtype):
     make, shape, count = CASES[name]
     x = torch.randn(shape, requires_grad=True)
     # (A leaf would be converted once for all.)
-    module = Function(
-        lambda x, a, b: a(x * 2) * in_full(x, b).sum(), make(), nn.Linear(shape[-1], 3)
-    )
+    module = Using(lambda x, a, b: a(x * 2) * in_full(x, b).sum(), make(), nn.Linear(shape[-1], 3))
     assert_splits(module, x, count + 1, dtype=dtype)
 
 
@@ -245,19 +234,10 @@ def test_gradients_of_any_layout(gy):
 @pytest.mark.parametrize("when", ["before forward", "after forward"])
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_a_weight_see_its_gradient_once(kind, when):
-    layer, x = nn.Linear(5, 4), torch.randn(3, 5)
-    seen = []
-
-    def hook():
-        getattr(layer.weight, kind)(lambda tensor: seen.append(tensor) or None)
-
-    weights = WeightGradients()
-    if when == "before forward":
-        hook()
-    y = layer(x).sum()
-    if when == "after forward":
-        hook()
-    weights.go_back([y], [torch.ones(())])
+    layer, x, seen, weights = nn.Linear(5, 4), torch.randn(3, 5), [], WeightGradients()
+    y = layer(x).sum() if when == "after forward" else None
+    getattr(layer.weight, kind)(lambda tensor: seen.append(tensor) or None)
+    weights.go_back([layer(x).sum() if y is None else y], [torch.ones(())])
     assert not weights.halves
     assert len(seen) == 1
     assert layer.weight.grad is not None
@@ -289,16 +269,6 @@ def test_a_weight_that_is_given_a_gradient_of_its_own():
 # -- what is put aside
 
 
-def test_the_weight_gradient_comes_with_the_weight_half():
-    module, x = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), torch.randn(2, 5)
-    weights = input_half(module, x)
-    assert [p.grad is None for p in module.parameters()] == [True, False, True, False]
-    weights.accumulate()
-    before = [p.grad.clone() for p in module.parameters()]
-    weights.accumulate()
-    torch.testing.assert_close([p.grad for p in module.parameters()], before, rtol=0, atol=0)
-
-
 EXISTING = {
     "plain": torch.ones_like,
     "transposed": lambda p: torch.ones_like(p.mT).mT,
@@ -319,12 +289,6 @@ def test_an_existing_gradient_is_added_to(layer, kind):
     assert module.weight.grad is grad or kind in ("sparse", "with a graph")
 
 
-def factors(weights):
-    """What weight halves hold, but for the parameters."""
-    held = [cell.cell_contents for half in weights.halves for cell in half.__closure__]
-    return [x for x in held if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-
-
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_what_was_put_aside_holds_no_graph_and_is_let_go(accumulate):
     gc.disable()  # nothing of it may be part of a cycle
@@ -333,9 +297,11 @@ def test_what_was_put_aside_holds_no_graph_and_is_let_go(accumulate):
         x = on_gradient(torch.randn(3, 5, requires_grad=True), lambda grad: None)
         y, node = nn.Sequential(*layers)(x).sum(), weakref.ref(x.grad_fn)
         weights.go_back([y], [torch.ones(())])
-        assert [factor.grad_fn for factor in factors(weights)] == [None] * 4
-        references = [weakref.ref(tensor) for tensor in factors(weights)]
-        del x, y
+        held = [cell.cell_contents for half in weights.halves for cell in half.__closure__]
+        held = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        assert [factor.grad_fn for factor in held] == [None] * 4
+        references = list(map(weakref.ref, held))
+        del x, y, held
         assert node() is None
         assert all(reference() is not None for reference in references)
         if accumulate:
@@ -348,21 +314,20 @@ def test_what_was_put_aside_holds_no_graph_and_is_let_go(accumulate):
 
 
 def test_modifications_are_noticed_before_either_half():
-    layer = nn.Linear(5, 5)
+    layer, ones = nn.Linear(5, 5), torch.ones(())
     for what in (layer.weight, x := torch.randn(3, 5, requires_grad=True) * 1):
-        weights, y = WeightGradients(), layer(x).sum()
+        y = layer(x).sum()
         with torch.no_grad():
             what.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace"):
-            weights.go_back([y], [torch.ones(())])
+            WeightGradients().go_back([y], [ones])
     x = torch.randn(3, 5)
     weights = input_half(layer, x)
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"\[3, 5\].*\[5, 5\].*modified in place between"):
         weights.accumulate()
-    x = torch.randn(3, 5, requires_grad=True)
+    x, weights = torch.randn(3, 5, requires_grad=True), WeightGradients()
     first = on_gradient(x, lambda grad: grad.mul_(2))  # goes back after the layer
-    weights, y = WeightGradients(), first + layer(x)
-    weights.go_back([y], [torch.ones(3, 5)])
+    weights.go_back([first + layer(x)], [torch.ones(3, 5)])
     with pytest.raises(RuntimeError, match=r"gradient of the output .*\[3, 5\].*modified in place"):
         weights.accumulate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import UserDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -63,21 +64,17 @@ def test_an_iterator_that_ends_early_leaves_grad_as_it_was(given, run):
 X, Y = torch.randn(7, 3), torch.randn(7, 3)
 
 
-class Only(nn.Module):
-    """Takes one entry of a dict or a tuple, if there have to be entries, and nothing else."""
+def only(*entries: Any) -> nn.Module:
+    """Takes the first of these entries, if there have to be some, and nothing else is there."""
 
-    def __init__(self, *entries: Any) -> None:
-        super().__init__()
-        self.entries = entries
+    def take(given: Any) -> Any:
+        found = [...]
+        if not isinstance(given, Tensor):
+            found = [*given] if isinstance(given, dict | UserDict) else [*range(len(given))]
+        assert found == [*(entries or [...])]
+        return given[found[0]] if entries else given
 
-    def forward(self, given: Any) -> Tensor:
-        if not self.entries:
-            assert isinstance(given, Tensor)
-            return given
-        found = list(given) if isinstance(given, dict | UserDict) else list(range(len(given)))
-        assert found == list(self.entries)
-        chosen: Tensor = given[self.entries[0]]
-        return chosen
+    return Do(take)
 
 
 #: What is given for an input and a target, where the target is, and what is left of it.
@@ -97,7 +94,7 @@ ITEMS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("kind", ITEMS)
 def test_data_may_be_what_loaders_give(kind: str, call: str, whole_batch: bool) -> None:
     make, target, entries = ITEMS[kind]
-    pipe = pipe_of(nn.Sequential(Only(*entries), *linear_model(3)), chunks=3)
+    pipe = pipe_of(nn.Sequential(only(*entries), *linear_model(3)), chunks=3)
     wanted, _ = whole(nn.Sequential(*pipe[1:]), lambda plain: F.mse_loss(plain(X), Y))
     item = make(X, Y)
     given: Any = {"input": item}
@@ -110,22 +107,32 @@ def test_data_may_be_what_loaders_give(kind: str, call: str, whole_batch: bool) 
     assert not isinstance(item, dict) or "y" in item  # it is the caller's
 
 
-REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "key": ({"x": X}, "y", ValueError, "target='y', but data_iter gave a dict with 'x' for micro"),
-    "index": ((X, Y), 2, ValueError, "target=2, but data_iter gave tuple of 2 for micro-batch 0"),
-    "word": ((X, Y), "y", ValueError, "target='y', but data_iter gave tuple of 2"),
-    "tensor": ((X, Y), Y, ValueError, "a key, an index or a function .* and is Tensor"),
-    "alone": (X, None, TypeError, "data_iter gave Tensor for micro-batch 0"),
-    "one": ((X,), None, TypeError, "data_iter gave tuple of 1"),
-    "none": (None, None, TypeError, "data_iter gave NoneType"),
-}
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    ({"x": X}, "y", ValueError, "target='y', but data_iter gave a dict with 'x' for micro"),
+    ((X, Y), 2, ValueError, "target=2, but data_iter gave tuple of 2 for micro-batch 0"),
+    ((X, Y), "y", ValueError, "target='y', but data_iter gave tuple of 2"),
+    ((X, Y), Y, ValueError, "a key, an index or a function .* and is Tensor"),
+    (X, None, TypeError, "data_iter gave Tensor for micro-batch 0"),
+    ((X,), None, TypeError, "data_iter gave tuple of 1"),
+    (None, None, TypeError, "data_iter gave NoneType"),
+]
+ELSEWHERE: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ((), {"data_iter": DataLoader([])}, ValueError, r"nothing in <torch\.utils\.data"),
+    ((iter([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
+    ((DataLoader([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
+]
+ITEMS_REFUSED = [
+    ((), {"data_iter": iter([item] * 4), "target": target}, *error)
+    for item, target, *error in REFUSED
+]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_there_is_named(kind: str) -> None:
-    item, target, error, message = REFUSED[kind]
+@pytest.mark.parametrize(("given", "options", "error", "message"), [*ELSEWHERE, *ITEMS_REFUSED])
+def test_what_is_not_there_or_in_the_wrong_place_is_named(
+    given: Any, options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        four().train_batch(data_iter=iter([item] * 4), target=target, loss_fn=F.mse_loss)
+        four().train_batch(*given, loss_fn=F.mse_loss, **options)
 
 
 def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
@@ -141,21 +148,6 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
             pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
     epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
     assert seen == epoch * 2
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "error", "message"),
-    [
-        ((), {"data_iter": DataLoader([])}, ValueError, r"nothing in <torch\.utils\.data"),
-        ((iter([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
-        ((DataLoader([(X, Y)]),), {}, TypeError, "did you mean data_iter="),
-    ],
-)
-def test_what_is_in_the_wrong_place_is_noticed(
-    given: Any, options: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        four().train_batch(*given, loss_fn=F.mse_loss, **options)
 
 
 class Random(TensorDataset):
@@ -174,37 +166,43 @@ def draw_slowly(x: Tensor) -> Tensor:
     return y + torch.rand(())
 
 
-def random_pipe() -> Pipe:
-    torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(3, 3), Do(draw_slowly)) for _ in range(3)]
-    return pipe_of(nn.Sequential(*layers), chunks=3)
-
-
 def test_data_that_is_drawn_is_the_same_every_time_and_disturbs_no_layer():
     dataset = Random(torch.randn(8, 3), torch.arange(8))
     runs = []
     for k in range(6):
-        pipe, seen = random_pipe(), []
+        torch.manual_seed(1)
+        layers = [nn.Sequential(nn.Linear(3, 3), Do(draw_slowly)) for _ in range(3)]
+        pipe, seen = pipe_of(nn.Sequential(*layers), chunks=3), []
         data = iter(RepeatingLoader(DataLoader(dataset, batch_size=2, shuffle=True)))
         watched = ((seen.append((x, t)) or x, t) for x, t in data)
         torch.manual_seed(4)
         for _ in range(5):
-            if k:
+            with nullcontext() if k else inline():
                 loss = pipe.train_batch(data_iter=watched, loss_fn=lambda y, t: y.pow(2).mean())
-            else:
-                with inline():
-                    loss = pipe.train_batch(data_iter=watched, loss_fn=lambda y, t: y.pow(2).mean())
         runs.append(([loss, *grads_of(pipe), torch.get_rng_state()], seen))
     for result, seen in runs[1:]:
         assert_same_tree(seen, runs[0][1], "data")
         assert_same(result, runs[0][0])
 
 
-def test_a_repeating_loader_begins_again_and_notices_an_empty_pass():
-    items = [1, 2, 3]
-    data = RepeatingLoader(items)
-    assert [next(data) for _ in range(6)] == [1, 2, 3] * 2
+def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():
+    items, fails = [1, 2], []
+
+    class Flaky:
+        def __iter__(self):
+            for item in items:
+                yield item
+                for error in fails:
+                    raise error
+
+    data = RepeatingLoader(Flaky())
     assert iter(data) is data
+    assert [next(data) for _ in range(5)] == [1, 2, 1, 2, 1]
+    fails.append(OSError("disk"))
+    with pytest.raises(OSError, match="disk"):
+        next(data)
+    fails.clear()
+    assert [next(data) for _ in range(4)] == [1, 2, 1, 2]
     items.clear()
     with pytest.raises(ValueError, match="nothing in"):
         next(data)
@@ -223,21 +221,3 @@ def test_a_repeating_loader_begins_again_and_notices_an_empty_pass():
 def test_a_repeating_loader_refuses_what_it_cannot_repeat(given, error, message):
     with pytest.raises(error, match=message):
         next(RepeatingLoader(given))
-
-
-def test_a_pass_that_fails_does_not_end_the_loader():
-    fails = [OSError("disk")]
-
-    class Flaky:
-        def __iter__(self):
-            yield 1
-            for error in fails:
-                raise error
-            yield 2
-
-    data = RepeatingLoader(Flaky())
-    assert next(data) == 1
-    with pytest.raises(OSError, match="disk"):
-        next(data)
-    fails.clear()
-    assert [next(data) for _ in range(3)] == [1, 2, 1]

@@ -59,17 +59,13 @@ def test_targets_are_trees_that_are_cut_like_the_input(target, expected):
     assert_same_tree(seen, expected, "targets")
 
 
-class Aside(nn.Module):
+class Aside(nn.Linear):
     """Puts something aside that goes back."""
 
     aux: Tensor
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x):
-        y = torch.tanh(self.linear(x))
+        y = torch.tanh(super().forward(x))
         Aside.aux = y.pow(2).mean()
         return y
 
@@ -80,8 +76,7 @@ def with_aside(output, target):
 
 def aside_pipe(k, devices, checkpoint):
     """Three stages, of which the one with index ``k`` puts something aside; and its layers."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(Aside() if j == k else nn.Linear(4, 4) for j in range(3)))
+    layers = nn.Sequential(*((Aside if j == k else nn.Linear)(4, 4) for j in range(3)))
     plain = copy.deepcopy(layers)
     return Pipe(layers, [1] * 3, devices=devices, chunks=4, checkpoint=checkpoint), plain
 
@@ -232,14 +227,13 @@ def test_arguments_that_make_no_sense_are_named(call, given, options, kind, mess
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
 def test_a_pipe_without_layers_is_refused(call):
     with pytest.raises(ValueError, match="no layers"):
-        getattr(Pipe(nn.Sequential(), []), call)(torch.randn(4, 3), loss_fn=torch.sum)
+        getattr(Pipe(nn.Sequential(), []), call)(ROWS, loss_fn=torch.sum)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_training_without_grad_mode_is_refused(context):
-    pipe = four()
     with context(), pytest.raises(RuntimeError, match="eval_batch"):
-        pipe.train_batch(torch.randn(4, 3), loss_fn=torch.sum)
+        four().train_batch(ROWS, loss_fn=torch.sum)
 
 
 def test_a_pipe_of_frozen_layers_has_nothing_to_train():

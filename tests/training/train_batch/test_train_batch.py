@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from syncpipe import NoChunk, Pipe, inline, is_recomputing
 from syncpipe.schedules import Schedule, to_csv
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import Do, assert_same, in_threads, on_gradient, pipe_of
+from tests.support.running import Do, Using, assert_same, in_threads, on_gradient, pipe_of
 from tests.support.training import (
     ANY_RUNS,
     KINDS,
@@ -106,17 +106,6 @@ def test_fake_tensors_are_trained(run):
         assert all(p.grad.shape == p.shape for p in pipe.parameters())
 
 
-class Layer(nn.Module):
-    """A function of its input and of layers."""
-
-    def __init__(self, function, *layers):
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, x):
-        return self.function(x, *self.layers)
-
-
 def penalty(x: Tensor, layer: nn.Module) -> Tensor:
     """Runs a backward of its own, and is differentiated twice."""
     leaf = x.detach().requires_grad_()
@@ -145,7 +134,7 @@ def added() -> list[nn.Module]:
     """0.1 + 0.2 + 0.3 is not 0.1 + (0.2 + 0.3)."""
     weight = nn.Parameter(torch.tensor([0.7]))
     add = [lambda x, inner, f=f: x + inner.weight * f for f in (0.3, 0.2, 0.1)]
-    layers = [Layer(function, nn.Identity()) for function in add]
+    layers = [Using(function, nn.Identity()) for function in add]
     for layer in layers:
         layer.layers[0].weight = weight
     return layers
@@ -156,20 +145,20 @@ ARCHITECTURES: dict[str, Any] = {
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
     ],
     "recurrent": lambda: [
-        Layer(lambda x, inner: inner(x)[0], nn.LSTM(8, 8, batch_first=True)),
+        Using(lambda x, inner: inner(x)[0], nn.LSTM(8, 8, batch_first=True)),
         nn.Linear(8, 8),
-        Layer(lambda x, inner: inner(x)[0], nn.GRU(8, 8, batch_first=True)),
+        Using(lambda x, inner: inner(x)[0], nn.GRU(8, 8, batch_first=True)),
     ],
     "convolution": lambda: [nn.Conv1d(5, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.BatchNorm1d(5)],
     "spectral norm": lambda: [spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
     "weight norm": lambda: [weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8)],
     "a parameter comes out": lambda: [
-        nn.Linear(8, 8), Layer(lambda x, f: (x, f.weight), nn.Linear(8, 8)),
-        Layer(lambda t: t[0] @ t[1]),
+        nn.Linear(8, 8), Using(lambda x, f: (x, f.weight), nn.Linear(8, 8)),
+        Using(lambda t: t[0] @ t[1]),
     ],
-    "gradient penalty": lambda: [nn.Linear(8, 8), Layer(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)],
+    "gradient penalty": lambda: [nn.Linear(8, 8), Using(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)],
     "complex": lambda: [
-        nn.Linear(8, 8), Layer(lambda x: torch.complex(x, x * 2)), Layer(lambda x: x.abs())
+        nn.Linear(8, 8), Using(lambda x: torch.complex(x, x * 2)), Using(lambda x: x.abs())
     ],
     "double": lambda: [nn.Linear(8, 8).double(), nn.Tanh(), nn.Linear(8, 8).double()],
     "a pipe": lambda: [
@@ -182,7 +171,7 @@ ARCHITECTURES: dict[str, Any] = {
     "tied: sparse": lambda: tied(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 8)),
     "tied: first one detached, middle frozen": lambda: [
         (layers := tied(nn.Embedding(9, 8), nn.Linear(8, 8).requires_grad_(False)))[0],
-        nn.Sequential(Layer(lambda x: x.detach()), layers[1]), layers[2],
+        nn.Sequential(Using(lambda x: x.detach()), layers[1]), layers[2],
     ],
 }  # fmt: skip
 
