@@ -21,7 +21,6 @@ from syncpipe.layers.listing import has_specs
 from syncpipe.layers.ties import check_memory, check_replicas, find_ties
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.options import ReplicasLike, StageMode, check_slots, counts_of, modes_of_stages
-from syncpipe.runtime.random_numbers import let_modules_hold
 from syncpipe.runtime.streams import same_memory
 from syncpipe.runtime.worker import Worker
 from syncpipe.schedules.named import ScheduleLike
@@ -193,8 +192,6 @@ def _laid_out(asked: Layout, how: Initialization, training: bool, before: Layout
         defer_batch_norm(new.sequential())
     placement.move_layers(partitions, workers, ties)
     for j, partition in enumerate(partitions):
-        if workers[j].device.type == "cpu":
-            let_modules_hold(partition)
         places = [place for tie in ties for place in tie.places if place.stage == j]
         partition.tied = frozenset(place.full_name for place in places)
     return new

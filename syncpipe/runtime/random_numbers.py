@@ -103,12 +103,12 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    with LOCKS.states, NoDispatch(), NoFunctions():
+    with LOCKS.states:  # these show to no mode
         return list(map(torch.Generator.get_state, generators))  # out of a profile function's sight
 
 
 def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    with LOCKS.states, NoDispatch(), NoFunctions():
+    with LOCKS.states:
         list(map(torch.Generator.set_state, generators, states))
 
 

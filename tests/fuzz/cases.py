@@ -184,4 +184,5 @@ def _layers(chance: random.Random, first: int, last: int) -> tuple[Any, ...]:
             runs[-1] = (*runs[-1], k)
         else:
             runs.append((k,))
+    chance.shuffle(runs)
     return tuple(run if len(run) > 1 else run[0] for run in runs)
