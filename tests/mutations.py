@@ -112,7 +112,7 @@ DETECTORS: dict[str, Detector] = {
             "accelerators/test_accelerators_memory.py",
             "accelerators/test_accelerators_copies.py",
             "accelerators/gpu/test_gpu.py",
-            "training/stream/test_stream_accelerators.py",
+            "training/stream/test_equivalence.py",
             "simulated/test_callers.py",
         ),
         simulated=True,
