@@ -384,13 +384,13 @@ def train(
 
 
 def check_can_train(pipeline: Pipeline, what: str) -> None:
-    """Refuses to train where gradients are switched off, or inside of a call of the same pipe."""
+    """Refuses to train inside of a call of the same pipe, or where gradients are switched off."""
+    check_alone(pipeline, what)
     if not torch.is_grad_enabled():
         raise RuntimeError(
             f"{what} needs gradients, but grad mode is off (torch.no_grad or "
             "torch.inference_mode): call it outside of that, or use eval_batch"
         )
-    check_alone(pipeline, what)
 
 
 def check_alone(pipeline: Pipeline, what: str) -> None:
