@@ -22,7 +22,7 @@ __all__ = ["Case", "drawn_case"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
 ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
-ALIKE += ["receive", "receive_unused"]
+ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise"]
 
 DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "eval"]
 DRIVERS += ["no_grad", "inference_mode"]
@@ -97,7 +97,8 @@ def drawn_case(
 ) -> Case:
     """Draws a model, a pipe for it, perhaps with replicas, and calls."""
     has_copies = chance.random() < copied
-    model = drawn_model(chance, most=9, kinds=ALIKE if has_copies else kinds)
+    alike = ALIKE if kinds is None else [kind for kind in ALIKE if kind in kinds]
+    model = drawn_model(chance, most=9, kinds=alike if has_copies else kinds)
     count = len(model.layers)
     stages = chance.randint(1, min(4, count))
     edges = [0, *sorted(chance.sample(range(1, count), stages - 1)), count]

@@ -70,7 +70,7 @@ def fitting(devices: Sequence[int]) -> list[str]:
 
 def schedule_of(pipe: Pipe, m: int, schedule: Any = "1f1b") -> Schedule:
     """What ``train_batch`` runs for these arguments."""
-    return build(schedule, m, device_of(pipe))
+    return build(schedule, m, pipe._ready().placement)
 
 
 def any_schedule(
@@ -290,7 +290,7 @@ def assert_trains_as(
     plan = schedule_of(pipe, len(cut(x, pipe.chunks)), schedule)
     expected = plain_step(
         plain, x, target, loss_fn=loss_fn, chunks=pipe.chunks, orders=orders_of(plan),
-        balance=pipe.balance,
+        balance=pipe.balance, replicas=pipe.replicas,
     )  # fmt: skip
     actual = pipe_step(pipe, x, target, loss_fn=loss_fn, schedule=schedule, **options)
     assert_same_step(actual, expected, exact=not plan.splits, **(tolerance or {}))

@@ -49,6 +49,7 @@ RUNS: dict[str, Callable[[Pipe], Any]] = {
     "pipe(x)": lambda pipe: mean(pipe(X)).backward(),
     "gpipe": partial(train, schedule="gpipe"),
     "1f1b": train,
+    "replicas": train,
     "zb_h1": partial(train, schedule="zb_h1"),
     "data_iter": lambda pipe: train(pipe, data_iter=pairs()),
     "eval_batch": lambda pipe: pipe.eval_batch(X),
@@ -64,7 +65,10 @@ class Scene:
     def __init__(self, run: str) -> None:
         layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1)) for _ in range(3)]
         devices = ["cpu:0", "cpu:1", "cpu:2" if run in STREAMS else "cpu:0"]
-        self.run, self.pipe = run, Pipe(nn.Sequential(*layers), [1] * 3, devices=devices, chunks=3)
+        options: dict[str, Any] = {"devices": devices, "chunks": 3}
+        if run == "replicas":
+            options |= {"devices": [f"cpu:{k}" for k in range(5)], "replicas": [2, 1, 2]}
+        self.run, self.pipe = run, Pipe(nn.Sequential(*layers), [1] * 3, **options)
         self.memory = [p.data_ptr() for p in self.pipe.parameters()]
         self.modules = [*self.pipe.modules(), *self.pipe.partitions]
         self.grads = Grads(*([] if run in STREAMS else [self.pipe]))

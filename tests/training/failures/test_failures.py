@@ -54,7 +54,7 @@ def call(run: str, pipe: Pipe, loss_fn: Any = mean, data_iter: Any = None) -> No
         data = data_iter or [(x, None) for x in numbered(STEPS).split(2)]
         pipe.train_stream(data, optimizer=sgd, loss_fn=loss_fn)
     else:
-        pipe.train_batch(**given, loss_fn=loss_fn, **ANY_RUNS[run][0])
+        pipe.train_batch(**given, loss_fn=loss_fn, **ANY_RUNS.get(run, ({}, ()))[0])
 
 
 ERRORS = [
@@ -68,6 +68,7 @@ PLACES = {
     **{run: ["forward", *BACK, "hook", *ELSEWHERE] for run in KINDS},
     **{run: ["forward", *BACK, "hook"] for run in ANY_RUNS if run not in RUNS},
     "pipe(x)": ["forward", *BACK],
+    "replicas": ["forward", *BACK],
     "eval_batch": ["forward", "loss", "iterator"],
     "stream": ["forward", *BACK, "loss", "iterator"],
 }
