@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline
 from tests.support.models import CHECKPOINT_MODES, assert_close, assert_same, in_turn, step
 from tests.support.running import in_threads
-from tests.support.ties import MAKE, WIDTH, Block, TiedSpec, language_model, modes, words
+from tests.support.ties import WIDTH, Block, language_model, words
 
 DEVICES = [f"cpu:{k}" for k in range(5)]
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -49,42 +45,6 @@ def assert_trains_alike(pipe: Pipe, plain: nn.Sequential, x: Tensor, *, exact: b
     limits = {"rtol": 0, "atol": 0} if exact else {}
     grads = [[p.grad for p in module.parameters()] for module in (pipe, plain)]
     torch.testing.assert_close(*grads, **limits)
-
-
-specs = st.builds(
-    TiedSpec,
-    st.lists(st.sampled_from(sorted(MAKE)), min_size=1, max_size=6).map(tuple),
-    st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=3
-    ).map(tuple),
-    head=st.booleans(),
-    frozen=st.booleans(),
-)  # fmt: skip
-
-
-@settings(max_examples=150)
-@given(
-    spec=specs,
-    chunks=st.integers(1, 4),
-    size=st.integers(1, 6),
-    cuts=st.sets(st.integers(1, 7), max_size=3),
-    several=st.booleans(),
-    by_hand=st.booleans(),
-    checkpoint=modes(8),
-)
-def test_pipe_equals_the_plain_model(spec, chunks, size, cuts, several, by_hand, checkpoint):
-    count = len(spec.kinds) + 2
-    balance = [b - a for a, b in pairwise(sorted({0, count} | {c for c in cuts if c < count}))]
-    devices = DEVICES[: len(balance)] if several else ["cpu"] * len(balance)
-    if isinstance(checkpoint, list):
-        checkpoint = checkpoint[:count]
-    pipe = Pipe(spec.build(), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-    plain, x = spec.build(), words(size)
-    often = several and (spec.ties or "twice" in spec.kinds)
-    for _ in range(2):
-        with inline() if by_hand else nullcontext():
-            actual = step(pipe, pipe, x)
-        (assert_close if often else assert_same)(actual, step(in_turn(plain, chunks), plain, x))
 
 
 @every_mode
