@@ -98,38 +98,31 @@ def layers() -> nn.Sequential:
     return nn.Sequential(Here(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("k", [0, 2, None])
 def test_profile(k):
-    """Of a layer that uses the current device, its kernels are timed, on the device asked for."""
-    found = profile(
-        layers(), torch.randn(8, WIDTH), sizes=[2, 8], device=acc.device(k), timeout=0.1,
-        progress=False,
-    )  # fmt: skip
-    assert found.device.startswith(str(acc.device(k)))
+    """Of a layer that uses the current device, its kernels are timed, on the device asked for.
+
+    Or on the one where the layers are.
+    """
+    there = acc.device(3 if k is None else k)
+    module, sample = layers(), torch.randn(8, WIDTH)
+    if k is None:
+        module, sample = module.to(there), sample.to(there)
+    device = None if k is None else there
+    found = profile(module, sample, sizes=[2, 8], device=device, timeout=0.1, progress=False)
+    assert found.device.startswith(str(there))
     assert min(found.layers[0].forward.values()) > SLEEP / 1e3
     assert found.layers[1].output_bytes[8] == 8 * WIDTH * 4
     assert torch.accelerator.current_device_index() == 0
 
 
-def test_profile_where_the_layers_are():
-    module = layers().to(acc.device(3))
-    sample = torch.randn(8, WIDTH, device=acc.device(3))
-    found = profile(module, sample, sizes=[8], timeout=0.1, progress=False)
-    assert found.layers[0].forward[8] > SLEEP / 1e3
-
-
-def test_balance_by_time():
-    balance = balance_by_time(
-        2, layers(), torch.randn(8, WIDTH), timeout=0.1, device=acc.device(1), progress=False
-    )
-    assert balance == [1, 3]
-
-
-def test_balance_by_size():
-    balance = balance_by_size(
-        3, layers(), torch.randn(8, WIDTH), chunks=2, device=acc.device(1), progress=False
-    )
-    assert balance == [2, 1, 1]
+@pytest.mark.parametrize(
+    ("balanced", "options", "balance"),
+    [(balance_by_time, {"timeout": 0.1}, [1, 3]), (balance_by_size, {"chunks": 2}, [2, 1, 1])],
+)
+def test_balances(balanced, options, balance):
+    options = {**options, "device": acc.device(1), "progress": False}
+    assert balanced(len(balance), layers(), torch.randn(8, WIDTH), **options) == balance
 
 
 def test_plan(four_devices):

@@ -43,6 +43,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "asked for": ([{**MASKED, "verify": True}] * 2, [0, 1]),
     "switched off": ([{**MASKED, "verify": False}], []),
     "counted": ([{**MASKED, "weight": lambda t: (t != -100).sum(), "verify": True}], []),
+    "comes with its weight": ([{**MASKED, "loss_fn": lambda y, t: (masked(y, t), 1)}], []),
+    "so, and asked for": (
+        [{**MASKED, "loss_fn": lambda y, t: (masked(y, t), 1), "verify": True}],
+        [0],
+    ),
     "nothing masked": ([{**MASKED, "target": CLASSES}], []),
     "a sum": ([{"input": X, "loss_fn": lambda y: y.sum(), "loss_reduction": "sum"}], []),
     "a mean": ([{"input": X, "loss_fn": lambda y: y.pow(2).mean()}], []),
