@@ -5,7 +5,7 @@
 Each part runs in a process of its own, which is ended after eight minutes, and writes a page:
 ``tests1`` to ``tests4`` (tests marked ``gpu`` or ``cuda``, under PyTorch's sanitizer for streams),
 ``overhead`` (what a cell costs), ``workers`` (one and two workers on a GPU, and several GPUs),
-``memory`` (peaks of the schedules beside those counted without values), ``plan`` (the planner's
+``memory`` (peaks of the schedules beside the planned ones), ``plan`` (the planner's
 step beside the measured one), and the peers. ``--simulated`` runs them on the devices of the tests,
 where what needs CUDA itself is skipped: to see that everything runs, the numbers say nothing.
 """
@@ -20,19 +20,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.common import Options, Part, Spread, report, timed
-from benchmarks.counted import actual_peaks
+from benchmarks.memory import Peaks
 from benchmarks.peers import GPU_PARTS, measured
 from benchmarks.planning import PREDICTED, beside_measured
 from benchmarks.tasks import Peer, Task, check, linears, mlp, ours, plain
-from syncpipe import Pipe, Worker
+from syncpipe import Worker
+from syncpipe.balance import profile
+from syncpipe.planner.chain import Chain, Mode, ends_of
+from syncpipe.schedules import build
 
 SECONDS = 480.0
 ROOT = Path(__file__).parents[1]
@@ -139,47 +141,40 @@ def synchronize() -> None:
 
 
 def memory(options: Options) -> Part:
-    """Peaks of a step, measured and counted."""
+    """Peaks of a step, measured and planned."""
     devices = accelerators()[:2]
     width, samples, m = (64, 64, 4) if options.quick else (2048, 4096, 8)
+    n, task = len(devices), mlp(8, width, m * samples, m, len(devices))
     part = Part(
         "Memory of the schedules",
-        f"8 x (Linear({width}) + GELU), {m} micro-batches of {samples} samples, {len(devices)} "
-        "devices; MB beyond parameters and mini-batch.",
-        {"counted": "by running the same on tensors without values (tests compare it with real "
-         "ones to the byte); an allocator rounds, and a GPU has workspaces of its kernels."},
-    )  # fmt: skip
-    balance = [16] if len(devices) == 1 else [8, 8]
-    layers = mlp(8, width, 1, 1).model
-
-    def batch(count: int, first: Any, last: Any) -> tuple[Tensor, Tensor]:
-        return torch.randn(count, width, device=first), torch.randn(count, width, device=last)
-
-    for schedule in ("gpipe", "1f1b"):  # backward is not split while tensors are counted
-        for checkpoint in ("never", "always"):
-            settings: dict[str, Any] = {"schedule": schedule, "checkpoint": checkpoint}
-            counted, _ = actual_peaks(
-                copy.deepcopy(layers).to("meta"), balance, batch, F.mse_loss,
-                samples=samples, m=m, fake=True, **settings,
-            )  # fmt: skip
-            pipe = Pipe(
-                copy.deepcopy(layers), balance, devices=devices, chunks=m, checkpoint=checkpoint
-            )
-            x, target = batch(m * samples, devices[0], devices[-1])
-            for _ in range(2):
-                pipe.zero_grad()
-                synchronize()
-                for device in devices:
-                    torch.accelerator.reset_peak_memory_stats(device.index)
-                before = [torch.accelerator.memory_allocated(d.index) for d in devices]
-                pipe.train_batch(x, target, loss_fn=F.mse_loss, schedule=schedule)
-                synchronize()
-                peaks = [torch.accelerator.max_memory_allocated(d.index) for d in devices]
-            for k, device in enumerate(devices):
-                measured = peaks[k] - before[k]
-                row = {**settings, "device": str(device), "measured": measured / MB}
-                row |= {"counted": counted[k] / MB, "over counted": measured / counted[k]}
-                part.rows.append(row)
+        f"{task.name}, {m} micro-batches, {n} devices; MB of all tensors, no optimizer.",
+        {"planned": "Chain.memory; an allocator rounds, and a GPU has workspaces of its kernels."},
+    )
+    empty = Peaks(devices).now()
+    found = profile(task.model, task.x, sizes=[samples], time=False, device="meta")
+    chain = Chain.of(found, samples, 2.0, m * samples)
+    for schedule, checkpoint in product(("gpipe", "1f1b", "zb_h1"), ("never", "always")):
+        pipe = replace(task, model=copy.deepcopy(task.model)).pipe(devices, checkpoint)
+        x, target = task.x.to(devices[0]), task.target.to(devices[-1])
+        for _ in range(2):
+            pipe.zero_grad()
+            peaks = Peaks(devices)
+            pipe.train_batch(x, target, loss_fn=task.loss, schedule=schedule)
+            measured = peaks.now()
+        slots = build(schedule, m, range(n)).in_flight
+        again: Mode = "recompute" if checkpoint == "always" else "store"
+        for s, ends in enumerate(ends_of(task.balance)):
+            planned = chain.memory(*ends, slots[s], slots[0], again)
+            planned += target.nbytes * (s == n - 1)
+            most = measured[s] - empty[s]
+            row: dict[str, Any] = {
+                "schedule": schedule,
+                "checkpoint": checkpoint,
+                "device": str(devices[s]),
+            }
+            row |= {"measured": most / MB, "planned": planned / MB, "over planned": most / planned}
+            part.rows.append(row)
+        del pipe, x, target
     return part
 
 

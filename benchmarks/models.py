@@ -1,4 +1,4 @@
-"""ResNet, ResNeXt, U-Net and GPT-2 of the papers, as lists of layers that a pipe can cut anywhere.
+"""ResNet, ResNeXt and GPT-2 of the papers, as lists of layers that a pipe can cut anywhere.
 
 The identity of a residual block travels as a skip, so that a partition may end inside of it::
 
@@ -150,78 +150,6 @@ def small_resnext(classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, GlobalAverage(), nn.Linear(256, classes))
 
 
-@skippable(pop=["skip"])
-class Concatenate(nn.Module):
-    """Puts the channels of the encoder before those that come from below."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        skip = yield pop("skip")
-        return torch.cat([skip, x], dim=1)
-
-
-def _unet_conv(channels_in: int, channels: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels_in, channels, 3, padding=1, bias=False),
-        nn.InstanceNorm2d(channels),
-        nn.ReLU(inplace=True),
-    )
-
-
-def _convs(channels_in: int, inside: int, channels: int, number: int) -> list[nn.Module]:
-    """So many convolutions in a row; all but the last one have ``inside`` channels."""
-    widths = [channels_in, *[inside] * (number - 1), channels]
-    return [_unet_conv(widths[k], widths[k + 1]) for k in range(number)]
-
-
-def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64) -> nn.Sequential:
-    """U-Net (B, C): from ``[N, 3, H, W]`` to ``[N, 1, H, W]``.
-
-    Source: Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
-    Models", https://arxiv.org/abs/2004.09910, the section on experiments: five down-samplings and
-    as many up-samplings, B convolutions in a row between them, C channels in the first one. The
-    original is Ronneberger et al. 2015, https://arxiv.org/abs/1505.04597, figure 1.
-
-    The paper says no more than that. This is assumed, and gives all six published numbers of
-    parameters to the last digit:
-
-    - At height k from the top, the encoder has C * 2^k channels in all B convolutions. A stack
-      more, at the bottom, doubles the channels, and its last convolution halves them again.
-    - The decoder resizes (without parameters) and concatenates; its B convolutions at height k
-      have C * 2^(k-1) channels: as many as come from below after the next resizing at height k-1.
-      So the top of the decoder has C / 2.
-    - All convolutions are 3x3 with padding, without a bias, each followed by a normalization and
-      ReLU; one 1x1 convolution with a bias makes the output.
-    - The normalization is InstanceNorm without parameters: its result does not depend on how a
-      mini-batch is divided. BatchNorm, or biases, would not change the published digits either
-      (both together would). Max-pooling, nearest neighbours, and no dropout, of which the numbers
-      say nothing.
-
-    Args:
-        depth: number of down-samplings; height and width must be multiples of 2^depth, and more
-            than that, since InstanceNorm refuses single pixels.
-        num_convs: B, at least 1.
-        base_channels: C, an even number.
-
-    Returns:
-        (2 * depth + 1) * num_convs + 4 * depth + 1 layers: each convolution is one, and so is each
-        Remember, pooling, resizing and concatenation. The skips are nested, one for each height.
-    """
-    channels = [base_channels * 2**k for k in range(depth)]
-    heights = [Namespace() for _ in range(depth)]
-    layers: list[nn.Module] = []
-    before = 3
-    for width, height in zip(channels, heights, strict=True):
-        layers += _convs(before, width, width, num_convs)
-        layers += [Remember().isolate(height), nn.MaxPool2d(2)]
-        before = width
-    layers += _convs(before, 2 * before, before, num_convs)
-    for width, height in zip(reversed(channels), reversed(heights), strict=True):
-        layers += [nn.Upsample(scale_factor=2), Concatenate().isolate(height)]
-        layers += _convs(before + width, width // 2, width // 2, num_convs)
-        before = width // 2
-    return nn.Sequential(*layers, nn.Conv2d(before, 1, 1))
-
-
 class Attention(nn.Module):
     """``x + attention(norm(x))``, causal, with several heads: ``[N, T, width]`` to the same shape.
 
@@ -274,27 +202,8 @@ class LearnedEmbedding(nn.Module):
         return self.tokens(tokens) + self.positions(positions)
 
 
-@skippable(stash=["table"])
-class LendingEmbedding(LearnedEmbedding):
-    """The same; it sends its table of tokens to the head."""
-
-    def forward(self, tokens: Tensor) -> Generator[Any, Any, Tensor]:
-        yield stash("table", self.tokens.weight)
-        return super().forward(tokens)
-
-
-@skippable(pop=["table"])
-class BorrowedHead(nn.Module):
-    """The logits of the tokens, by the table of the embedding; no parameters of its own."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        table = yield pop("table")
-        return F.linear(x, table)
-
-
 def gpt2_layers(
     *,
-    tied: bool = False,
     layers: int = 12,
     width: int = 768,
     heads: int = 12,
@@ -302,10 +211,9 @@ def gpt2_layers(
     length: int = 1024,
 ) -> list[partial[nn.Module]]:
     """What makes each layer of :func:`gpt2_small`."""
-    embedding = LendingEmbedding if tied else LearnedEmbedding
-    head = partial(BorrowedHead) if tied else partial(nn.Linear, width, vocabulary, bias=False)
+    head = partial(nn.Linear, width, vocabulary, bias=False)
     blocks = [partial(Attention, width, heads), partial(FeedForward, width)] * layers
-    first, norm = partial(embedding, vocabulary, width, length), partial(nn.LayerNorm, width)
+    first, norm = partial(LearnedEmbedding, vocabulary, width, length), partial(nn.LayerNorm, width)
     return [first, *blocks, norm, head]
 
 
@@ -313,15 +221,12 @@ def gpt2_small(**sizes: Any) -> nn.Sequential:
     """GPT-2 small: from tokens ``[N, T]`` to logits ``[N, T, vocabulary]``.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3
-    and Table 2, first row (12 layers, 768). The paper's 117 M is a slip; the model that it
-    published (https://github.com/openai/gpt-2) has 124.44 M parameters. No dropout, as in there.
-
-    ``tied=True`` is that model: the embedding sends its table to the head as a skip, and the
-    gradient comes back the same way with each micro-batch (154 MB of traffic each way). By default
-    the head has a table of its own, 38.60 M parameters more, and nothing large travels.
+    and Table 2, first row (12 layers, 768). No dropout, as in the published code
+    (https://github.com/openai/gpt-2), whose head has the table of the embedding. Here it has one of
+    its own, 38.60 M parameters more, so that nothing large travels.
 
     Args:
-        sizes: ``tied``, ``layers``, ``width``, ``heads``, ``vocabulary``, ``length``.
+        sizes: ``layers``, ``width``, ``heads``, ``vocabulary``, ``length``.
 
     Returns:
         2 * layers + 3 layers.

@@ -1,11 +1,11 @@
 """Peers side by side: the plain model, ours, torchgpipe, fairscale, torch.distributed.pipelining.
 
 Four parts on the CPU: ``tiny`` (layers that compute next to nothing: the overhead), ``linear``
-(8 x Linear(1024)), ``resnext`` (a small one, with skips) and ``transformer`` (a small one). Three
-on one GPU, ``gpu-resnext101``, ``gpu-unet`` and ``gpu-gpt2``, which are skipped where there is
-none. In each part all peers train the very same layers in every round, in an order that changes
-from round to round, after they were seen to give the plain loop's gradients. Libraries that are
-missing are skipped, and the report says so.
+(8 x Linear(1024)), ``resnext`` (a small one, with skips) and ``transformer`` (a small one). Two on
+one GPU, ``gpu-resnext101`` and ``gpu-gpt2``, which are skipped where there is none. In each part
+all peers train the very same layers in every round, in an order that changes from round to round,
+after they were seen to give the plain loop's gradients. Libraries that are missing are skipped, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks import ranks
 from benchmarks.common import Group, Options, Part, Spread, number, rounds
-from benchmarks.models import gpt2_small, resnet, resnext101_32x8d, small_resnext, unet
+from benchmarks.models import gpt2_small, resnet, resnext101_32x8d, small_resnext
 from benchmarks.ranks import Ranks, Stages
 from benchmarks.skips import translated
 from benchmarks.tasks import (
@@ -144,7 +144,7 @@ def theirs(task: Task, library: str, device: torch.device, modes: Sequence[str])
     """The pipe of an older library with ``backward()``, all partitions on one device."""
     module, name, skips = LIBRARIES[library]
     made = getattr(_imported(module), name)
-    model, balance = translated(task.model, _imported(skips), task.x[:1]), list(task.balance)
+    model, balance = translated(task.model, _imported(skips)), list(task.balance)
     for mode in modes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is deprecated is why we are here
@@ -324,11 +324,9 @@ def counterparts(peers: Sequence[Peer], mine: Peer) -> dict[str, str]:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def pictures(side: int, classes: int | None, batch: int) -> tuple[Tensor, Tensor]:
-    """Pictures with a class each; with None for the classes, a mask each."""
-    x = torch.rand(batch, 3, side, side)
-    target = torch.rand(batch, 1, side, side).round() if classes is None else None
-    return x, torch.randint(classes or 1, (batch,)) if target is None else target
+def pictures(side: int, classes: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Pictures with a class each."""
+    return torch.rand(batch, 3, side, side), torch.randint(classes, (batch,))
 
 
 def sentences(words: int, length: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -388,15 +386,6 @@ def resnext101_task(quick: bool) -> Task:
         return Task(model, *pictures(64, 10, 16), F.cross_entropy, 8, [], "a small ResNeXt")
     samples, name = pictures(224, 1000, 64), "ResNeXt-101 32x8d, 224x224 pixels"
     return Task(resnext101_32x8d(), *samples, F.cross_entropy, 8, [], name)
-
-
-def unet_task(quick: bool) -> Task:
-    """U-Net (5, 64), 192x192 pixels."""
-    loss = F.binary_cross_entropy_with_logits
-    if quick:
-        return Task(unet(2, 1, 4), *pictures(16, None, 16), loss, 8, [], "U-Net (1, 4)")
-    name = "U-Net (5, 64), 192x192 pixels"
-    return Task(unet(5, 5, 64), *pictures(192, None, 32), loss, 8, [], name)
 
 
 def gpt2_task(quick: bool) -> Task:
@@ -510,7 +499,6 @@ CPU_PARTS: dict[str, Callable[[Options], Part]] = {
 }
 GPU_PARTS: dict[str, Callable[[Options], Part]] = {
     "gpu-resnext101": partial(on_gpu, resnext101_task, "ResNeXt-101"),
-    "gpu-unet": partial(on_gpu, unet_task, "U-Net (5, 64)"),
     "gpu-gpt2": partial(on_gpu, gpt2_task, "GPT-2 small"),
 }
 GROUP = Group(

@@ -15,7 +15,7 @@ from tests import simulated
     torch.accelerator.is_available() or simulated.unavailable() is not None,
     reason="there are no simulated devices",
 )
-@pytest.mark.parametrize("name", ["tests2", "overhead", "memory", "plan", "peers-unet"])
+@pytest.mark.parametrize("name", ["tests2", "overhead", "memory", "plan", "peers-gpt2"])
 def test_a_part_runs_on_simulated_devices_and_writes_its_page(name, tmp_path):
     assert door.main(["gpu", name, "--quick", "--simulated", "--folder", str(tmp_path)]) == 0
     text = (tmp_path / f"gpu-{name}.md").read_text(encoding="utf-8")

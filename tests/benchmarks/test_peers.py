@@ -19,7 +19,7 @@ from benchmarks.skips import translated
 from benchmarks.tasks import OURS, Peer, Task, check, distance, ours, plain
 from tests.benchmarks.test_models import SMALL
 
-WITH_SKIPS = ("resnext", "unet", "gpt2_tied")
+WITH_SKIPS = ("resnet", "resnext")
 
 
 def small_task():
@@ -36,13 +36,8 @@ def test_translated_model_is_the_model(name):
     build, sample, *_ = SMALL[name]
     torch.manual_seed(0)
     model, x = build().eval(), sample()
-    other = translated(model, syncpipe.skip, x[:1])
-    between = []
-    for layer in other:
-        layer.register_forward_hook(lambda *call: between.append(call[-1]))
+    other = translated(model, syncpipe.skip)
     assert torch.equal(other(x), model(x))
-    assert len(between) >= len(other)
-    assert all(isinstance(value, (torch.Tensor, tuple)) for value in between)
     assert set(other.parameters()) == set(model.parameters())
 
 
@@ -122,7 +117,7 @@ def test_libraries_that_differ_or_fail_are_left_out(broken, note, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_a_line_that_says_so():
     notes = [note for run in peers.GPU_PARTS.values() for note in run(Options(quick=True)).notes]
-    assert notes == ["Skipped: PyTorch finds no CUDA GPU here."] * 3
+    assert notes == ["Skipped: PyTorch finds no CUDA GPU here."] * 2
 
 
 def test_out_of_memory_is_told_of():

@@ -52,9 +52,9 @@ def test_the_planned_peak_is_near_the_counted_one(
     layers, x = model()
     target = torch.zeros_like(layers(x).detach())
     cut = [len(layers) // 2, len(layers) - len(layers) // 2]
-    peaks, _ = actual_peaks(
-        layers, cut, lambda count, *_: (x[:count].clone(), target[:count].clone()), F.mse_loss,
-        samples=SAMPLES, m=CHUNKS, schedule=schedule, checkpoint=checkpoint, fake=False,
+    peaks = actual_peaks(
+        layers, cut, lambda count: (x[:count].clone(), target[:count].clone()), F.mse_loss,
+        samples=SAMPLES, m=CHUNKS, schedule=schedule, checkpoint=checkpoint,
     )  # fmt: skip
     found = profile(layers, x, sizes=[SAMPLES], time=False)
     chain = Chain.of(found, SAMPLES, 2.0, len(x))
@@ -79,10 +79,9 @@ def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint: str) -> None:
     target = torch.zeros_like(layers(x).detach())
     plain, there = (
         actual_peaks(
-            layers, [len(layers)], lambda *_: (x.clone(), target.clone()), F.mse_loss,
-            samples=SAMPLES, m=CHUNKS, schedule="1f1b", checkpoint=checkpoint, fake=False,
-            gradients=gradients,
-        )[0][0]
+            layers, [len(layers)], lambda _: (x.clone(), target.clone()), F.mse_loss,
+            samples=SAMPLES, m=CHUNKS, schedule="1f1b", checkpoint=checkpoint, gradients=gradients,
+        )[0]
         for gradients in (False, True)
     )  # fmt: skip
     plan = syncpipe.plan(
