@@ -1,4 +1,4 @@
-"""Layers that are built when their stage is known, some of which share weights."""
+"""Layers that get memory and values with their stage: specs, tied ones too, and models on meta."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from syncpipe.balance import (
 )
 from syncpipe.balance import measure as measuring
 from syncpipe.skip import Namespace
-from tests.support.models import Receive, Send, assert_same_tree, in_turn, step
+from tests.support.compare import assert_same
+from tests.support.models import Receive, Send, in_turn, step
+from tests.support.training import assert_trains_as
 
-WIDTH = 16
+WIDTH = 8
 TWO = ["cpu:0", "cpu:1"]
 
 
@@ -68,25 +70,164 @@ class Broken(nn.Module):
         raise KeyError("mine")
 
 
-def specs(n: int = 4) -> list[Any]:
-    return [LayerSpec(Block, WIDTH, bias=bool(k % 2)) for k in range(n)]
+class Mask(nn.Module):
+    """A buffer that nothing resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class Half(Mask):
+    """Resets its weight, and forgets some of its buffers."""
+
+    def __init__(self, sets: Callable[[Any], Any] = lambda half: None, **buffers: Any) -> None:
+        super().__init__()
+        self.weight, self.sets = nn.Parameter(torch.empty(WIDTH)), sets
+        for name, dtype in buffers.items():
+            self.register_buffer(name, torch.ones(WIDTH, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(2.0)
+        self.sets(self)
+
+
+class Outer(nn.Module):
+    """Its reset comes after those of its children, as in its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Recurrent(nn.Module):
+    """Keeps its parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Raises(nn.Linear):
+    """Its reset fails where there is memory."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            raise KeyError("mine")
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+#: Blocks, and layers that are hard to initialise.
+BLOCKS: list[Callable[[], nn.Module]] = [lambda: Block(WIDTH), lambda: Block(WIDTH, bias=False)] * 2
+HARD: list[Callable[[], nn.Module]] = [
+    Outer,
+    lambda: nn.BatchNorm1d(WIDTH),
+    linear,
+    lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+    Recurrent,
+]
+
+
+def plain(makes: list[Callable[[], nn.Module]]) -> nn.Sequential:
+    return nn.Sequential(*[make() for make in makes])
+
+
+def specs(makes: list[Callable[[], nn.Module]]) -> list[Any]:
+    return [LayerSpec(make) for make in makes]
+
+
+def meta(makes: list[Callable[[], nn.Module]]) -> nn.Sequential:
+    with torch.device("meta"):
+        return plain(makes)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {"specs": specs, "meta": meta}
 
 
 def weights(pipe: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
-# --- building ------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
-def test_specs_build_what_the_plain_model_would_be() -> None:
+@pytest.mark.parametrize("balance", [[5], [1, 2, 2], "parameters"])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_the_model_built_with_values(form: str, balance: Any) -> None:
+    torch.manual_seed(4)
+    model, x = plain(HARD), torch.randn(4, WIDTH)
+    torch.manual_seed(4)
+    layers = FORMS[form](HARD)
+    balance_by_size(2, layers, x)  # to look at them draws nothing
+    pipe = Pipe(layers, balance, devices=["cpu:0", "cpu:1", "cpu:0"], chunks=2)
+    assert_same(weights(pipe), weights(model))
+    assert_same(step(pipe, pipe, x), step(in_turn(model, 2), model, x))
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 2**64 - 1),
+    st.lists(st.integers(1, 2), min_size=1, max_size=4),
+    st.sampled_from(list(FORMS)),
+)
+def test_first_weights_depend_on_seed_and_layer_alone(seed, balance, form) -> None:
     torch.manual_seed(7)
-    plain = nn.Sequential(*[Block(WIDTH, bias=bool(k % 2)) for k in range(4)])
-    torch.manual_seed(7)
-    pipe = Pipe(specs(), [1, 3], chunks=2)
-    assert_same_tree(weights(pipe), weights(plain), "weights")
-    x = torch.randn(6, WIDTH)
-    assert torch.equal(pipe(x), torch.cat([plain(part) for part in x.chunk(2)]))
+    makes = (BLOCKS * 2)[: sum(balance)]
+    devices = [f"cpu:{j % 2}" for j in range(len(balance))]
+    pipe = Pipe(FORMS[form](makes), balance, devices=devices, seed=seed)
+    assert torch.equal(torch.rand(3), torch.manual_seed(7) and torch.rand(3))
+    layers = [*specs(makes), nn.ReLU(), *specs(BLOCKS)]
+    longer = weights(Pipe(layers, "uniform", devices=["cpu"], seed=seed))
+    assert_same({name: longer[name] for name in weights(pipe)}, weights(pipe))
+
+
+def test_another_seed_and_another_layer_give_other_weights() -> None:
+    made = [p for seed in range(3) for p in Pipe([LayerSpec(nn.Linear, 9, 9)] * 3, [3], seed=seed)]
+    assert len({p.weight.sum().item() for p in made}) == 9
+
+
+def test_init_fn_comes_after_reset_parameters_children_first_where_nothing_has_values() -> None:
+    seen: list[str] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            assert not module.weight.isnan().any()
+            nn.init.constant_(module.bias, 7.0)
+        if isinstance(module, Mask):
+            module.mask = torch.full((WIDTH,), 3.0)  # another tensor
+
+    given, norm = linear(), nn.BatchNorm1d(WIDTH)
+    norm.running_mean.fill_(5.0)
+    before = given.weight.clone()
+    half = nn.Sequential(norm, *meta([linear]))
+    pipe = Pipe([given, *meta([Outer, Mask]), LayerSpec(Block, WIDTH), half], [2, 3], init_fn=init)
+    assert seen == ["BatchNorm1d", "Linear", "Block", "Linear", "Outer", "Mask", "Linear"]
+    assert torch.equal(pipe[0].weight, before)
+    assert (pipe[1].inner.bias == 7).all()
+    assert (pipe[2].mask == 3).all()
+    assert (pipe[3].linear.bias == 7).all()
+    assert (pipe[4][0].running_mean == 5).all()
+    assert (pipe[4][1].bias == 7).all()
+
+
+# --- layers --------------------------------------------------------------------------------------
 
 
 def test_a_spec_is_built_under_the_device_of_its_stage() -> None:
@@ -101,7 +242,7 @@ def test_a_spec_is_built_under_the_device_of_its_stage() -> None:
 
 
 def test_specs_in_a_sequential_are_built_likewise_and_it_stays_as_it_is() -> None:
-    model = nn.Sequential(*specs(2), nn.Linear(WIDTH, 1)).eval()
+    model = nn.Sequential(*specs(BLOCKS[:2]), nn.Linear(WIDTH, 1)).eval()
     for seed in range(2):
         pipe = Pipe(model, [1, 2], seed=seed)
         assert [type(layer) for layer in pipe] == [Block, Block, nn.Linear]
@@ -136,7 +277,29 @@ def test_a_spec_shows_what_it_builds() -> None:
     assert repr(copy.deepcopy(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
 
 
+def test_the_layers_keep_their_identity_and_their_parameters_what_they_say() -> None:
+    model = meta(HARD)
+    model[2].weight.requires_grad_(False)
+    model[2].weight.mine = "yes"
+    first = list(model)
+    pipe = Pipe(model, [2, 3])
+    assert list(pipe) == first
+    assert isinstance(pipe[2].weight, nn.Parameter)
+    assert not pipe[2].weight.requires_grad
+    assert pipe[2].weight.mine == "yes"
+
+
 # --- memory and measures -------------------------------------------------------------------------
+
+
+def test_on_a_stage_on_meta_nothing_is_materialised_before_it_has_a_device() -> None:
+    with HostBytes() as host:
+        pipe = Pipe(meta(HARD), [2, 3], devices=["meta", "meta"])
+        assert host.most == 0
+    assert all(p.is_meta for p in pipe.parameters())
+    assert pipe(torch.randn(4, WIDTH, device="meta")).shape == (4, WIDTH)
+    pipe.devices = ["cpu:0", "cpu:1"]
+    assert pipe(torch.randn(4, WIDTH)).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [Block, Ignores, OnHost])
@@ -180,79 +343,45 @@ def test_time_is_measured_window_by_window(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(layer.forward[2] > 0 for layer in found.layers)
 
 
-def test_specs_are_balanced_and_measured_as_layers_would_be() -> None:
-    built, x = nn.Sequential(*[spec.build() for spec in specs()]), torch.randn(4, WIDTH)
+def test_they_are_balanced_and_measured_as_layers_would_be() -> None:
+    built, x = plain(BLOCKS), torch.randn(4, WIDTH)
     for device in ["meta", "cpu"]:
-        of_specs = profile(specs(), x, time=False, device=device)
+        of_specs = profile(specs(BLOCKS), x, time=False, device=device)
         assert of_specs == profile(built, x, time=False, device=device)
-    layers = [*specs(3), nn.ReLU(), LayerSpec(nn.Linear, WIDTH, 40 * WIDTH)]
-    for how, balance in (("parameters", [4, 1]), ("uniform", [3, 2]), ("type:^Block$", [2, 3])):
+    layers = [*specs(BLOCKS[:3]), nn.ReLU(), LayerSpec(nn.Linear, WIDTH, 40 * WIDTH)]
+    for how, balance in (("parameters", [4, 1]), ("uniform", [3, 2]), ("type:^<lambda>$", [2, 3])):
         assert Pipe(layers, how, devices=TWO).balance == balance
-    assert sum(balance_by_time(2, layers, x, timeout=0.0)) == 5
-    made = plan(layers, x, devices=TWO, batch_size=4, memory="1GB", timeout=0.0)
-    assert sum(made.balance) == 5
-
-
-def test_to_look_at_specs_draws_nothing_from_the_global_generator() -> None:
-    layers = [*specs(), LayerSpec(OnHost, WIDTH)]
-    torch.manual_seed(5)
-    by_hand = weights(Pipe(layers, [2, 3]))
-    torch.manual_seed(5)
-    balance_by_size(2, layers, torch.ones(4, WIDTH))
-    assert_same_tree(weights(Pipe(layers, "parameters", devices=TWO)), by_hand, "weights")
-
-
-@settings(max_examples=25)
-@given(
-    st.integers(0, 2**64 - 1),
-    st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    st.integers(0, 9),
-)
-def test_first_weights_depend_on_seed_and_layer_alone(seed, balance, other) -> None:
-    torch.manual_seed(other)
-    n = sum(balance)
-    pipe = Pipe(specs(n), balance, devices=[f"cpu:{j % 2}" for j in range(len(balance))], seed=seed)
-    assert torch.equal(torch.rand(3), torch.manual_seed(other) and torch.rand(3))
-    assert_same_tree(weights(pipe), weights(Pipe(specs(n), [n], seed=seed)), "weights")
-    longer = weights(Pipe([*specs(n), nn.ReLU(), *specs(1)], "uniform", devices=["cpu"], seed=seed))
-    assert_same_tree({k: longer[k] for k in weights(pipe)}, weights(pipe), "weights")
-
-
-def test_another_seed_and_another_layer_give_other_weights() -> None:
-    made = [p for seed in range(3) for p in Pipe([LayerSpec(nn.Linear, 9, 9)] * 3, [3], seed=seed)]
-    assert len({p.weight.sum().item() for p in made}) == 9
-
-
-def test_init_fn_initialises_what_is_built_and_nothing_else() -> None:
-    seen: list[type] = []
-
-    def init(module: nn.Module) -> None:
-        seen.append(type(module))
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.5)
-
-    given = nn.Linear(WIDTH, WIDTH)
-    before = given.weight.clone()
-    pipe = Pipe([given, LayerSpec(Block, WIDTH)], [1, 1], init_fn=init)
-    assert seen == [nn.BatchNorm1d, nn.Linear, Block]
-    assert torch.equal(pipe[0].weight, before)
-    assert (pipe[1].linear.weight == 0.5).all()
+    on_meta = meta([*HARD, Mask])
+    for model in (layers, on_meta):
+        assert sum(balance_by_time(2, model, x, timeout=0.0, device="cpu")) == len(model)
+        made = plan(model, x, devices=TWO, batch_size=4, memory="1GB", timeout=0.0)
+        assert sum(made.balance) == len(model)
+    assert all(p.is_meta for p in on_meta.parameters())
 
 
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("balance", [[1, 1], "parameters", "uniform", "type:linear"])
-def test_an_exception_of_a_constructor_is_its_own_and_names_the_layer(balance: Any) -> None:
+@pytest.mark.parametrize(
+    ("layer", "balances", "note"),
+    [
+        (LayerSpec(Broken), [[1, 1], "parameters", "uniform", "type:linear"],
+         "while building layer 1 ('1': LayerSpec(Broken)) of stage "),
+        (meta([lambda: Raises(3, 3)])[0], [[1, 1]], "while initialising layer 1 (Raises) on cpu"),
+    ],
+    ids=["constructor", "reset"],
+)  # fmt: skip
+def test_an_exception_is_its_own_and_names_the_layer(layer, balances, note) -> None:
     given = nn.Linear(3, 3)
     before = given.weight
-    with pytest.raises(KeyError, match="mine") as caught:
-        Pipe([given, LayerSpec(Broken)], balance, devices=["meta", "cpu"])
-    assert "raise KeyError" in "".join(traceback.format_tb(caught.value.__traceback__))
-    (note,) = caught.value.__notes__
-    assert note.startswith("while building layer 1 ('1': LayerSpec(Broken)) of stage ")
-    assert given.weight is before
-    assert not before.is_meta  # nothing was moved
+    for balance in balances:
+        with pytest.raises(KeyError, match="mine") as caught:
+            Pipe([given, layer], balance, devices=["meta", "cpu"])
+        assert "raise KeyError" in "".join(traceback.format_tb(caught.value.__traceback__))
+        assert caught.value.__notes__[0].startswith(note)
+        assert given.weight is before
+        assert not before.is_meta  # nothing was moved
+        assert isinstance(layer, LayerSpec) or layer.weight.is_meta
 
 
 def made_of(*arguments: Any, **options: Any) -> Callable[[], Any]:
@@ -265,7 +394,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dict": (made_of(dict), TypeError, r"LayerSpec\(dict\) built a dict, no nn\.Module"),
     "spec": (made_of(LayerSpec, nn.ReLU), TypeError, "built a LayerSpec"),
     "called": (lambda: LayerSpec(nn.ReLU)(3), TypeError, r"LayerSpec\(ReLU\) is not built yet"),
-    "no balance": (lambda: Pipe(specs()), ValueError, "balance is missing"),
+    "no balance": (lambda: Pipe(specs(BLOCKS)), ValueError, "balance is missing"),
     "init_fn": (made_of(nn.ReLU, init_fn="normal"), TypeError, "init_fn='normal': must be a func"),
     "nothing to initialise": (
         lambda: Pipe([nn.ReLU()], [1], init_fn=print),
@@ -286,7 +415,62 @@ def test_what_cannot_be_is_refused(what: str) -> None:
         make()
 
 
+def partly(half: Any) -> None:
+    half.mask[1:] = 1.0
+
+
+def given_in_part() -> nn.Module:
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.bias = nn.Parameter(torch.ones(WIDTH, device="cpu"))
+    return linear
+
+
+CANNOT: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "no reset": (Mask, None, r"Mask has 'mask' on meta, without values, and nothing sets"),
+    "inside": (lambda: nn.Sequential(nn.ReLU(), Mask()), None, r"Mask at '1' has 'mask' on meta"),
+    "half": (Half, None, r"Half has 'mask' .*nothing sets all of it"),
+    "partly": (lambda: Half(partly), None, r"Half has 'mask' .*nothing sets all of it"),
+    "numbers": (lambda: Half(lambda half: half.mask.fill_(1.0), table=torch.int64), None,
+                r"Half has 'table'"),
+    "flags": (lambda: Half(lambda half: half.mask.fill_(1.0), table=torch.bool), None,
+              r"Half has 'table'"),
+    "init_fn": (Mask, lambda module: None, r"Mask has 'mask' on meta.*nothing sets"),
+    "given in part": (given_in_part, None, r"Linear has 'weight' on meta.*where all of them are"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_what_gets_no_value_is_named_and_the_model_is_as_it_was(what: str) -> None:
+    make, init_fn, message = CANNOT[what]
+    model = meta([linear, make, linear])
+    before = dict(model.state_dict(keep_vars=True))
+    with pytest.raises(ValueError, match=message) as caught:
+        Pipe(model, [2, 1], init_fn=init_fn)
+    assert "init_fn=" in str(caught.value)
+    assert "layer 1 (" in "".join(caught.value.__notes__)
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is value for name, value in before.items())
+
+
 # --- shared weights ------------------------------------------------------------------------------
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2]])
+def test_a_tied_weight_on_meta_stays_one_with_the_values_of_the_first(balance: Any) -> None:
+    with torch.device("meta"):
+        model = tied()
+    nested = Pipe(nn.Sequential(copy.deepcopy(model)), [1])[0]
+    pipe = Pipe(model, balance, seed=1)
+    assert torch.equal(pipe[0].weight, Pipe(meta([linear]), [1], seed=1)[0].weight)
+    for layers in (pipe, nested):
+        assert layers[2].weight is layers[0].weight
+        assert not layers[0].weight.is_meta
 
 
 class Embedding(nn.Module):
@@ -342,20 +526,14 @@ def test_deepspeeds_gpt_computes_and_trains_as_the_plain_one(balance: list[int])
     assert "0.words.weight" in names
     assert "6.words.weight" not in names
     plain.load_state_dict(pipe.state_dict())
-    found = step(pipe, pipe, TOKENS)
-    assert_same_tree(vars(found), vars(step(in_turn(plain, 3), plain, TOKENS)), "step")
-    pipe.zero_grad()
-    plain.zero_grad()
+    assert_same(step(pipe, pipe, TOKENS), step(in_turn(plain, 3), plain, TOKENS))
+    for model in (pipe, plain):
+        model.zero_grad()
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    loss = pipe.train_batch(TOKENS, TOKENS, loss_fn=loss_fn)
-    expected = sum(loss_fn(plain(x), x) / 3 for x in TOKENS.chunk(3))
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_trains_as(pipe, plain, TOKENS, TOKENS, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize(
