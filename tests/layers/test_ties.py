@@ -108,28 +108,18 @@ def test_an_embedding_that_keeps_its_rows_short_cannot_be_tied():
         pair(*layers)(torch.arange(4))
 
 
-def lazy() -> list[nn.Module]:
-    return [nn.LazyLinear(2)] * 2
-
-
 def inside_of_a_pipe() -> list[nn.Module]:
     layer = nn.Linear(2, 2)
     return [nn.Sequential(Pipe(nn.Sequential(layer), [1], devices=["cpu"])), layer]
-
-
-def scripted() -> list[nn.Module]:
-    first, second = nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))
-    second.weight = first.weight
-    return [first, second]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lazy, r"'0\.weight'.*'1\.weight'.*no value yet"),
+        (lambda: [nn.LazyLinear(2)] * 2, r"'0\.weight'.*'1\.weight'.*no value yet"),
         (inside_of_a_pipe, "inside of another Pipe"),
-        (scripted, r"TorchScript.*untie"),
+        (lambda: tied(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))), r"TorchScript.*untie"),
     ],
 )
 def test_what_cannot_be_tied_is_refused_when_the_pipe_is_made(make, message):
