@@ -1,13 +1,15 @@
-"""A small classifier, its data, and the loop that everybody writes."""
+"""A small classifier, its data, the loop that everybody writes, and a small language model."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import Pipe
 
@@ -32,11 +34,33 @@ def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def plain_loop(model: nn.Module, optimizer: Any, scheduler: Any = None, count: int = 4) -> None:
-    """Trains a model on all mini-batches."""
-    for x, y in batches(count):
+def data() -> DataLoader[Any]:
+    """The same mini-batches."""
+    return DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=8)
+
+
+def assert_trains_as_the_model(pipe: Pipe, model: nn.Module) -> None:
+    """A pipe was trained on all mini-batches once, by ``SGD`` at a rate of 0.1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+    assert_trained_alike(pipe, model)
+
+
+def assert_trained_alike(pipe: nn.Module, model: nn.Module) -> None:
+    """Parameters are the same."""
+    for actual, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def llama(**options: Any) -> Any:
+    """A small language model of transformers."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **options}))

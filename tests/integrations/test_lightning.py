@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import Pipe
-from tests.integrations.loops import batches, pipe_and_model, plain_loop
+from tests.integrations.loops import assert_trains_as_the_model, data, pipe_and_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,31 +51,18 @@ class Automatic(Trained):
         return F.cross_entropy(self.pipe(batch[0]), batch[1])
 
 
-def trainer_in(folder: Any, **limits: int) -> Any:
-    return lightning.Trainer(
-        **limits, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", [Trained, Automatic])
-def test_it_trains_as_a_plain_loop_does(kind: type[Trained], tmp_path: Any) -> None:
+def test_it_trains_as_a_plain_loop_does_and_its_checkpoint_is_one_of_the_model(kind, tmp_path):
     pipe, model = pipe_and_model()
-    plain_loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    data = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=8)
-    trainer_in(tmp_path, max_epochs=1).fit(kind(pipe), data, data)
-    for actual, expected in zip(pipe.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_its_checkpoint_is_one_of_the_model(tmp_path: Any) -> None:
-    pipe, _ = pipe_and_model()
-    trainer = trainer_in(tmp_path, max_steps=1)
-    trainer.fit(Trained(pipe), DataLoader(TensorDataset(*batches()[0]), batch_size=8))
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(kind(pipe), data(), data())
+    assert_trains_as_the_model(pipe, model)
     trainer.save_checkpoint(tmp_path / "step.ckpt")
     state = torch.load(tmp_path / "step.ckpt", weights_only=True)["state_dict"]
-    model = nn.Module()
-    model.pipe = pipe_and_model()[1]
-    model.load_state_dict(state)
-    for actual, expected in zip(model.parameters(), pipe.parameters(), strict=True):
+    plain = nn.ModuleDict({"pipe": pipe_and_model()[1]})
+    plain.load_state_dict(state)
+    for actual, expected in zip(plain.parameters(), pipe.parameters(), strict=True):
         assert torch.equal(actual, expected)

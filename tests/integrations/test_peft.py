@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe, inline, sequential
+from tests.integrations.loops import llama
 from tests.support.watched import Memory, alive
 
 peft: Any = pytest.importorskip("peft")
@@ -31,17 +32,12 @@ def gpt2(dropout: float) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(dropout: float) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False, tie_word_embeddings=True,
-        attention_dropout=dropout,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+def llama_of_four(dropout: float) -> nn.Module:
+    return llama(num_hidden_layers=4, attention_dropout=dropout)
 
 
-TARGETS = {gpt2: ["c_attn", "c_fc"], llama: ["q_proj", "v_proj", "down_proj"]}
-both = pytest.mark.parametrize("base", [gpt2, llama], ids=["gpt2", "llama"])
+TARGETS = {gpt2: ["c_attn", "c_fc"], llama_of_four: ["q_proj", "v_proj", "down_proj"]}
+both = pytest.mark.parametrize("base", TARGETS, ids=["gpt2", "llama"])
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
 
@@ -49,13 +45,9 @@ def adapted(base: Callable[..., nn.Module], blocks: list[int], dropout: float = 
     """A model with adapters in some of its four blocks, none of which is zero."""
     torch.manual_seed(3)
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_dropout=dropout,
-        target_modules=TARGETS[base],
-        layers_to_transform=blocks,
-        fan_in_fan_out=base is gpt2,
-    )
+        task_type="CAUSAL_LM", r=4, lora_dropout=dropout, target_modules=TARGETS[base],
+        layers_to_transform=blocks, fan_in_fan_out=base is gpt2,
+    )  # fmt: skip
     model = peft.get_peft_model(base(dropout), config)
     for parameter in model.parameters():
         if parameter.requires_grad:

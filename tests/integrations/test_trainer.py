@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from syncpipe import Pipe, sequential
+from tests.integrations.loops import llama
 from tests.test_docs import ROOT, blocks_of
 
 transformers: Any = pytest.importorskip("transformers")
@@ -35,13 +36,9 @@ def recipe() -> Any:
     return session["PipeTrainer"]
 
 
-def model(*, tied: bool = True) -> Any:
+def model() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied,
-    )  # fmt: skip
-    made = transformers.LlamaForCausalLM(config).double()
+    made = llama(vocab_size=64, hidden_size=16, intermediate_size=32).double()
     made.loss_function = loss_function
     return made
 
@@ -79,11 +76,8 @@ def arguments(folder: Path, *, batch: int, accumulate: int, **options: Any) -> A
 
 
 def piped(model: Any) -> Pipe:
-    sample = {
-        "input_ids": torch.ones(2, LENGTH, dtype=torch.long),
-        "attention_mask": torch.ones(2, LENGTH, dtype=torch.long),
-    }
-    layers = sequential(model, **sample)
+    ones = torch.ones(2, LENGTH, dtype=torch.long)
+    layers = sequential(model, input_ids=ones, attention_mask=ones)
     return Pipe(layers, "uniform", devices=["cpu:0", "cpu:1"], chunks=CHUNKS)
 
 

@@ -174,7 +174,6 @@ def test_values_are_those_of_the_model_built_with_values(form: str, balance: Any
     model, x = plain(HARD), torch.randn(4, WIDTH)
     torch.manual_seed(4)
     layers = FORMS[form](HARD)
-    balance_by_size(2, layers, x)  # to look at them draws nothing
     pipe = Pipe(layers, balance, devices=["cpu:0", "cpu:1", "cpu:0"], chunks=2)
     assert_same(weights(pipe), weights(model))
     assert_same(step(pipe, pipe, x), step(in_turn(model, 2), model, x))
@@ -327,7 +326,9 @@ def test_a_balance_is_found_without_building_all(balance: Callable[[Any], list[i
     with HostBytes() as host:
         OnHost(WIDTH)
         one, host.most = host.most, 0
+        drawn = torch.get_rng_state()
         assert balance([LayerSpec(OnHost, WIDTH)] * 8) == [4, 4]
+        assert torch.equal(torch.get_rng_state(), drawn)
         assert host.most <= 2 * one  # profile: and its copy
 
 
