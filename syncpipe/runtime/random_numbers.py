@@ -103,12 +103,12 @@ def _device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    with LOCKS.states:  # these show to no mode
+    with LOCKS.states, NoDispatch():  # a backend may make them by operators
         return list(map(torch.Generator.get_state, generators))  # out of a profile function's sight
 
 
 def put_back_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    with LOCKS.states:
+    with LOCKS.states, NoDispatch():
         list(map(torch.Generator.set_state, generators, states))
 
 

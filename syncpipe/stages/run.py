@@ -313,6 +313,9 @@ class StageRun:
                 name = f"syncpipe {kind} stage {stage.j} micro-batch {i}"
                 around.enter_context(torch._C._profiler._RecordFunctionFast(name))
             if saved is not None:
+                # A cast that was found in the cache would be missing when this runs again.
+                around.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
                 around.enter_context(saved[0][again])
                 around.enter_context(_SavedStates(stage, saved[1], again))
             if stage.defers:

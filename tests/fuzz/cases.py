@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-from syncpipe import Pipe
+from syncpipe import Pipe, Selective
 from syncpipe.schedules import one_f_one_b
-from tests.fuzz.models import Model, drawn_model
+from tests.fuzz.models import KINDS, Model, drawn_model
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.training import any_schedule, fitting
 
 __all__ = ["Case", "drawn_case"]
 
+_ATEN = torch.ops.aten
+_SAVED = [_ATEN.addmm.default, _ATEN.mm.default, _ATEN.tanh.default, _ATEN.native_dropout.default]
+_MODES = [*CHECKPOINT_MODES, *CHECKPOINT_MODES, "offload"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
 ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
@@ -113,7 +116,9 @@ def drawn_case(
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
     has_copies &= len({*devices}) == stages and not model.ties
     replicas = [chance.randint(1, 3) if has_copies else 1 for _ in range(stages)]
-    modes = [chance.choice(CHECKPOINT_MODES) for _ in range(stages)]
+    # PyTorch refuses to write into what a policy has saved.
+    selective = [] if any(KINDS[kind].inplace for kind in model.layers) else [Selective(_SAVED)]
+    modes = [chance.choice([*_MODES, *selective]) for _ in range(stages)]
     chunks = chance.randint(1, 5)
     autocast = chance.random() < 0.15
     calls = []
@@ -162,7 +167,7 @@ def _schedule(chance: random.Random, devices: Sequence[int], model: Model, copie
     return kind
 
 
-def _by_layer(chance: random.Random, modes: Sequence[str], edges: Sequence[int]) -> Any:
+def _by_layer(chance: random.Random, modes: Sequence[Any], edges: Sequence[int]) -> Any:
     """Layers to be computed again, of all stages or of some; mostly nothing."""
     if chance.random() < 0.7:
         return None
@@ -172,7 +177,7 @@ def _by_layer(chance: random.Random, modes: Sequence[str], edges: Sequence[int])
         (chance.random() < 0.6 and _layers(chance, *edge)) or mode
         for mode, edge in zip(modes, pairwise(edges), strict=True)
     ]
-    named = any(isinstance(mode, str) for mode in each)
+    named = not all(isinstance(mode, tuple) for mode in each)
     return tuple(each) if named else sum(each, ())
 
 
