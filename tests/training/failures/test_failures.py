@@ -50,7 +50,7 @@ def call(run: str, pipe: Pipe, loss_fn: Any = mean, data_iter: Any = None) -> No
         loss_fn(pipe(x)).backward()
     elif run == "eval_batch":
         pipe.eval_batch(**given, loss_fn=loss_fn)
-    elif run == "stream":
+    elif run in STREAMS:
         data = data_iter or [(x, None) for x in numbered(STEPS).split(2)]
         pipe.train_stream(data, optimizer=sgd, loss_fn=loss_fn)
     else:
@@ -71,7 +71,9 @@ PLACES = {
     "replicas": ["forward", *BACK],
     "eval_batch": ["forward", "loss", "iterator"],
     "stream": ["forward", *BACK, "loss", "iterator"],
+    "stream, replicas": ["forward", *BACK],
 }
+STREAMS = ["stream", "stream, replicas"]
 
 
 @pytest.mark.parametrize("context", [nullcontext, inline], ids=["workers", "inline"])
@@ -80,7 +82,7 @@ def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place,
     pipe, head, after = failing_pipe(run), nn.Linear(5, 1), Fails()
     memory, threads, trains = [p.data_ptr() for p in pipe.parameters()], [], run in ANY_RUNS
     stages = [3] if place in ELSEWHERE else range(4)
-    for k, (j, i) in enumerate(product(stages, range(STEPS if run == "stream" else CHUNKS))):
+    for k, (j, i) in enumerate(product(stages, range(STEPS if run in STREAMS else CHUNKS))):
         error = ERRORS[k % len(ERRORS)]()
         fails = after if place == "backward of the loss" else pipe[j]
         fails.phase, fails.i = "backward" if place == "backward of the loss" else place, i
@@ -97,7 +99,7 @@ def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place,
             raise error  # the line of the layer
 
         before = Grads(pipe, head)
-        if run == "stream":
+        if run in STREAMS:
             pipe.zero_grad()
         with context(), pytest.raises(type(error)) as caught:
             call(run, pipe, loss_fn, data() if place == "iterator" else None)
@@ -111,7 +113,7 @@ def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place,
             assert f"stage {j} (layer {j}), micro-batch {i}" in notes
             assert ("while recomputing" in notes) == (place == "recompute")
             assert ("in backward of" in notes) == (place in ("backward", "hook"))
-        if run == "stream":
+        if run in STREAMS:
             assert place in ELSEWHERE or "updates of the stages' weights" in notes
             assert all(p.grad is None for p in pipe.parameters())
             assert [p.data_ptr() for p in pipe.parameters()] == memory
@@ -122,23 +124,6 @@ def test_an_exception_anywhere_arrives_as_itself_and_changes_nothing(run, place,
             assert_works(pipe, run)
         assert threads in ([], our_threads())
         threads = our_threads()
-
-
-def test_after_a_failure_in_a_replica_of_a_stream_replicas_have_the_owners_weights():
-    layers = nn.Sequential(Fails(), Fails())
-    pipe = Pipe(layers, [1, 1], devices=WORKERS, replicas=2, checkpoint="always", chunks=CHUNKS)
-    for phase, j, i in product(("forward", *BACK), range(2), range(STEPS)):
-        pipe[j].error, pipe[j].phase, pipe[j].i = ValueError("bad"), phase, i
-        with pytest.raises(ValueError, match="bad"):
-            call("stream", pipe)
-        pipe[j].error = None
-        plain = nn.Sequential(Fails(), Fails())
-        plain.load_state_dict(pipe.state_dict())
-        x = numbered(1)
-        pipe.train_batch(x, loss_fn=mean)
-        mean(plain(x)).backward()
-        torch.testing.assert_close(*([p.grad for p in m.parameters()] for m in (pipe, plain)))
-        pipe.zero_grad()
 
 
 class Stops(torch.optim.SGD):
