@@ -41,18 +41,6 @@ def assert_works(pipe):
     assert len(train(pipe).losses) == 5
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("devices", [WORKERS, ["cpu"] * 4])
-@pytest.mark.parametrize(("before", "last"), [(3, 6), (2, 1), (0, 3), (1, 2)])
-def test_a_ragged_last_mini_batch_of_2bw(before, last, devices, checkpoint):
-    data = [*mini_batches(before, 8), *mini_batches(1, last)]
-    for steps in (None, before + 1):
-        pipe = pipe_of(devices=devices, checkpoint=checkpoint)
-        more = iter(data if steps is None else [*data, *mini_batches(1)])
-        assert_as_in_the_papers(pipe, data, more, versions="2bw", chunks=4, steps=steps)
-        assert len(list(more)) == (steps is not None)
-
-
 def test_two_calls_are_one_with_the_optimizers_of_the_first():
     """But for the flush in between; gradients from before have no part."""
     data = mini_batches(6)
