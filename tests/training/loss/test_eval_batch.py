@@ -13,7 +13,6 @@ from syncpipe import Pipe
 from tests.support.models import assert_same_tree
 from tests.support.running import Dawdle, Do, in_threads, pipe_of
 from tests.support.watched import Memory, alive
-from tests.training.loss.whole import four
 
 
 def noisy_model() -> nn.Sequential:
@@ -70,11 +69,6 @@ def test_eval_batch_never_re_materializes_and_stores_nothing():
     assert alive(references) == 0
 
 
-def test_eval_batch_refuses_a_target_that_nobody_would_use():
-    with pytest.raises(ValueError, match="loss_fn"):
-        four().eval_batch(torch.randn(4, 3), torch.randn(4, 3))
-
-
 class Merging(nn.Linear):
     """Adds a low-rank part in training; in evaluation it is merged into the weight (LoRA)."""
 
@@ -127,26 +121,24 @@ def modes_of(pipe: Pipe) -> list[bool]:
     return [m.training for m in [*pipe.modules(), *pipe.partitions, *inside]]
 
 
-@pytest.mark.parametrize("trains", ["all", "all but one", "one"])
+@pytest.mark.parametrize("trains", ["all", "all but one", "one", "none"])
 def test_weights_and_modes_are_back_afterwards(trains):
     pipe = pipe_of(layers(), chunks=2)
     if trains == "all but one":
         pipe[2].eval()  # frozen statistics, and merged weights
     elif trains == "one":
         pipe.eval()[0].train()
+    elif trains == "none":
+        pipe.eval()
     plain, x = copy.deepcopy(nn.Sequential(*pipe)).eval(), torch.randn(6, 4)
     weight, modes = pipe[0].weight.detach().clone(), modes_of(pipe)
+    if trains == "none":
+        pipe[0].train = lambda mode=True: pytest.fail("train() was called")
     assert torch.equal(pipe.eval_batch(x), torch.cat([plain(half) for half in x.chunk(2)]))
-    assert not pipe[0].merged
+    assert pipe[0].merged == (trains == "none")
     assert pipe[2][1].merged == (trains != "all")
     torch.testing.assert_close(pipe[0].weight.detach(), weight)
     assert modes_of(pipe) == modes
-
-
-def test_a_pipe_that_evaluates_already_is_left_alone():
-    pipe = pipe_of(layers(), chunks=2).eval()
-    pipe[0].train = lambda mode=True: pytest.fail("train() was called")
-    pipe.eval_batch(torch.randn(6, 4))
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
