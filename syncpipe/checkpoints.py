@@ -150,6 +150,8 @@ def _files(path: Path) -> dict[str, Path]:
     index = path / _INDEX
     if not index.exists() or (path / _ONE).exists():
         file = path / _ONE if path.is_dir() else path
+        if file != path and not file.exists():
+            raise FileNotFoundError(f"{path} has neither {_ONE} nor {_INDEX} in it")
         return dict.fromkeys(_opened(file).keys(), file)
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

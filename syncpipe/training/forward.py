@@ -124,11 +124,14 @@ class Captured(Leaves):
                 nodes.append(end.grad_fn or get_gradient_edge(end).node)  # an end may be a leaf
         for leaf in self.new(j, nodes, border):
             if leaf._backward_hooks:
+                stage = self._call.pipeline.stages[j]
+                what, way = "is no parameter of its layers", "Make it one"
+                if any(leaf is tensor for tensor in _tensors_of(stage.partition)):
+                    what, way = "was made in this call", "Call pipe(x) once under no_grad()"
                 raise RuntimeError(
                     f"{described(leaf)}, which requires grad and has hooks, is used by "
-                    f"{self._call.pipeline.stages[j].describe(0)}, and is none of the "
-                    "parameters of its layers: its hooks would run once for each micro-batch. "
-                    "Make it a parameter of a layer, or use syncpipe.inline(graph=True)"
+                    f"{stage.describe(0)}, and {what}: its hooks would run once for each "
+                    f"micro-batch. {way}, or use syncpipe.inline(graph=True)"
                 )
             self._found[j][id(leaf)] = leaf
 

@@ -207,7 +207,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
      "not a checkpoint of these layers: .*it has no 0.bias, 1.weight, 1.bias, .* 2 more.*names="),
     (MODEL, of_ones(*listed().state_dict()), RuntimeError, r"0.bias.*size mismatch for bias"),
     (MODEL, b"12345678 no tensors", ValueError, r"model\.safetensors is broken"),
-    ("other", b"", FileNotFoundError, r"model\.safetensors"),
+    ("other", b"", FileNotFoundError, r"has neither model\.saf.* nor .*index\.json"),
     (INDEX, b"{", ValueError, r"index\.json is broken"),
     (INDEX, b"{}", ValueError, r"index\.json is broken.*weight_map"),
     (INDEX, b'{"weight_map": {"0.weight": "a.safetensors"}}', FileNotFoundError, r"a\.safetensors"),

@@ -102,6 +102,38 @@ def test_hooks_of_parameters_run_once_a_backward(mode):
     assert sorted(calls) == sorted(2 * [name for name, _ in pipe.named_parameters()])
 
 
+class Makes(nn.Module):
+    """Makes a tensor with a hook when it is called first, as a parameter of its own or not."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, []
+        self.register_parameter("weight", None)
+        self.hidden: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hidden:
+            self.hidden.append(self.kind(torch.ones(4)).requires_grad_())
+            self.hidden[0].register_hook(self.calls.append)
+            self.weight = self.hidden[0] if self.kind is nn.Parameter else None
+        return x * self.hidden[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(nn.Parameter, r"was made in this call.*no_grad\(\)"), (torch.clone, "no param.*Make it one")],
+)
+def test_a_tensor_with_hooks_that_no_layer_had_before_the_call_is_refused(kind, message):
+    pipe = Pipe(nn.Sequential(Makes(kind), nn.Tanh()), [1, 1], devices=FOUR[:2], chunks=4)
+    with pytest.raises(RuntimeError, match=message):
+        pipe(X)
+    with torch.no_grad():
+        pipe(X)
+    if kind is nn.Parameter:
+        pipe(X).sum().backward()
+        assert len(pipe[0].calls) == 1
+
+
 @every_driver
 @every_mode
 def test_a_full_backward_hook_of_a_partition_may_change_the_gradient(driver, mode):
