@@ -25,7 +25,7 @@ _MODES = [*CHECKPOINT_MODES, *CHECKPOINT_MODES, "offload"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
 ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
-ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise"]
+ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise", "dawdle"]
 
 DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "eval"]
 DRIVERS += ["no_grad", "inference_mode"]

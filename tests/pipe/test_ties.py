@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncpipe import Pipe, inline
+from syncpipe import Pipe
 from tests.support.models import CHECKPOINT_MODES, assert_close, assert_same, in_turn, step
-from tests.support.running import in_threads
 from tests.support.ties import WIDTH, Block, language_model, words
 
 DEVICES = [f"cpu:{k}" for k in range(5)]
@@ -142,19 +141,6 @@ def test_evaluation_computes_with_the_weight(mode):
             with torch.no_grad():
                 module[0].weight.mul_(1.5)
     torch.testing.assert_close(pipe.eval_batch(x, loss_fn=torch.mean), plain(x).mean().detach())
-
-
-def test_several_threads_may_call_one_pipe():
-    pipe, x = tied_pipe(), words(6)
-    expected = step(in_turn(language_model(), 2), language_model(), x)
-
-    def call(_: int) -> None:
-        for _ in range(10):
-            assert torch.equal(pipe(x), expected.output)
-            with inline(), torch.no_grad():
-                assert torch.equal(pipe(x), expected.output)
-
-    in_threads(call, *range(4))
 
 
 @every_mode

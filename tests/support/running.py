@@ -23,8 +23,8 @@ MODES = ("never", "except_last", "always")
 def pipe_of(module: nn.Sequential, balance: list[int] | None = None, **options: Any) -> Pipe:
     """A pipe on CPU workers that run at the same time; by default a layer for each."""
     balance = [1] * len(module) if balance is None else balance
-    options.setdefault("chunks", 4)
-    return Pipe(module, balance, devices=[f"cpu:{j}" for j in range(len(balance))], **options)
+    devices = [f"cpu:{j}" for j in range(len(balance))]
+    return Pipe(module, balance, **{"chunks": 4, "devices": devices, **options})
 
 
 def plain(module: nn.Module, x: Tensor, chunks: int = 4) -> Tensor:
