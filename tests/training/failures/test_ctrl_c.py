@@ -202,6 +202,20 @@ def test_at_any_time(by_hand: bool) -> None:
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
 
 
+def test_workers_stop_at_their_next_action() -> None:
+    seen: list[None] = []
+
+    def layer(x: Tensor) -> None:
+        seen.append(None)
+        if len(seen) == 5:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    pipe = pipe_of(nn.Sequential(Do(layer), nn.Linear(3, 3)), chunks=5000)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.train_batch(torch.randn(5000, 3), loss_fn=torch.mean)
+    assert len(seen) < 5000
+
+
 def test_no_worker_is_left_behind_wherever_it_comes() -> None:
     inside, entered, files = [], [], (engine.__file__, worker.__file__, threading.__file__)
 
