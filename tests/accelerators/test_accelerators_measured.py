@@ -38,7 +38,7 @@ class Sleeps(nn.Linear):
 
 
 def traced(pipe: Pipe, how: str) -> list[Span]:
-    """What a step did, without transfers, in the order in which it began."""
+    """What a step did, in the order in which it began."""
     x, target = torch.randn(8, WIDTH, device=pipe.devices[0], requires_grad=True), torch.zeros(8)
 
     def run() -> None:
@@ -49,7 +49,7 @@ def traced(pipe: Pipe, how: str) -> list[Span]:
     with pipe.trace() as trace:
         run()
     assert 0 < trace.bubble < 1
-    return sorted((s for s in trace.spans if s.kind in KINDS), key=lambda span: span.start)
+    return sorted(trace.spans, key=lambda span: span.start)
 
 
 @pytest.mark.parametrize("how", ["pipe(x)", "naive", "gpipe", "1f1b", "zb_h1"])
@@ -67,8 +67,11 @@ def test_spans_of_a_device_follow_each_other(layout, checkpoint, how):
         assert min(s.end - s.start for s in spans if s.kind == kind) > SLEEP / 2e3
         if kind == "forward":  # each stage after the one before
             assert all(a[2] <= b[2] for a, b in itertools.pairwise(found) if a[0] == b[0])
+            ends = {(i, j): end for i, j, end in found}
+    sent = [s for s in spans if s.kind == "transfer" and not s.backward]
+    assert all(ends[s.i, s.j] - s.start < SLEEP / 2e3 for s in sent)
     for row in {span.row for span in spans}:
-        here = [span for span in spans if span.row == row]
+        here = [span for span in spans if span.row == row and span.kind in KINDS]
         assert all(a.end <= b.start for a, b in itertools.pairwise(here))
 
 
