@@ -212,19 +212,14 @@ def test_gradients_stay_where_they_are():
 FEW = 6
 
 
-def kept_pipe(*layers: nn.Module, run: str = "1f1b", **options) -> Pipe:
-    layers = (*layers, *(nn.Identity() for _ in range(4 - len(layers))))
-    module = nn.Sequential(*layers)
-    return Pipe(module, [1] * 4, devices=RUNS[run][1], chunks=FEW, checkpoint="never", **options)
-
-
 @pytest.mark.parametrize("run", [run for run in RUNS if run not in ("naive", *LAST_FIRST)])
 @pytest.mark.parametrize(
     ("loss", "part"), [(F.mse_loss, "loss"), (F.mse_loss, "weight"), (F.smooth_l1_loss, "loss")]
 )
 def test_the_storage_of_an_unreduced_loss_goes_with_its_micro_batch(run, loss, part):
-    storages = Storages()
-    pipe = kept_pipe(nn.Linear(4, 4), run=run)
+    storages, (options, devices) = Storages(), RUNS[run]
+    layers = nn.Sequential(nn.Linear(4, 4), *(nn.Identity() for _ in range(3)))
+    pipe = Pipe(layers, [1] * 4, devices=devices, chunks=FEW, checkpoint="never")
 
     def loss_fn(output: Tensor, target: Tensor):
         if part == "loss":
@@ -232,7 +227,7 @@ def test_the_storage_of_an_unreduced_loss_goes_with_its_micro_batch(run, loss, p
         return output.sum(), storages.add(loss(output.detach(), target))
 
     x, target = torch.randn(64 * FEW, 4), torch.randn(64 * FEW, 4)
-    pipe.train_batch(x, target, loss_fn=loss_fn, **RUNS[run][0])
+    pipe.train_batch(x, target, loss_fn=loss_fn, **options)
     gc.collect()
     assert storages.most <= 4
 
@@ -244,14 +239,15 @@ def test_gradients_of_inputs_that_are_parts_of_larger_tensors_do_not_keep_them()
         return storages.add(torch.cat([grad, torch.zeros(len(grad), 50)], 1))[:, :4]
 
     x = torch.randn(FEW, 4, requires_grad=True)
-    pipe = kept_pipe(Do(lambda x: on_gradient(x, wide)), nn.Linear(4, 4))
+    layers = nn.Sequential(Do(lambda x: on_gradient(x, wide)), nn.Linear(4, 4))
+    pipe = pipe_of(layers, chunks=FEW, checkpoint="never")
     pipe.train_batch(x, loss_fn=torch.sum, loss_reduction="sum")
     assert storages.most <= 2
     assert x.grad is not None
 
 
 def test_a_loss_is_what_it_was_when_loss_fn_writes_into_the_output():
-    pipe = kept_pipe(nn.Linear(4, 4))
+    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4)), chunks=FEW, checkpoint="never")
     x = torch.randn(FEW, 4)
 
     def loss_fn(output: Tensor) -> Tensor:
@@ -276,7 +272,7 @@ def frozen_pipe(**options) -> tuple[Pipe, list[Watched]]:
 
 @pytest.mark.parametrize("driver", ["train_batch", "pipe(x)"])
 @pytest.mark.parametrize("checkpoint", [*CHECKPOINT_MODES, "offload"])
-def test_they_hold_nothing_for_backward(checkpoint, driver):
+def test_frozen_stages_hold_nothing_for_backward(checkpoint, driver):
     pipe, layers = frozen_pipe(checkpoint=checkpoint)
     held: list[int] = []
     kept: list[bool] = []
@@ -306,7 +302,7 @@ def test_they_hold_nothing_for_backward(checkpoint, driver):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("run", KINDS)
-def test_they_go_forward_once_and_never_back(run, checkpoint):
+def test_frozen_stages_go_forward_once_and_never_back(run, checkpoint):
     pipe, layers = frozen_pipe(devices=RUNS[run][1], checkpoint=checkpoint)
     pipe.train_batch(torch.randn(2 * FEW, 3), loss_fn=lambda y: y.pow(2).mean(), **RUNS[run][0])
     assert [len(layer.made) for layer in layers[:2]] == [FEW] * 2
