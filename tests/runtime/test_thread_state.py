@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import os
 import re
 import threading
 from collections import Counter
@@ -16,8 +17,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from syncpipe import is_recomputing
-from tests.support.running import MODES, Do, assert_same, one_by_one, pipe_of, plain, trained, weigh
+from syncpipe import inline, is_recomputing
+from tests.support.running import (
+    MODES,
+    Do,
+    assert_same,
+    in_threads,
+    one_by_one,
+    pipe_of,
+    plain,
+    trained,
+    weigh,
+)
 
 BF16 = torch.bfloat16
 
@@ -319,3 +330,30 @@ def test_cpu_workers_share_the_intra_op_threads_and_nobody_else_notices():
     assert (call(), intra_op_threads(), later) == ({(False, 2), (True, 2)}, 4, [4])
     torch.set_num_threads(2)
     assert (call(), intra_op_threads(), later) == ({(False, 1), (True, 1)}, 2, [4, 2])
+
+
+class Counts(nn.Module):
+    """Counts in a buffer, slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        count = int(self.count)
+        for _ in range(200):
+            os.sched_yield()
+        self.count.fill_(count + 1)
+        return x * 1
+
+
+def test_a_call_inline_and_one_on_workers_take_turns_in_a_stage_with_buffers():
+    pipe = pipe_of(nn.Sequential(Counts(), nn.Identity()), checkpoint="never")
+
+    def call(context):
+        for _ in range(20):
+            with context():
+                pipe(torch.ones(4, 3))
+
+    in_threads(call, nullcontext, inline)
+    assert pipe[0].count == 2 * 20 * 4
