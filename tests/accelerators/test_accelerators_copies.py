@@ -16,41 +16,28 @@ from syncpipe.runtime.streams import same_memory
 from tests.accelerators import four
 from tests.accelerators.four import ROWS, SHAPES, WIDTH, pipe_of, step
 from tests.support import accelerator as acc
+from tests.support.ties import WORDS, language_model, tie, words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
-WORDS = 7
 HELD: list[Any] = []
 
 
-class Add(nn.Module):
-    """Adds a weight, whose gradients are summed over micro-batches only."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x + self.weight)
-
-
 def tied() -> nn.Sequential:
-    """Embedding and head are tied, and what is added in between three times; one layer is twice."""
-    added, layer = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
-    layers = nn.Sequential(
-        nn.Embedding(WORDS, WIDTH), Add(added), layer, Add(added), layer, Add(added),
-        nn.Linear(WIDTH, WORDS, bias=False),
-    ).double()  # fmt: skip
-    layers[6].weight = layers[0].weight
+    """Embedding and head are tied, and three layers in between; one layer is there twice."""
+    layers = language_model(5).double()
+    for k in (3, 5):
+        tie(layers[1], layers[k])
+    layers[4] = layers[2]
     return layers
 
 
 def case(of: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor], Any]:
     """A plain model, input and target, and a loss."""
-    if of == "tied":
-        x, target = torch.randint(WORDS, (2, ROWS))
-        return tied(), (x, target), F.cross_entropy
-    return four.model(), four.data(), F.mse_loss
+    if of == "replicas":
+        return four.model(), four.data(), F.mse_loss
+    data = words(ROWS), words(ROWS, 1)
+    return tied(), data, lambda y, t: F.cross_entropy(y.mT, t)
 
 
 def stepped(module: nn.Module, how: str, given: tuple[Tensor, Tensor], loss_fn: Any) -> Any:
