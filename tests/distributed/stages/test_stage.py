@@ -251,7 +251,25 @@ def trees() -> None:
     assert output is None or output["hidden"].shape == (8, 4)
 
 
-@pytest.mark.parametrize("act", [batch_norm, built, trees])
+def clipped() -> None:
+    """Norms of gradients that are of another dtype in each stage, and one stage without any."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    mine = stage(linears(), [1] * 4, sample=torch.randn(2, 4))
+    mine.stages[0].submod.to(dtypes[mine.rank])
+    squares = 0.0
+    for k, (layer, dtype) in enumerate(zip(linears()[:3], dtypes, strict=False)):
+        for parameter in layer.to(dtype).parameters():
+            squares += float(parameter.double().square().sum())
+        if k == mine.rank:
+            for own, value in zip(mine.parameters(), layer.parameters(), strict=True):
+                own.grad = value.detach().clone()
+    norm = mine.clip_grad_norm_(0.5)
+    torch.testing.assert_close(float(norm), squares**0.5, rtol=1e-2, atol=0)
+    for own in mine.parameters():
+        assert mine.rank == 3 or torch.allclose(own.grad, own * (0.5 / norm).to(own), rtol=1e-2)
+
+
+@pytest.mark.parametrize("act", [batch_norm, built, trees, clipped])
 def test_models_of_all_kinds(four, act):
     four.run(act)
 
