@@ -183,26 +183,16 @@ def test_what_is_equal_to_rounding_or_not_compared() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_loss_with_weight_and_metrics(checkpoint: str) -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Any:
-        kept = (target != -100).sum()
-        return F.cross_entropy(output, target), kept, {"kept": kept}
-
-    x, y = batch()
-    y[:5] = -100
-    assert_exact(checked(pipe_of(*MODELS["dropout"](), checkpoint=checkpoint), (x, y), loss_fn))
-
-
 @pytest.mark.parametrize("weighed", [False, True])
-def test_parameters_of_the_loss_are_compared_too(weighed: bool) -> None:
+def test_a_loss_with_parameters_and_perhaps_with_weight_and_metrics(weighed, checkpoint) -> None:
     head, (x, y) = linear(), batch()
     y[: 5 * weighed] = -100
 
     def loss_fn(output: Tensor, target: Tensor) -> Any:
-        loss = F.cross_entropy(head(output), target)
-        return (loss, (target != -100).sum()) if weighed else loss
+        loss, kept = F.cross_entropy(head(output), target), (target != -100).sum()
+        return (loss, kept, {"kept": kept}) if weighed else loss
 
-    report = checked(pipe_of(*MODELS["plain"]()), (x, y), loss_fn)
+    report = checked(pipe_of(*MODELS["dropout"](), checkpoint=checkpoint), (x, y), loss_fn)
     assert_exact(report)
     assert head.weight.grad is None
 
@@ -258,12 +248,6 @@ def test_the_schedules_that_are_asked_for() -> None:
     assert checked(pipe)["partial(one_f_one_b, slots='overlap')"].outputs.status == "equal"
 
 
-def test_hooks_of_partitions_run_plainly_too() -> None:
-    pipe = pipe_of(linear(), nn.Dropout(), linear())
-    pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
-    assert checked(pipe).ok
-
-
 def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target)
@@ -275,9 +259,9 @@ def test_a_loss_is_checked_in_the_first_call_as_ever() -> None:
         pipe.train_batch(x, y, loss_fn=loss_fn)
 
 
-def test_no_target_and_one_that_needs_a_gradient() -> None:
-    x, y = torch.randn(8, 6), torch.randn(8, 6, requires_grad=True)
-    assert checked(pipe_of(), (x,), lambda y: y.square().mean()).ok
-    report = checked(pipe_of(), (x, y), F.mse_loss)
-    assert report.ok, report
+def test_hooks_of_partitions_no_target_and_one_that_needs_a_gradient() -> None:
+    pipe, x, y = pipe_of(linear(), nn.Dropout(), linear()), *torch.randn(2, 12, WIDTH)
+    pipe.partitions[0].register_forward_hook(lambda module, args, output: output * 2)
+    assert_exact(checked(pipe, (x,), lambda output: output.square().mean()))
+    assert_exact(checked(pipe, (x, y.requires_grad_()), F.mse_loss))
     assert y.grad is None

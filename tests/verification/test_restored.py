@@ -48,12 +48,16 @@ def a_pipe(**options: Any) -> Pipe:
     return pipe
 
 
+#: What the first call of a pipe sets, whatever it is: stages, and that modules hold generators.
+OF_FIRST_CALLS = ("_pipeline", "_watched", "_compiled_call_impl")
+
+
 def seen(pipe: Pipe, *trees: Any) -> Any:
     """All that one can see, as it is now: values, and which objects they are."""
     values: list[Any] = [torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()]
     objects: list[Any] = []
     for module in pipe.modules():
-        own = {k: v for k, v in vars(module).items() if k not in ("_pipeline", "_watched")}
+        own = {k: v for k, v in vars(module).items() if k not in OF_FIRST_CALLS}
         values.append((module.training, sorted(own), type(module)))
         objects += [id(v) for v in own.values()]
     for tensor in [*pipe.parameters(), *pipe.buffers(), *tensors_in(trees)]:
