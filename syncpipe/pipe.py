@@ -22,7 +22,7 @@ from syncpipe.data import tensors_in
 from syncpipe.hints import explained, outside, refuse_backward, target_hint, unknown_attribute
 from syncpipe.layers.building import Initialization
 from syncpipe.layers.conversion.inline import HOOKS
-from syncpipe.layers.conversion.layer import in_order
+from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import batch_input, call_input, model_signature
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
@@ -109,7 +109,7 @@ class _Signed:
         return bound  # type: ignore[no-any-return]
 
 
-class Pipe(nn.Module):
+class Pipe(ModelNames):
     """Runs an ``nn.Sequential`` as a pipeline over several devices.
 
     The layers are cut into partitions, one after another on a device each. A mini-batch is cut
@@ -775,10 +775,8 @@ class Pipe(nn.Module):
                 for key, value in state_dict.items():
                     if key.startswith(own) and isinstance(value, Tensor):
                         state_dict[key] = value.to(worker.device)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return in_order(self, *args, **kwargs)
+        # Without that of ModelNames: translate_keys has put the indices before the keys already.
+        nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, *args)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError(

@@ -33,7 +33,7 @@ from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_i
 from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import Run, schedule_of
 from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
-from syncpipe.layers.conversion.layer import in_order, index_keys
+from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.listing import Layers, as_sequential, type_name
 from syncpipe.layers.placement import check_balance, move_layers, resolve_workers
@@ -231,7 +231,7 @@ class StageModule(Partition):
         return Boundary(unchanged(self, lambda: run(value, skips)), self._where)
 
 
-class Stages(nn.Module):
+class Stages(ModelNames):
     """What one rank has of a model; made by :func:`stage`.
 
     Its parameters and ``state_dict`` have the names that they have in the plain model.
@@ -452,14 +452,10 @@ class Stages(nn.Module):
         """The module of the model's last stage, if it is here."""
         return self.parts.get(len(self.balance) - 1)
 
-    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return in_order(self, *args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # That of the whole model is welcome: what is on other ranks is passed over.
         for key in self._elsewhere - set(self.state_dict()):
             state_dict.pop(prefix + key, None)
-        index_keys(state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from syncpipe.data import described
 from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.trace import Call, Fault, Tracer, guard, leaves_of, map_tree
+from syncpipe.layers.conversion.trace import Fault, Tracer, guard, leaves_of, map_tree
 from syncpipe.layers.time_first import is_time_first, time_first_message
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
@@ -275,7 +275,7 @@ class Inlined:
 
     def _time_cut(self, base: Tracer, other: Tracer) -> Iterator[str]:
         """What to say of modules that take time in dimension 0 and are given the batch there."""
-        calls = ([n for n in run.root.nodes() if n.op == "call_module"] for run in (base, other))
+        calls = ([n for n in run.nodes if n.op == "call_module"] for run in (base, other))
         for one, two in zip(*calls, strict=True):
             path, module = str(one.target), self.model.get_submodule(str(one.target))
             if is_time_first(module):
@@ -297,7 +297,7 @@ class Inlined:
     def _large_modules(self) -> Iterator[str]:
         """Says which module that was not inlined has most of the model."""
         total = sum(parameter.numel() for parameter in self.model.parameters())
-        calls = [node for node in self.runs[True].root.nodes() if node.op == "call_module"]
+        calls = [node for node in self.runs[True].nodes if node.op == "call_module"]
         seconds = sum(node.meta["seconds"] for node in calls)
         for path, line, reason in self.whole:
             module = self.model.get_submodule(path)
@@ -372,11 +372,6 @@ def differences(a: Tracer, b: Tracer) -> list[Fault]:
     live = a.live | b.live
     doubtful: list[Any] = []  # calls that differ: what they gave may differ as well
 
-    def line(entry: fx.Node | Call | None) -> str:
-        if isinstance(entry, fx.Node):
-            return f"{entry.op} {entry.target!r} {shown((entry.args, entry.kwargs))}"
-        return "" if entry is None else entry.owner
-
     def shown(tree: Any) -> str:
         return repr(map_tree(value, tree))
 
@@ -386,35 +381,32 @@ def differences(a: Tracer, b: Tracer) -> list[Fault]:
         key = leaf.meta["key"]
         return f"%{next((call for call in doubtful if key[: len(call)] == call), key)}"
 
-    def compare(one: Call, two: Call) -> None:
-        entries = ([e for e in c.entries if isinstance(e, Call) or e in live] for c in (one, two))
-        for left, right in zip_longest(*entries):
-            if line(left) != line(right):
-                node = left if isinstance(left, fx.Node) else right
-                at = node.meta["line"] if isinstance(node, fx.Node) else ""
-                found.append(Fault(one.owner, at, _reason(left, right)))
-                doubtful.append(one.key)
-                return
-            if isinstance(left, Call) and isinstance(right, Call):
-                compare(left, right)
-
-    compare(a.root, b.root)
+    steps = [{node.meta["key"]: node for node in run.nodes if node in live} for run in (a, b)]
+    for key in dict.fromkeys(chain(*steps)):
+        pair = [run[key] for run in steps if key in run]
+        call = own = pair[0].meta["call"]
+        while call not in a.steps or call not in b.steps:
+            call = call[:-1]  # the innermost one that both made
+        lines = {f"{n.op} {n.target!r} {shown((n.args, n.kwargs))}" for n in pair}
+        alike = len(pair) == 2 and len(lines) == 1
+        if not alike and not any(call[: len(other)] == other for other in doubtful):
+            reason = _reason(pair) if call == own else "another module is called"
+            found.append(Fault(call[-1][1], pair[0].meta["line"], reason))
+            doubtful.append(call)
     if not found and shown(a.output) != shown(b.output):
         found.append(Fault("", "", "what the model returns is put together differently"))
     return found
 
 
-def _reason(one: fx.Node | Call | None, two: fx.Node | Call | None) -> str:
+def _reason(pair: list[fx.Node]) -> str:
     """What differs, in words."""
-    if one is None or two is None:
+    if len(pair) == 1:
         return "more is done in one call than in another"
-    if isinstance(one, Call) or isinstance(two, Call):
-        return "another module is called"
+    one, two = pair
     for a, b in zip(one.all_input_nodes, two.all_input_nodes, strict=False):
         if a.meta["key"][0] == b.meta["key"][0] == "object" and a.target != b.target:
             return f"it passes a {type(a.meta['value']).__name__} that is made anew in every call"
-    names = [node.target if isinstance(node.target, str) else node.target.__name__
-             for node in (one, two)]  # fmt: skip
+    names = [n.target if isinstance(n.target, str) else n.target.__name__ for n in pair]
     if names[0] != names[1]:
         return f"another thing is done from time to time ({', '.join(names)})"
     return f"what it passes to {names[0]} depends on sizes, or differs from call to call"

@@ -39,7 +39,6 @@ from syncpipe.data import storage_of
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import (
     DEVICE,
-    Call,
     Function,
     Tracer,
     leaves_of,
@@ -49,7 +48,7 @@ from syncpipe.layers.conversion.trace import (
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
 
-__all__ = ["ConvertedLayer", "Holder", "in_order", "index_keys", "layers_of"]
+__all__ = ["ConvertedLayer", "Holder", "ModelNames", "index_keys", "layers_of"]
 
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
 _grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
@@ -102,7 +101,7 @@ class _Run:
 
     def __init__(self, trace: Tracer, model: nn.Module) -> None:
         live = trace.live
-        self.nodes = [n for n in [*trace.inputs, *trace.root.nodes()] if n in live]
+        self.nodes = [n for n in [*trace.inputs, *trace.nodes] if n in live]
         self.place = {node: p for p, node in enumerate(self.nodes)}
         self.outputs = [node for node in nodes_of(trace.output) if node in self.place]
         self.starts = [node for node in self.nodes if _begins(node, model)]
@@ -144,7 +143,7 @@ def _begins(node: fx.Node, model: nn.Module) -> bool:
 def _segments(training: Tracer, evaluation: Tracer, model: nn.Module) -> list[_Segment]:
     runs = [_Run(training, model), _Run(evaluation, model)]
     inputs = list(zip(training.inputs, evaluation.inputs, strict=True))
-    twins = dict([*_twins(training.root, evaluation.root), *inputs])
+    twins = dict([*_twins(training, evaluation), *inputs])
     begins = set(runs[1].starts)
     starts = [(node, twins[node]) for node in runs[0].starts if twins.get(node) in begins]
     cuts: list[list[int]] = [[0, 0]]
@@ -162,18 +161,12 @@ def _segments(training: Tracer, evaluation: Tracer, model: nn.Module) -> list[_S
     return found
 
 
-def _twins(a: Call, b: Call) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _twins(a: Tracer, b: Tracer) -> Iterator[tuple[fx.Node, fx.Node]]:
     """What two runs both do: pairs of nodes, in order."""
-
-    def names(call: Call) -> list[str]:
-        return [e.owner if isinstance(e, Call) else f"{e.op} {e.target!r}" for e in call.entries]
-
-    for i, j, size in SequenceMatcher(None, names(a), names(b), False).get_matching_blocks():
-        for one, two in zip(a.entries[i : i + size], b.entries[j : j + size], strict=True):
-            if isinstance(one, Call) and isinstance(two, Call):
-                yield from _twins(one, two)
-            elif isinstance(one, fx.Node) and isinstance(two, fx.Node):
-                yield one, two
+    runs = a.nodes, b.nodes
+    one, two = ([f"{n.meta['owner']} {n.op} {n.target!r}" for n in run] for run in runs)
+    for i, j, size in SequenceMatcher(None, one, two, False).get_matching_blocks():
+        yield from zip(runs[0][i : i + size], runs[1][j : j + size], strict=True)
 
 
 def _connect(found: list[_Segment], runs: list[_Run], twins: dict[fx.Node, fx.Node]) -> None:
@@ -498,23 +491,29 @@ def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> No
     state_dict.update(found)
 
 
-def in_order(
-    module: nn.Module,
-    members: Callable[[nn.Module], Any],
-    prefix: str = "",
-    recurse: bool = True,
-    remove_duplicate: bool = True,
-) -> Iterator[tuple[str, Any]]:
-    """``nn.Module._named_members``, in the order of the model that the layers were made of."""
-    layers = module._modules.values()
-    ranks = next((c._ranks for c in layers if isinstance(c, ConvertedLayer)), None)
-    if ranks is None or not recurse:
-        yield from nn.Module._named_members(module, members, prefix, recurse, remove_duplicate)
-        return
-    start = len(prefix) + 1 if prefix else 0
-    named = dict(nn.Module._named_members(module, members, prefix, True, False))
-    seen: set[Any] = set()
-    for name in sorted(named, key=lambda name: ranks.get(name[start:], len(ranks))):
-        if not (remove_duplicate and named[name] in seen):
-            yield name, named[name]
-        seen.add(named[name])
+class ModelNames(nn.Module):
+    """A module whose children are layers; where these were converted, it has the model's names."""
+
+    def _named_members(
+        self,
+        members: Callable[[nn.Module], Any],
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, Any]]:
+        layers = self._modules.values()
+        ranks = next((c._ranks for c in layers if isinstance(c, ConvertedLayer)), None)
+        if ranks is None or not recurse:
+            yield from super()._named_members(members, prefix, recurse, remove_duplicate)
+            return
+        start = len(prefix) + 1 if prefix else 0
+        named = dict(super()._named_members(members, prefix, True, False))
+        seen: set[Any] = set()
+        for name in sorted(named, key=lambda name: ranks.get(name[start:], len(ranks))):
+            if not (remove_duplicate and named[name] in seen):
+                yield name, named[name]
+            seen.add(named[name])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        index_keys(state_dict, prefix, self)
+        super()._load_from_state_dict(state_dict, prefix, *args)

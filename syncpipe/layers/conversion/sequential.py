@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from syncpipe.compare import Comparison, compare
 from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.inline import Inlined, Whole
-from syncpipe.layers.conversion.layer import ConvertedLayer, Holder, in_order, index_keys, layers_of
+from syncpipe.layers.conversion.layer import ConvertedLayer, Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import guard, leaves_of
 from syncpipe.runtime.interrupts import undone
@@ -35,7 +35,7 @@ _GRADIENT = "the gradient of "
 _Arguments = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-class Converted(nn.Sequential):
+class Converted(ModelNames, nn.Sequential):
     """The layers that :func:`sequential` made of a model; called as the model is.
 
     Its parameters and buffers have the names that they have in the model, and their order.
@@ -53,13 +53,6 @@ class Converted(nn.Sequential):
         for layer in self:
             value = layer(value)
         return value
-
-    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return in_order(self, *args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        index_keys(state_dict, prefix, self)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def sequential(

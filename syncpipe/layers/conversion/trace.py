@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = [
-    "DEVICE", "Call", "Fault", "Function", "Tracer", "equal", "guard", "leaves_of", "map_tree",
+    "DEVICE", "Fault", "Function", "Tracer", "equal", "guard", "leaves_of", "map_tree",
     "nodes_of",
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage"
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
 _DICTS = (dict, immutable_dict)  # fx makes what it holds immutable
-_NOT_THE_MODEL = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0])
+_NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
 class Fault(NamedTuple):
@@ -247,36 +247,24 @@ for _show in (repr, str, format):
 # The trace
 
 
-class Call:
-    """One call of a module that was inlined: the nodes of its forward, and calls in it.
-
-    The key is its place in the run, the same in every run that goes the same way.
-    """
-
-    def __init__(self, owner: str, key: tuple[Any, ...]) -> None:
-        self.owner, self.key = owner, key
-        self.entries: list[fx.Node | Call] = []
-        self.count = 0
-
-    def nodes(self) -> Iterator[fx.Node]:
-        """All nodes, also those of the calls in it."""
-        for entry in self.entries:
-            yield from entry.nodes() if isinstance(entry, Call) else [entry]
+#: A call of an inlined module: for each one around it, and for itself, its number and its path.
+_Call = tuple[tuple[int, str], ...]
 
 
 class Tracer(TorchFunctionMode):
     """One run of a model, traced.
 
-    A node has in its ``meta``: ``key``, its place in the run; ``owner``, the path of the module
-    whose forward did it, and ``line``, where; ``value``; ``writes``, whether it writes into one of
-    its arguments; ``grad``, whether gradients were on; ``pure``, whether it may be left out where
-    nobody uses what it gives; ``seconds``, for modules; ``name``, for the code.
+    A node has in its ``meta``: ``call``, the one that did it; ``key``, that and its number in it,
+    the same in every run that goes the same way; ``owner``, the path of the module whose forward it
+    was, and ``line``, where; ``value``; ``writes``, whether it writes into one of its arguments;
+    ``grad``, whether gradients were on; ``pure``, whether it may be left out where nobody uses what
+    it gives; ``seconds``, for modules; ``name``, for the code.
 
     ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of inputs;
     ``objects`` is what the model uses besides its own tensors and plain values, in all traces of
     it, by names in the code. After the run, ``result`` is what the model gave, ``output`` the same
-    with nodes for values, ``root`` what it did, ``inputs`` the nodes of the caller's tensors, and
-    ``faults`` what the trace cannot stand for.
+    with nodes for values, ``steps`` how many there are in each call, ``inputs`` the nodes of the
+    caller's tensors, and ``faults`` what the trace cannot stand for.
     """
 
     def __init__(
@@ -291,7 +279,8 @@ class Tracer(TorchFunctionMode):
         self._model, self._leaves, self._paths, self._names = model, leaves, paths, names
         self._objects, self._device = objects, next(model.parameters()).device
         self._graph = fx.Graph()
-        self.root = self._call = Call("", ())
+        self._call: _Call = ((0, ""),)
+        self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Fault] = []
         self.inputs: list[fx.Node] = []
         self.output: Any = None
@@ -324,10 +313,15 @@ class Tracer(TorchFunctionMode):
         return self
 
     @property
+    def nodes(self) -> list[fx.Node]:
+        """What the model did, in order."""
+        return [n for n in self._graph.nodes if n.op not in ("get_attr", "placeholder")]
+
+    @property
     def live(self) -> set[fx.Node]:
         """The nodes that somebody misses if they are not done."""
         pending = nodes_of(self.output)
-        pending += [node for node in self.root.nodes() if not node.meta["pure"]]
+        pending += [node for node in self.nodes if not node.meta["pure"]]
         found: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -376,9 +370,9 @@ class Tracer(TorchFunctionMode):
                 bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
                 return self._perform("call_module", path, bound, args, kwargs)
             outer, entering = self._call, self._entering
-            self._call, self._entering = Call(path, (*outer.key, outer.count)), module
-            outer.entries.append(self._call)
-            outer.count += 1
+            self._call, self._entering = (*outer, (self.steps[outer], path)), module
+            self.steps[outer] += 1
+            self.steps[self._call] = 0
             try:
                 return call(module, *args, **kwargs)
             finally:
@@ -560,14 +554,12 @@ class Tracer(TorchFunctionMode):
         name = target if isinstance(target, str) else getattr(target, "__name__", "value")
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
         node.meta.update(
-            key=key or (*call.key, call.count), owner=call.owner, line=line_in_model(),
-            pure=pure or key is not None, writes=False, grad=torch.is_grad_enabled(), value=None,
+            call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
+            line=line_in_model(), pure=pure or key is not None, writes=False, value=None,
+            grad=torch.is_grad_enabled(),
             name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
         )  # fmt: skip
-        if key is None:
-            call.count += 1
-        if op not in ("get_attr", "placeholder"):  # those are there before the model runs
-            call.entries.append(node)
+        self.steps[call] += key is None
         if value is not None:
             self._know(value, node)
         return node
@@ -634,7 +626,7 @@ class Tracer(TorchFunctionMode):
             self._drawn = state
 
     def _fault(self, what: str) -> None:
-        self.faults.append(Fault(self._call.owner, line_in_model(), what))
+        self.faults.append(Fault(self._call[-1][1], line_in_model(), what))
 
 
 def line_in_model() -> str:
