@@ -4,7 +4,7 @@
   is computed again from must stay what it was. Such a tensor is *lent*, also to later stages that
   it was handed on to: a cell that writes into it works on a copy.
 * What was sent twice is *aliased*, and so are inputs in overlapping memory: others should see what
-  is written, but would not, and so it is refused.
+  is written, but would not, and so it is refused. So it is in all stages for what is the *target*.
 
 All other inputs are the cell's own. A layer may write in one call of a thousand, so what is lent is
 copied in each call, unless the layers that see it are of kinds that never write. ``inference_mode``
@@ -25,7 +25,7 @@ from syncpipe.data import clones, map_tensors, overlap, place_of, storage_of, te
 from syncpipe.runtime.recomputation import version_of
 
 #: Marks of a tensor; 0 for one that belongs to the cell alone. No marks at all: all are 0.
-ALIASED, LENT = 1, 2
+ALIASED, LENT, TARGET = 1, 2, 4
 
 
 def may_write(partition: nn.Sequential, *, pops: bool) -> bool:
@@ -70,21 +70,27 @@ def _hooked(module: nn.Module) -> bool:
 def entering(inputs: Any, target: Any) -> list[int]:
     """The marks of what comes from the caller, with its target."""
     lent = 0 if torch.is_inference_mode_enabled() else LENT
-    return [lent | mark for mark in aliased(inputs, target)]
+    goals, tensors = tensors_in(target), tensors_in(inputs)
+    return [
+        lent | mark | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
+        for tensor, mark in zip(tensors, aliased(inputs), strict=True)
+    ]
 
 
-def aliased(inputs: Any, others: Any = None) -> list[int]:
-    """The marks of tensors that overlap, with each other or with others."""
-    tensors, beside = tensors_in(inputs), tensors_in(others)
+def aliased(inputs: Any) -> list[int]:
+    """The marks of tensors that overlap with each other."""
+    tensors = tensors_in(inputs)
 
     def is_aliased(tensor: Tensor) -> bool:
         views = (t for t in tensors if t is not tensor and place_of(t) != place_of(tensor))
-        return any(overlap(tensor, other) for other in (*views, *beside))
+        return any(overlap(tensor, other) for other in views)
 
     return [ALIASED if is_aliased(tensor) else 0 for tensor in tensors]
 
 
-def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool) -> list[int]:
+def handed_on(
+    inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool, target: Any = None
+) -> list[int]:
     """The marks of a cell's outputs, for those that are what it was lent; nothing if all are 0.
 
     It was lent ``all_lent`` inputs if they are the caller's, or it is recomputed from them.
@@ -93,15 +99,13 @@ def handed_on(inputs: Any, marks: Sequence[int], outputs: Any, *, all_lent: bool
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
     if alone and storage_of(given) != storage_of(made):  # mostly it is so
         return []
-    if torch.is_inference_mode_enabled():
-        return []
-    lent = {
-        storage_of(tensor)
-        for k, tensor in enumerate(tensors_in(inputs))
-        if all_lent or marks[k] & LENT
-    }
-    found = [LENT if storage_of(tensor) in lent else 0 for tensor in tensors_in(outputs)]
-    return found if LENT in found else []
+    wanted = TARGET if torch.is_inference_mode_enabled() else LENT | TARGET
+    lent: dict[Any, int] = {}
+    for tensor, mark in zip(tensors_in(inputs), marks or entering(inputs, target), strict=True):
+        storage = storage_of(tensor)
+        lent[storage] = lent.get(storage, 0) | (mark | LENT if all_lent else mark) & wanted
+    found = [lent.get(storage_of(tensor), 0) for tensor in tensors_in(outputs)]
+    return found if any(found) else []
 
 
 def sent_marks(outputs: tuple[Any, Sequence[Any]], lent: Sequence[int]) -> list[Sequence[int]]:
@@ -147,7 +151,7 @@ class Given:
         self.tree = map_tensors(lambda _: self._tensors, inputs)  # containers are copied, too
         compare = torch.is_inference_mode_enabled()
         self._before: list[Any] = [
-            tensor.clone() if compare and mark & ALIASED else version_of(tensor)
+            tensor.clone() if compare and mark & (ALIASED | TARGET) else version_of(tensor)
             for mark, tensor in zip(self._marks, self._tensors, strict=True)
         ]
 
@@ -163,7 +167,8 @@ class Given:
             else version_of(now) != then
             for now, then in zip(self._tensors, self._before, strict=True)
         ]
-        if any(flag and mark & ALIASED for flag, mark in zip(written, self._marks, strict=True)):
+        shared = [mark & (ALIASED | TARGET) for mark in self._marks]
+        if any(flag and mark for flag, mark in zip(written, shared, strict=True)):
             raise RuntimeError(
                 f"{where} modified in place a tensor whose memory others use as well (another "
                 "input or the target that is a view of it; or it crossed a stage boundary more "

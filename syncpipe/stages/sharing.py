@@ -104,7 +104,12 @@ class ShallowCopy:
             ValueError: a module has a ``forward`` that knows it.
         """
         before, self._made, self._first = self._made, {}, []
-        for module in self._original.modules():
+        inside: set[nn.Module] = set()
+        for _, module in self._original.named_modules(inside):
+            pipe = getattr(module, "_syncpipe_skips_are_internal", False)
+            if pipe and not any(id(p) in others for p in module.parameters()):
+                inside.update(module.modules())  # its layers stay as they are
+                continue
             _, other = before.get(id(module), (None, None))
             if type(other) is not type(module):
                 other = object.__new__(type(module))
@@ -132,7 +137,7 @@ class ShallowCopy:
                     "another layer"
                 )
         state["_modules"] = {
-            name: None if child is None else self._made[id(child)][1]
+            name: self._made.get(id(child), (None, child))[1]
             for name, child in module._modules.items()
         }
         state["_parameters"] = {k: others.get(id(t), t) for k, t in module._parameters.items()}

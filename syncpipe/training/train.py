@@ -149,7 +149,7 @@ class TrainingTask:
         lent: Sequence[int] = ()
         if marks or rematerialize or self._first[j]:
             all_lent = rematerialize or self._first[j]
-            lent = handed_on(inputs, marks, outputs, all_lent=all_lent)
+            lent = handed_on(inputs, marks, outputs, all_lent=all_lent, target=target)
         del given, inputs, target
         if call.state.grad:
             self._cells[j][i] = cell

@@ -155,11 +155,12 @@ def test_parts_of_one_memory_that_do_not_overlap_may_be_written_into(checkpoint,
 @pytest.mark.parametrize("chunks", [1, 2])
 @every_mode
 @pytest.mark.parametrize("source", ["mini-batch", "iterator"])
+@pytest.mark.parametrize("before", [0, 2])
 def test_a_target_in_the_memory_of_an_input_that_is_written_into_is_refused(
-    source, checkpoint, chunks
+    before, source, checkpoint, chunks
 ):
     # The plain model would compare with what the layer left of it.
-    layers = nn.ReLU(inplace=True), nn.Linear(3, 3)
+    layers = [nn.Identity()] * before + [nn.ReLU(inplace=True), nn.Linear(3, 3)]
     pipe = pipe_of(*layers, chunks=chunks, checkpoint=checkpoint)
     x = torch.randn(4, 3)
     for _ in range(2):

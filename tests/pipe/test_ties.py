@@ -198,6 +198,19 @@ def test_what_a_forward_sets_on_a_tied_module_is_there_afterwards():
     assert counts.weight is pipe[0].weight
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_module_at_two_places_may_have_a_pipe_in_it(checkpoint):
+    inside = Pipe(nn.Sequential(nn.Tanh(), nn.Sigmoid()), [1, 1], devices=["cpu:0", "cpu:1"])
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inside)
+    plain, x = nn.Sequential(layer, nn.Tanh(), layer), torch.randn(8, WIDTH)
+    expected = step(in_turn(plain, 2), plain, x)
+    pipe = Pipe(plain, [2, 1], devices=["cpu:0", "cpu:1"], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe.zero_grad()
+        found = step(pipe, pipe, x)
+        assert_close(found, expected)
+
+
 class Recurrent(nn.Module):
     """An LSTM, which has its weights in a plain list, too."""
 
