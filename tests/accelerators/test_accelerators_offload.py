@@ -228,8 +228,6 @@ def test_workers_on_the_host_move_nothing(copies):
 @pytest.mark.parametrize("autocast", [False, True])
 @everything
 def test_layers_that_draw_and_buffers(autocast):
-    if autocast and simulated.loaded():
-        pytest.skip("the simulated devices have no autocast of their own")
     module = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
     )

@@ -25,25 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-__all__ = [
-    "DEVICES",
-    "Slow",
-    "build",
-    "capacity",
-    "delays",
-    "devices",
-    "held",
-    "live_blocks",
-    "live_bytes",
-    "load",
-    "loaded",
-    "no_waits",
-    "sleep",
-    "unavailable",
-    "waits",
-]
 
 DEVICES = 4
 _SOURCES = Path(__file__).parent / "csrc"
@@ -160,11 +141,6 @@ def live_bytes(device: torch.device | str | int) -> int:
     return int(stats["active_bytes.all.current"])
 
 
-def live_blocks(device: torch.device | str | int) -> int:
-    """Blocks of memory of a device that are in use, or wait for a stream that was recorded."""
-    return int(torch.ops.sim.live_blocks(_index(device)))
-
-
 @contextmanager
 def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
     """Inside, a device has ``size`` bytes of memory (4 GiB otherwise)."""
@@ -177,45 +153,8 @@ def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
 
 
 def sleep(ms: float, device: torch.device | None = None) -> None:
-    """A kernel that takes ``ms`` milliseconds, on the current stream of (the current) device.
-
-    On the CPU the calling thread sleeps.
-    """
-    if device is not None and device.type == "cpu":
-        time.sleep(ms / 1e3)
-        return
+    """A kernel that takes ``ms`` milliseconds, on the current stream of (the current) device."""
     torch.ops.sim.sleep(ms, -1 if device is None else device.index)
-
-
-class _Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
-        sleep(ms, x.device)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        sleep(ctx.backward_ms, grad.device)
-        return grad, None, None
-
-
-class Slow(torch.nn.Module):
-    """A layer that does nothing, and takes its time on the device of its input.
-
-    Args:
-        ms: milliseconds of the forward.
-        backward_ms: milliseconds of the backward (twice those of the forward by default).
-    """
-
-    def __init__(self, ms: float, backward_ms: float | None = None) -> None:
-        super().__init__()
-        self.ms = ms
-        self.backward_ms = 2 * ms if backward_ms is None else backward_ms
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Slow.apply(x, self.ms, self.backward_ms)  # type: ignore[no-untyped-call]
-        return result
 
 
 @contextmanager

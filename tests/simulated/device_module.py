@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 _Device = torch.device | str | int | None
 
-Stream = torch.Stream
-Event = torch.Event
 _initialized = True
 
 default_generators: tuple[torch.Generator, ...] = tuple(
@@ -47,14 +43,6 @@ def is_available() -> bool:
     return not _is_in_bad_fork()
 
 
-def is_initialized() -> bool:
-    return True
-
-
-def init() -> None:
-    pass
-
-
 def _lazy_init() -> None:
     if _is_in_bad_fork():
         raise RuntimeError("Cannot re-initialize sim in forked subprocess")
@@ -74,14 +62,6 @@ def current_device() -> int:
 
 def set_device(device: _Device) -> None:
     torch.accelerator.set_device_index(_index(device))
-
-
-def current_stream(device: _Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
-
-
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
 
 
 def synchronize(device: _Device = None) -> None:
@@ -109,31 +89,10 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
-def memory_allocated(device: _Device = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
 def memory_reserved(device: _Device = None) -> int:
     return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_allocated(device: _Device = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
     free = int(torch.ops.sim.free_memory(_index(device)))
     return free, free + torch.accelerator.memory_reserved(_index(device))
-
-
-def memory_stats(device: _Device = None) -> dict[str, Any]:
-    stats: dict[str, Any] = torch.accelerator.memory_stats(_index(device))
-    return stats
-
-
-def reset_peak_memory_stats(device: _Device = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()

@@ -1,11 +1,9 @@
-"""What PyTorch does with any accelerator: random numbers, autocast, moving and saving."""
+"""What PyTorch does with any accelerator: random numbers, autocast, forks and the end."""
 
 from __future__ import annotations
 
 import copy
-import io
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -51,20 +49,24 @@ def test_each_device_has_a_generator():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_same_seed_draws_the_same():
-    torch.manual_seed(3)
+def seeded():
+    return lambda: torch.manual_seed(3)
+
+
+def with_state():
+    state = torch.sim.get_rng_state(B)
+    return lambda: torch.sim.set_rng_state(state, B)
+
+
+@pytest.mark.parametrize("start", [seeded, with_state])
+def test_the_same_seed_or_state_draws_the_same(start):
+    again = start()
+    again()
     first = draws(B)
     assert not same(first, draws(B))
-    torch.manual_seed(3)
+    again()
     with simulated.delays(1, 0.5):
         assert same(first, draws(B))
-
-
-def test_the_same_state_draws_the_same():
-    state = torch.sim.get_rng_state(B)
-    first = draws(B)
-    torch.sim.set_rng_state(state, B)
-    assert same(first, draws(B))
 
 
 def test_numbers_are_drawn_when_the_kernel_is_launched():
@@ -117,47 +119,6 @@ def test_autocast():
     torch.testing.assert_close(found.cpu(), expected)
     loss.backward()
     assert there[0].weight.grad.dtype == torch.float32
-
-
-def test_gradient_scaler():
-    layer = nn.Linear(4, 4, device=B)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("sim", init_scale=8.0)
-    for factor in (1.0, float("inf")):
-        before = layer.weight.detach().clone()
-        optimizer.zero_grad()
-        scaler.scale((layer(torch.ones(3, 4, device=B)) * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert same([before], [layer.weight]) == (factor != 1.0)
-    assert scaler.get_scale() == 4.0
-
-
-def test_saved_and_loaded():
-    layer = nn.Linear(4, 4, device=B)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    for where in (None, "cpu", A):
-        file.seek(0)
-        loaded = torch.load(file, map_location=where)
-        assert loaded["weight"].device == torch.device(where or B)
-        assert same([loaded["weight"]], [layer.weight])
-
-
-def test_copied_and_pickled():
-    layer = nn.Linear(4, 4, device=B)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other.weight.device == B
-        assert same([other.weight], [layer.weight])
-
-
-def test_resized():
-    x = torch.ones(4, device=B)
-    x.resize_(600)
-    assert x[:4].cpu().tolist() == [1, 1, 1, 1]
-    assert x[4:].isnan().all()
-    x.untyped_storage().resize_(0)
-    assert x.untyped_storage().size() == 0
 
 
 def run_python(code):

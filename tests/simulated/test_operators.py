@@ -59,73 +59,37 @@ TOKENS = lambda: [indices(10, 3, 5)]  # noqa: E731
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 5), ROWS),
-    "Bilinear": (lambda: nn.Bilinear(4, 5, 3), lambda: [numbers(3, 4), numbers(3, 5)]),
-    "Conv1d": (lambda: nn.Conv1d(5, 6, 3, padding=1), SEQUENCE),
     "Conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), IMAGE),
     "Conv2d, groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False), IMAGE),
-    "Conv3d": (lambda: nn.Conv3d(2, 3, 2), lambda: [numbers(2, 2, 3, 3, 3)]),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), IMAGE),
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), ROWS),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(4), IMAGE),
     "BatchNorm2d, evaluation": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
-    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), IMAGE),
     "LayerNorm": (lambda: nn.LayerNorm(4), ROWS),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), IMAGE),
-    "RMSNorm": (lambda: nn.RMSNorm(4), ROWS),
     "Embedding": (lambda: nn.Embedding(10, 4, padding_idx=0), TOKENS),
     "GELU": (nn.GELU, ROWS),
-    "SiLU": (nn.SiLU, ROWS),
-    "PReLU": (nn.PReLU, ROWS),
-    "Softmax": (lambda: nn.Softmax(-1), ROWS),
     "MaxPool2d": (lambda: nn.MaxPool2d(2), IMAGE),
-    "AdaptiveAvgPool2d": (lambda: nn.AdaptiveAvgPool2d(2), IMAGE),
-    "Upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), IMAGE),
-    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: SEQUENCE() * 3),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, activation="gelu"),
         SEQUENCE,
     ),
-    "LSTM": (lambda: nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True), SEQUENCE),
-    "GRU": (lambda: nn.GRU(8, 5, 2, batch_first=True), SEQUENCE),
-    "RNN": (lambda: nn.RNN(8, 5), SEQUENCE),
 }
 
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layer(layer):
-    make, inputs = LAYERS[layer]
-    assert not check(make(), inputs())  # and the host never has to wait
-
-
-LOSSES = {
-    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(6, device=x.device) % 4),
-    "label smoothing": lambda x: F.cross_entropy(
-        x, torch.arange(6, device=x.device) % 4, label_smoothing=0.1
-    ),
-    "nll": lambda x: F.nll_loss(x.log_softmax(-1), torch.arange(6, device=x.device) % 4),
-    "mse": lambda x: F.mse_loss(x, x.detach() * 2),
-    "smooth l1": lambda x: F.smooth_l1_loss(x, x.detach() * 2),
-    "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
-    "kl div": lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="batchmean"),
-}
 
 FUNCTIONS = {
-    **LOSSES,
+    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(6, device=x.device) % 4),
+    "mse": lambda x: F.mse_loss(x, x.detach() * 2),
     "index by numbers": lambda x: x[:, [0, 2]] * 2,
     "put in": lambda x: x.clone().index_put_((torch.tensor([0, 1]),), x[2:4]),
     "cat": lambda x: torch.cat([x, x.exp()], 1),
     "split": lambda x: torch.cat(x.split(2, 1)[::-1], 1),
     "transposed": lambda x: x.t().contiguous() @ x,
-    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
-    "cumsum": lambda x: x.cumsum(0),
     "sort": lambda x: x.sort(-1)[0],
     "where": lambda x: torch.where(x > 0, x, x * 2),
     "masked fill": lambda x: x.masked_fill(x > 0, 1.0),
     "norms": lambda x: x.norm() + x.std() + x.var(0).sum() + x.logsumexp(1).sum(),
     "gather": lambda x: x.gather(1, x.argsort(1)),
     "scatter": lambda x: torch.zeros_like(x).scatter_add(1, x.argsort(1), x),
-    "pad": lambda x: F.pad(x, (1, 1)),
-    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2)) * 1j),
     "unfold": lambda x: x.unfold(1, 2, 1) * 1,
     "expand": lambda x: x[None].expand(3, -1, -1) * 1,
     "in place": lambda x: (x * 1).add_(1).mul_(2).relu_(),
@@ -138,23 +102,18 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_function(function):
-    assert not check(Do(FUNCTIONS[function]), ROWS())
-
-
 NEED_DATA = {
     "index by a mask": lambda x: x[x > 0],
-    "masked select": lambda x: x.masked_select(x > 0),
     "nonzero": lambda x: x[(x > 0).nonzero(as_tuple=True)],
-    "unique": lambda x: x[: len((x > 0).unique())],
     "bags": lambda x: F.embedding_bag(torch.zeros(2, 3, dtype=torch.long, device=x.device), x),
 }
 
 
-@pytest.mark.parametrize("function", NEED_DATA)
-def test_what_needs_data_waits_for_it(function):
-    assert check(Do(NEED_DATA[function]), ROWS())
+@pytest.mark.parametrize("name", [*LAYERS, *FUNCTIONS, *NEED_DATA])
+def test_what_is_computed_is_what_the_cpu_computes(name):
+    make, inputs = LAYERS.get(name, (lambda: Do((FUNCTIONS | NEED_DATA)[name]), ROWS))
+    waits = check(make(), inputs())
+    assert bool(waits) == (name in NEED_DATA)  # otherwise the host never has to
 
 
 def test_double_backward():
@@ -184,28 +143,3 @@ def test_an_out_argument_of_another_size_is_resized():
     out = torch.empty(0, device=DEVICE)
     torch.add(torch.ones(3, device=DEVICE), 1, out=out)
     assert out.cpu().tolist() == [2, 2, 2]
-
-
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
-    "SGD, foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
-    "Adam": lambda p: torch.optim.Adam(p, 0.1, foreach=False),
-    "AdamW": lambda p: torch.optim.AdamW(p, 0.1),
-    "AdamW, foreach": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer(optimizer):
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(DOUBLE)
-    there = copy.deepcopy(plain).to(DEVICE)
-    x = numbers(6, 4)
-    for module, data in ((plain, x), (there, x.to(DEVICE))):
-        steps = OPTIMIZERS[optimizer](module.parameters())
-        for _ in range(3):
-            steps.zero_grad()
-            module(data).pow(2).mean().backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            steps.step()
-    for ours, theirs in zip(there.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-9)

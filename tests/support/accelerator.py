@@ -81,8 +81,6 @@ def blocks() -> int:
     """Blocks of memory that are in use on all devices, all work being done."""
     synchronize()
     torch.accelerator.empty_cache()
-    if simulated.loaded():
-        return sum(simulated.live_blocks(k) for k in range(count()))
     return sum(torch.accelerator.memory_stats(k)["active.all.current"] for k in range(count()))
 
 

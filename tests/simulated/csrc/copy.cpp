@@ -66,9 +66,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& to, bool non_bl
   if (to.numel() == 0) return to;
   c10::AutoGradMode no_grad(false);
   at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor from = source.sizes() == to.sizes() ? source : source.expand(to.sizes());
-  if (from.is_conj()) from = from.resolve_conj();
-  if (from.is_neg()) from = from.resolve_neg();
+  const at::Tensor from = source.sizes() == to.sizes() ? source : source.expand(to.sizes());
   if (is_ours(from) && is_ours(to)) {
     between_devices(from, to);
   } else if (is_ours(to)) {
@@ -81,11 +79,6 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& to, bool non_bl
   return to;
 }
 
-at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& to) {
-  to.resize_(source.sizes());
-  return copy_from(source, to, false);
-}
-
 c10::Scalar local_scalar(const at::Tensor& self) {
   implicit_wait(current_stream(self.device().index()), "item");
   return on_cpu(self).item();
@@ -93,7 +86,6 @@ c10::Scalar local_scalar(const at::Tensor& self) {
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
-  m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
 }
 

@@ -2,7 +2,6 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/library.h>
 
-#include "fallback.h"
 #include "memory.h"
 #include "random.h"
 
@@ -38,9 +37,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   bool isPinnedPtr(const void* data) const override { return pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    resize_storage(storage, bytes);
-  }
 };
 
 const bool registered = [] {
@@ -69,7 +65,6 @@ TORCH_LIBRARY(sim, m) {
   m.def("generator", [](int64_t device) { return default_generator(device); });
   m.def("set_capacity", [](int64_t device, int64_t bytes) { set_capacity(device, bytes); });
   m.def("free_memory", [](int64_t device) { return free_memory(device); });
-  m.def("live_blocks", [](int64_t device) { return live_blocks(device); });
 }
 
 }  // namespace

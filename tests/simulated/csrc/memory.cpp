@@ -334,8 +334,4 @@ int64_t free_memory(c10::DeviceIndex device) {
   return int64_t(devices().getMemoryInfo(device).first);
 }
 
-int64_t live_blocks(c10::DeviceIndex device) {
-  return devices().getDeviceStats(device).active[0].current;
-}
-
 }  // namespace sim

@@ -16,6 +16,5 @@ c10::Allocator* device_allocator();
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 void set_capacity(c10::DeviceIndex device, int64_t bytes);
 int64_t free_memory(c10::DeviceIndex device);
-int64_t live_blocks(c10::DeviceIndex device);
 
 }  // namespace sim
