@@ -221,7 +221,7 @@ class Engine:
                 self._share = 0
                 for thread in self._threads[w : w + 1]:
                     thread.stop()  # if Ctrl-C came while it was started
-                self._threads[w : w + 1] = [WorkerThread(str(worker.device))]
+                self._threads[w : w + 1] = [WorkerThread(str(worker.device), self)]
                 self._threads[w].start()
         share = self.share()
         if share != self._share:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -95,12 +96,15 @@ _LOOK_SECONDS = (0.001 if FREE_THREADED else None, 0.1)
 
 
 class WorkerThread:
-    """A daemon thread that runs the ``jobs`` it is given, in order, until it is stopped."""
+    """A daemon thread that runs the ``jobs`` it is given, in order, until it is stopped, or its
+    ``owner`` dies."""
 
-    def __init__(self, name: str) -> None:
-        self.jobs: SimpleQueue[Item | None] = SimpleQueue()
+    def __init__(self, name: str, owner: object) -> None:
+        self.jobs: SimpleQueue[Any] = SimpleQueue()
+        # The callback is written in C: Ctrl-C cannot come in between.
+        args = self.jobs, weakref.ref(owner, self.jobs.put)
         self._thread = threading.Thread(
-            target=_serve, args=(self.jobs,), name=f"syncpipe {name}", daemon=True
+            target=_serve, args=args, name=f"syncpipe {name}", daemon=True
         )
 
     def start(self) -> None:
@@ -126,7 +130,7 @@ class WorkerThread:
             self._thread.join(timeout)
 
 
-def _serve(jobs: SimpleQueue[Item | None]) -> None:
+def _serve(jobs: SimpleQueue[Any], owner: weakref.ref[object]) -> None:
     # A function and not a method, so that an idle thread keeps nothing alive but its queue.
     seconds = _LOOK_SECONDS[0]
     while True:
@@ -135,7 +139,7 @@ def _serve(jobs: SimpleQueue[Item | None]) -> None:
         except Empty:
             seconds = seconds and min(2 * seconds, _LOOK_SECONDS[1])
             continue
-        if item is None:
+        if item is None or item is owner:
             return
         job, report = item
         job()

@@ -75,6 +75,30 @@ def test_deleting_a_pipe_ends_its_threads_at_once():
     assert_same([p.grad for p in layers.parameters()], [p.grad for p in reference.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_threads_end_if_ctrl_c_comes_while_a_pipe_is_deleted():
+    pipe = pipe_of(nn.Sequential(nn.Tanh(), nn.Tanh()))
+    pipe(torch.ones(4, 1))
+    threads, seen = our_threads(), []
+
+    def interrupt(frame, event, arg):
+        if event == "call" and not seen:
+            seen.append(frame.f_code.co_filename)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        del pipe
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert seen
+    assert our_threads() == []
+
+
 def test_a_pipe_may_be_deleted_by_one_of_its_own_layers():
     holder = []
     holder.append(pipe_of(nn.Sequential(nn.Tanh(), Do(lambda x: holder.clear()), nn.Tanh())))

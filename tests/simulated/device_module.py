@@ -89,6 +89,10 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
+def memory_allocated(device: _Device = None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
 def memory_reserved(device: _Device = None) -> int:
     return torch.accelerator.memory_reserved(_index(device))
 
