@@ -109,6 +109,8 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     if call.driver == "forward" and loss is not None:
         place.backward(loss, xs)
     place.close([*xs, *given], output)
+    if call.driver != "inference_mode":  # where layers write into it, as in the plain model
+        assert_same([x.detach().to("cpu") for x in given], made, "the caller's input ")
     return seen(pipe, xs, output, loss, leaves(pipe))
 
 

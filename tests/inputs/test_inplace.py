@@ -14,10 +14,7 @@ from syncpipe import Pipe
 from syncpipe.data import clones, overlap
 from tests.support.models import CHECKPOINT_MODES
 from tests.support.running import Do
-from tests.support.training import weigh
-
-DEVICES = [["cpu:0"] * 4, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]]
-
+from tests.support.training import FOUR, weigh
 
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 REFUSED = "whose memory others use"
@@ -27,7 +24,7 @@ def pipe_of(*layers: nn.Module, stages: int = 0, **options: Any) -> Pipe:
     """A pipe on CPU workers of its own, with a layer in each stage but the last."""
     n = stages or len(layers)
     balance = [1] * (n - 1) + [len(layers) - n + 1]
-    options = {"devices": DEVICES[1][:n], "chunks": 2, **options}
+    options = {"devices": FOUR[:n], "chunks": 2, **options}
     return Pipe(nn.Sequential(*layers), balance, **options)
 
 
@@ -55,28 +52,6 @@ def both_drivers(pipe: Pipe, x: Any, target: Tensor | None = None) -> list[list[
 def assert_all_equal(found: list[Any], expected: Any) -> None:
     for each in found:
         torch.testing.assert_close(each, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("devices", DEVICES)
-@every_mode
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("hands_on", [None, nn.Identity, nn.Flatten, lambda: nn.Dropout(0.0)])
-def test_what_a_stage_hands_on_may_be_written_into(hands_on, needs_grad, checkpoint, devices):
-    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
-    if hands_on is not None:
-        layers.insert(0, hands_on())
-    plain, devices = copy.deepcopy(layers), devices[: len(layers)]
-    pipe = pipe_of(*layers, devices=devices, chunks=3, checkpoint=checkpoint)
-    x = torch.randn(6, 3)
-    before = x.clone()
-    weigh(torch.cat([plain(c.clone()) for c in x.chunk(3)])).backward()
-    for _ in range(3):
-        given = (x * 1).requires_grad_() * 1 if needs_grad else x
-        pipe.zero_grad()
-        weigh(pipe(given)).backward()
-        assert_all_equal([grads_of(pipe)], grads_of(plain))
-        pipe.train_batch(given.detach(), loss_fn=weigh)
-    assert torch.equal(x, before)
 
 
 @every_mode
@@ -217,24 +192,6 @@ def test_the_gradient_of_an_input_under_autocast(checkpoint, chunks):
 
 
 @every_mode
-@pytest.mark.parametrize("driver", ["pipe", "train_batch"])
-def test_an_expanded_tensor_at_a_border(driver, checkpoint):
-    expanded = Do(lambda x: x[:, :, None].expand(-1, -1, 7))
-    layers = [nn.Sequential(nn.Linear(5, 5), expanded), nn.BatchNorm1d(5), nn.Conv1d(5, 3, 3)]
-    pipe = pipe_of(*layers, stages=2, checkpoint=checkpoint)
-    x, seen = torch.randn(16, 5), []
-    for _ in range(3):
-        pipe.zero_grad()
-        layers[1].reset_running_stats()
-        if driver == "pipe":
-            weigh(pipe(x)).backward()
-        else:
-            pipe.train_batch(x, loss_fn=weigh)
-        seen.append([*grads_of(pipe), *[buffer.clone() for buffer in pipe.buffers()]])
-    assert_all_equal(seen[1:], seen[0])
-
-
-@every_mode
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_tensor_several_times_in_the_output(schedule, checkpoint):
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Do(lambda y: (y, y, [y])))
@@ -294,18 +251,6 @@ def test_overlap_goes_by_storage_and_extent():
 
 
 # --- without grad --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("driver", [Pipe.forward, Pipe.eval_batch])
-def test_what_the_caller_gave_stays_as_it_was_without_grad(driver, before):
-    pipe = pipe_of(*(nn.Flatten() for _ in range(before)), nn.ReLU(inplace=True))
-    x = torch.randn(4, 3, requires_grad=True)
-    given = x.detach().clone()
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.equal(driver(pipe, x), given.relu())
-            assert torch.equal(x, given)
 
 
 class Repair(nn.Module):
