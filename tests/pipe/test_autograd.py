@@ -232,30 +232,8 @@ class Again(nn.Module):
         return self.layer(x) @ self.hidden[0]
 
 
-def mark(x):
-    return x, x.argmax(1), x > 0, None
-
-
-def use_marks(input):
-    x, best, positive, nothing = input
-    assert nothing is None
-    return x * positive + best[:, None]
-
-
-def frozen(*which):
-    layers = model()
-    for k in which:
-        layers[k].requires_grad_(False)
-    return layers
-
-
 def behind_linear(*layers):
     return nn.Sequential(nn.Linear(6, 8), *layers)
-
-
-def in_place():
-    cosine = Do(torch.Tensor.cos_)
-    return behind_linear(nn.ReLU(inplace=True), nn.Linear(8, 8), cosine, nn.Linear(8, 3))
 
 
 LAYERS = {
@@ -263,13 +241,8 @@ LAYERS = {
     "slope, two stages": ([1, 2], lambda: behind_linear(Slope(), nn.Linear(8, 3))),
     "first output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[0]))),
     "other output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[1]))),
-    "frozen first": ([1, 2, 2], lambda: frozen(0)),
-    "frozen last": ([1, 2, 2], lambda: frozen(4)),
-    "frozen": ([1, 2, 2], lambda: frozen(0, 2, 4)),
     "cut": ([1, 1, 1], lambda: behind_linear(Do(torch.Tensor.detach), nn.Linear(8, 3))),
     **{f"a leaf is sent {b}": (b, leaf_is_sent) for b in ([1, 1, 1], [2, 1])},
-    "integers and None": ([1, 1, 1], lambda: behind_linear(Do(mark), Do(use_marks))),
-    **{f"in place {b}": (b, in_place) for b in ([1, 4], [3, 2], [1, 1, 1, 1, 1])},
 }
 
 
@@ -281,10 +254,9 @@ def test_layers_of_many_kinds(mode, layers, x):
         assert_same(trained(pipe, pipe, x), trained(reference, copied, x))
         pipe.zero_grad()
         copied.zero_grad()
-    if layers != "frozen":  # an input that needs no gradient: the first stage may store nothing
-        weigh(pipe(x)).backward()
-        weigh(reference(x)).backward()
-        assert_same(grads(pipe), grads(copied))
+    weigh(pipe(x)).backward()  # an input that needs no gradient: the first stage may store nothing
+    weigh(reference(x)).backward()
+    assert_same(grads(pipe), grads(copied))
 
 
 def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
