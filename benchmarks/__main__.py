@@ -3,17 +3,17 @@
     python -m benchmarks [NAME ...] [--quick] [--repeats N] [--folder DIR] [--list]
 
 A name is a group (``overhead``, ``memory``, ``schedules``, ``planning``, ``peers``,
-``data_parallel``, ``one_call``, ``converted``) or one part of it (``schedules.ideal``); without one
-all are run.
+``data_parallel``, ``one_call``, ``converted``, ``gpu``) or one part of it (``schedules.ideal``);
+without one all are run. What there is nothing for here, such as a GPU, says so.
 Each group has a page, Markdown, and beside it all samples as JSON. ``--quick`` takes small sizes
 and few rounds, some minutes on two cores: to see that everything runs; the numbers say nothing.
-``picture`` draws the README's schedules. What a machine with GPUs is for is ``python -m benchmarks
-gpu``, which has options of its own.
+``picture`` draws the README's schedules.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,7 +37,9 @@ from syncpipe.commands.demo import threads
 from syncpipe.schedules import Costs, gpipe, one_f_one_b, simulate
 from syncpipe.timeline import Timeline, save_comparison
 
-MODULES = (overhead, memory, schedules, planning, peers, data_parallel, one_call, converted)
+MODULES = (
+    overhead, memory, schedules, planning, peers, data_parallel, one_call, converted, gpu,
+)  # fmt: skip
 GROUPS: dict[str, Group] = {module.GROUP.name: module.GROUP for module in MODULES}
 RESULTS = Path(__file__).parent / "results"
 
@@ -71,9 +73,6 @@ def timelines() -> dict[str, Timeline]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what was asked for, and writes the pages."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["gpu"]:
-        return gpu.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,6 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = ["python -m benchmarks", *args.names, *["--quick"] * args.quick]
     command += [f"--repeats {args.repeats}"] if args.repeats else []
     options = Options(args.quick, args.repeats)
+    if os.environ.get("SYNCPIPE_SIMULATED"):
+        from tests import simulated
+
+        simulated.load()
     for name, parts in chosen.items():
         group = GROUPS[name]
         jobs = {part: partial(_measured, group, part, options) for part in parts}

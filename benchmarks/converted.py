@@ -1,4 +1,4 @@
-"""Models of torchvision, timm and transformers, and hand-written ones, converted and compared.
+"""Models of torchvision, timm and transformers, converted and compared.
 
 ``syncpipe.sequential`` makes layers of each, and a pipe of two stages runs them in micro-batches.
 Outputs and gradients are compared with those of the plain model that is fed the micro-batches.
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import handwritten
 from benchmarks.common import Group, Options, Part
 from syncpipe import Pipe, sequential
 from syncpipe.data import tensors_in
@@ -27,7 +26,7 @@ from syncpipe.layers.conversion.sequential import Converted
 
 __all__ = ["DOCUMENTED", "MODELS", "Model"]
 
-HAND = "written by hand"
+PACKAGES = ("torchvision", "timm", "transformers")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -47,9 +46,7 @@ class Model:
 
     def make(self, batch: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model, and arguments for so many samples."""
-        found = handwritten
-        if self.package != HAND:
-            found = __import__(self.package)
+        found = __import__(self.package)
         if self.package == "torchvision":
             found = __import__("torchvision.models").models
         return self.build(found), *self.sample(batch)
@@ -124,16 +121,6 @@ def _hf(kind: str, config: str, sample: Callable[[int], Arguments], **options: A
 
 def _decoder(name: str, **options: Any) -> Model:
     return _hf(f"{name}ForCausalLM", f"{name}Config", _ids(mask=True, use_cache=False), **options)
-
-
-def _hand(name: str, sample: Callable[[int], Arguments]) -> Model:
-    return Model(HAND, lambda m: getattr(m, name)(), sample)
-
-
-def _tokens(batch: int) -> Arguments:
-    ids = torch.randint(1, 30, (batch, 7))
-    ids[1:, -2:] = 0
-    return (ids,), {}
 
 
 #: Those that docs/guide.md names; the tests train them.
@@ -255,11 +242,6 @@ MODELS: dict[str, Model] = {
         "input_ids": torch.randint(2, 90, (batch, 12)),
         "pixel_values": torch.randn(batch, 3, 64, 64)}),
         text_config=_BERT, vision_config=_VIT),
-    "U-Net": _hand("UNet", lambda batch: ((torch.randn(batch, 3, 16, 16),), {})),
-    "encoder with a causal mask": _hand("CausalEncoder", _tokens),
-    "encoder with padding": _hand("PaddedEncoder", _tokens),
-    "nn.Transformer": _hand("Translator", _tokens),
-    "VAE (sampling in a module)": _hand("Sampled", lambda batch: ((torch.randn(batch, 8),), {})),
 }  # fmt: skip
 
 
@@ -348,7 +330,7 @@ def row(name: str, made: Model) -> dict[str, Any]:
 def run(package: str, options: Options) -> Part:
     """Converts all of a package."""
     part = Part(
-        f"Models of {package}" if package != HAND else "Models written by hand",
+        f"Models of {package}",
         "Random weights, small configurations, sample of 2.",
         {
             "left whole": "modules with others inside that were not inlined.",
@@ -370,9 +352,6 @@ def run(package: str, options: Options) -> Part:
 GROUP = Group(
     "converted",
     "Converted models",
-    {
-        **{name: partial(run, name) for name in ("torchvision", "timm", "transformers")},
-        "handwritten": partial(run, HAND),
-    },
-    versions=("torchvision", "timm", "transformers"),
+    {name: partial(run, name) for name in PACKAGES},
+    versions=PACKAGES,
 )

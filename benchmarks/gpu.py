@@ -1,88 +1,30 @@
-"""Everything that a machine with GPUs is needed for, in parts of at most eight minutes.
+"""What a machine with accelerators is for: parts that measure on all that there are.
 
-    python -m benchmarks gpu [PART ...] [--quick] [--simulated] [--folder DIR] [--list]
-
-Each part runs in a process of its own, which is ended after eight minutes, and writes a page:
-``tests1`` to ``tests4`` (tests marked ``gpu`` or ``cuda``, under PyTorch's sanitizer for streams),
-``overhead`` (what a cell costs), ``workers`` (one and two workers on a GPU, and several GPUs),
-``memory`` (peaks of the schedules beside the planned ones), ``plan`` (the planner's
-step beside the measured one), and the peers. ``--simulated`` runs them on the devices of the tests,
-where what needs CUDA itself is skipped: to see that everything runs, the numbers say nothing.
+``overhead`` (what a cell costs), ``workers`` (one and two workers on a device, and several
+devices), ``memory`` (peaks of the schedules beside the planned ones) and ``plan`` (the planner's
+step beside the measured one). The peers on a GPU are parts of ``peers``. To see that everything
+runs, ``SYNCPIPE_SIMULATED=1`` in the environment gives them the devices of the tests.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import Options, Part, Spread, report, timed
-from benchmarks.memory import Peaks
-from benchmarks.peers import GPU_PARTS, measured
+from benchmarks.common import Group, Options, Part, Spread, timed
+from benchmarks.memory import MB, Peaks, accelerators, on_accelerators
+from benchmarks.peers import measured
 from benchmarks.planning import PREDICTED, beside_measured
 from benchmarks.tasks import Peer, Task, check, linears, mlp, ours, plain
 from syncpipe import Worker
 from syncpipe.balance import profile
 from syncpipe.planner.chain import Chain, Mode, ends_of
 from syncpipe.schedules import build
-
-SECONDS = 480.0
-ROOT = Path(__file__).parents[1]
-SLICES = 4
-MB = 1e6
-
-
-def accelerators() -> list[torch.device]:
-    """All there are."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        raise SystemExit("PyTorch finds no accelerator here; --simulated runs it without one")
-    return [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
-
-
-# -- tests ----------------------------------------------------------------------------------------
-
-
-def tests(number: int, options: Options) -> Part:
-    """A part of the tests for accelerators, each file in a process of its own."""
-    files = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if any(f"pytest.mark.{mark}" in path.read_text("utf-8") for mark in ("gpu", "cuda"))
-        and path.stem not in ("test_simulated", "test_suite")
-    )
-    environment = dict(os.environ)
-    if torch.cuda.is_available():
-        environment["TORCH_CUDA_SANITIZER"] = "1"
-    part = Part(
-        f"Tests for accelerators, {number + 1} of {SLICES}",
-        "Under PyTorch's sanitizer for streams, where CUDA is.",
-    )
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-m", "gpu or cuda"]
-    command += ["--collect-only"] * options.quick
-    for file in files[number::SLICES][: 1 if options.quick else None]:
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider", file], cwd=ROOT, capture_output=True, text=True,
-            check=False, env=environment,
-        )  # fmt: skip
-        lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
-        part.rows.append({"file": file, "result": lines[-1].strip("= ")})
-        part.notes += [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        part.aim(
-            f"{file} passes", done.returncode in (0, 5), f"pytest ended with {done.returncode}"
-        )
-    return part
-
 
 # -- time -----------------------------------------------------------------------------------------
 
@@ -191,62 +133,14 @@ def planned(options: Options) -> Part:
     return part
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-PARTS: dict[str, Callable[[Options], Part]] = {
-    **{f"tests{k + 1}": partial(tests, k) for k in range(SLICES)},
-    "overhead": overhead,
-    "workers": workers,
-    "memory": memory,
-    "plan": planned,
-    **{f"peers-{name.removeprefix('gpu-')}": run for name, run in GPU_PARTS.items()},
-}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs parts, one process after another; the number of those that failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gpu", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("parts", nargs="*", metavar="PART", help="what to do (all)")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
-    parser.add_argument("--simulated", action="store_true", help="on the devices of the tests")
-    folder = ROOT / "benchmarks" / "results"
-    parser.add_argument("--folder", type=Path, default=folder, metavar="DIR", help="for the pages")
-    parser.add_argument("--list", action="store_true", help="print the names, and do nothing")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    for name in args.parts:
-        if name not in PARTS:
-            parser.error(f"there is no part {name!r}: {', '.join(PARTS)}")
-    if not args.folder.is_dir():
-        parser.error(f"argument --folder: there is no folder {args.folder}")
-    names = args.parts or list(PARTS)
-    if args.list:
-        print("\n".join(names))
-        return 0
-    options = [f"--{o}" for o in ("quick", "simulated") if getattr(args, o)]
-    if args.here:
-        (name,) = names
-        if args.simulated and not name.startswith("tests"):  # these load it in their own processes
-            from tests import simulated
-
-            simulated.load()
-        words = " ".join(["python -m benchmarks gpu", name, *options])
-        quick = Options(args.quick)
-        page, job = args.folder / f"gpu-{name}.md", {name: partial(PARTS[name], quick)}
-        (part,) = report("On a machine with accelerators", words, quick, job, page)
-        return int(not all(aim["met"] for aim in part.targets))
-    failed = 0
-    environment = {**os.environ, **({"SYNCPIPE_SIMULATED": "1"} if args.simulated else {})}
-    for name in names:
-        command = [sys.executable, "-m", "benchmarks", "gpu", name, "--here", *options]
-        command.append(f"--folder={args.folder.resolve()}")
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS, check=False)
-            failed += done.returncode != 0
-        except subprocess.TimeoutExpired:
-            print(f"{name}: ended after {SECONDS:.0f} s", flush=True)
-            failed += 1
-    return failed
+GROUP = Group(
+    "gpu",
+    "On a machine with accelerators",
+    {
+        "overhead": on_accelerators(overhead),
+        "workers": on_accelerators(workers),
+        "memory": on_accelerators(memory),
+        "plan": on_accelerators(planned),
+    },
+    one_thread=False,
+)

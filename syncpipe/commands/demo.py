@@ -184,19 +184,15 @@ def measure(pipe: syncpipe.Pipe, images: Tensor, labels: Tensor, all_threads: in
     def piped(schedule: str) -> Callable[[], object]:
         return lambda: pipe.train_batch(images, labels, loss_fn=F.cross_entropy, schedule=schedule)
 
-    several, count, whole = (
-        f"{n} device{'s' * (n > 1)}",
-        n if on_cpu else all_threads,
-        "the mini-batch",
-    )
+    several, count = f"{n} device{'s' * (n > 1)}", n if on_cpu else all_threads
     held = [f"{max(build(name, m, range(n)).in_flight)} of {m}" for name in ("gpipe", "1f1b")]
     ways = [
-        ("plain model, 1 device", alone, 1 if on_cpu else count, whole),
+        ("plain model, 1 device", alone, 1 if on_cpu else count, "the mini-batch"),
         (f"GPipe, {several}", piped("gpipe"), count, held[0]),
         (f"1F1B, {several}", piped("1f1b"), count, held[1]),
     ]
     if on_cpu:  # one model can have all cores of a CPU to itself, but not several GPUs
-        ways.append((f"plain model, {all_threads} threads", alone, all_threads, whole))
+        ways.append((f"plain model, {all_threads} threads", alone, all_threads, "the mini-batch"))
     times: list[list[float]] = [[] for _ in ways]
     end = time.perf_counter() + TIMED_SECONDS
     while len(times[-1]) < 4 or time.perf_counter() < end:

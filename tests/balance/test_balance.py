@@ -143,11 +143,6 @@ def test_a_pipe_finds_its_balance_with_a_stage_for_each_device(
     assert pipe.balance == balance
 
 
-def test_without_devices_the_number_of_stages_is_unknown() -> None:
-    with pytest.raises(ValueError, match=r"balance='uniform'.*no accelerator.*devices=\["):
-        Pipe(linear_model(), "uniform")
-
-
 # --- by what was measured -----------------------------------------------------------------------
 
 
@@ -156,8 +151,6 @@ def test_a_balance_by_time(clock: Clock) -> None:
     model = nn.Sequential(*[Takes(clock, time) for time in seconds])
     balance = balance_by_time(3, model, torch.rand(2, 3), timeout=0.0)
     assert key_of(seconds, balance) == best_key(seconds, 3)
-    with pytest.raises(ValueError, match=r"on meta.*balance_by_size"):
-        balance_by_time(2, mixed(), torch.rand(8, 8), device="meta")
 
 
 def test_a_balance_by_size() -> None:
@@ -220,6 +213,9 @@ SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (balance_uniform, (1, nn.Linear(1, 1)), TypeError, "Linear"),
         *((partial(Pipe, devices=FOUR), (TWO, how), ValueError, f"balance='{how}'.*{STRINGS}")
           for how in ("", "params", "type", "Uniform")),
+        (Pipe, (TWO, "uniform"), ValueError, r"balance='uniform'.*no accelerator.*devices=\["),
+        (partial(balance_by_time, device="meta"), (2, TWO, X), ValueError,
+         r"on meta.*balance_by_size"),
         (balance_by_time, (4, TWO, X), ValueError, "at most 2"),
         (balance_by_size, (4, TWO, X), ValueError, "at most 2"),
         (partial(balance_by_size, chunks=0), (2, TWO, X), ValueError, "chunks=0"),

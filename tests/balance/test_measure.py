@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
@@ -322,6 +323,15 @@ def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
 # --- arguments ----------------------------------------------------------------------------------
 
 
+def in_fake_mode() -> nn.Module:
+    with FakeTensorMode():
+        return nn.Linear(3, 3)
+
+
+def on_meta(layer: nn.Module) -> dict[str, Any]:
+    return {"module": nn.Sequential(nn.Linear(3, 3), layer), "device": "meta"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -340,6 +350,14 @@ def test_a_pipe_that_ran_before_does_not_make_layers_look_compiled() -> None:
         ({"module": nn.Linear(3, 3)}, TypeError, r"nn\.Sequential"),
         ({"module": nn.Sequential(Send())}, TypeError, "no later layer pops"),
         ({"module": nn.Sequential()}, ValueError, "no layers"),
+        (on_meta(Do(lambda x: x * x.sum().item())), RuntimeError,
+         r"layer '1' \(Do\) needs the values.*a GPU"),
+        (on_meta(Do(lambda x: x[x > 0.5])), RuntimeError, r"'1' \(Do\) needs the value"),
+        (on_meta(nn.Linear(4, 4)), RuntimeError, r"shape|size|dim"),
+        ({"device": "cpu", "sample": torch.rand(4, 3, device="meta")}, ValueError,
+         r"device='cpu'.*sample is on meta"),
+        ({"module": nn.Sequential(in_fake_mode())}, ValueError,
+         r"FakeTensorMode.*torch.device\('meta'\)"),
     ],
 )  # fmt: skip
 def test_arguments_that_make_no_sense(

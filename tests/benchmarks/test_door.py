@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,6 @@ from torch import distributed
 from benchmarks import __main__ as door
 from benchmarks import schedules
 from benchmarks.common import Part, Spread, rounds
-from benchmarks.gpu import PARTS
 from benchmarks.overhead import CHUNKS, calls_per_cell, peers, tiny
 from benchmarks.peers import LIBRARIES, missing
 from benchmarks.tasks import OURS
@@ -33,7 +35,6 @@ def test_every_benchmark_is_listed_and_names_select(capsys: pytest.CaptureFixtur
     page = (Path(door.__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in door.GROUPS)
     assert listed("schedules.ideal", "overhead") == ["schedules.ideal", "overhead.overhead"]
-    assert listed("gpu") == list(PARTS)
     assert listed("planning") == [name for name in names if name.startswith("planning.")]
 
 
@@ -43,7 +44,6 @@ def test_every_benchmark_is_listed_and_names_select(capsys: pytest.CaptureFixtur
         (["overheads"], "no benchmark 'overheads'"),
         (["schedules.ideals"], "no benchmark 'schedules.ideals'"),
         (["schedules", "--repeats", "1"], "--repeats: '1' is not a whole number from 2"),
-        (["gpu", "speed"], "no part 'speed': tests1"),
     ],
 )
 def test_wrong_arguments(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +103,10 @@ def test_spread_and_table():
 # -- their quick forms ----------------------------------------------------------------------------
 
 GLOO = distributed.is_available() and distributed.is_gloo_available()
-needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
-needs_devices = pytest.mark.skipif(
-    not torch.accelerator.is_available() and simulated.unavailable() is not None,
-    reason="neither accelerators nor simulated ones",
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers"
 )
+needs_gloo = pytest.mark.skipif(not GLOO, reason="needs gloo")
 #: Columns that have to be there: of spreads over the rounds.
 RATIOS = {
     "ideal": ["over the loop", "over ideal", "over measured ideal", "machine"],
@@ -125,9 +124,8 @@ QUICK = [
     "peers.tiny",
     "overhead",
     "one_call",
-    "converted.handwritten",
+    pytest.param("converted.transformers", marks=needs_transformers),
     pytest.param("data_parallel.small_layers", marks=needs_gloo),
-    pytest.param("memory.build", marks=[pytest.mark.simulated, needs_devices]),
 ]
 
 
@@ -153,8 +151,6 @@ def test_quick_form_of_each_part(name, tmp_path, capsys):
             assert spreads
             assert all(0 < row["low"] <= row["median"] <= row["high"] for row in spreads)
             assert all(len(row["samples"]) == 2 for row in spreads)
-    if group == "memory":
-        assert min(rows[0]["host"], rows[0]["device 0"]) > 0
     if group == "peers":
         libraries = {row["library"] for row in rows}
         assert {"plain loop", "plain, whole mini-batch", OURS} <= libraries
@@ -176,12 +172,18 @@ def test_naps_that_are_not_those_of_the_simulation_are_not_measured():
     torch.accelerator.is_available() or simulated.unavailable() is not None,
     reason="there are no simulated devices",
 )
-@pytest.mark.parametrize("name", ["tests2", "overhead", "memory", "plan", "peers-gpt2"])
-def test_a_part_runs_on_simulated_devices_and_writes_its_page(name, tmp_path):
-    assert door.main(["gpu", name, "--quick", "--simulated", "--folder", str(tmp_path)]) == 0
-    text = (tmp_path / f"gpu-{name}.md").read_text(encoding="utf-8")
-    assert f"`python -m benchmarks gpu {name} --quick --simulated`" in text
-    assert ("Skipped: PyTorch finds no CUDA GPU" in text) == name.startswith("peers")
+def test_parts_for_accelerators_run_on_simulated_ones_and_are_skipped_without(tmp_path, capsys):
+    names = ["gpu", "peers.gpu-gpt2", "memory"]
+    command = [sys.executable, "-m", "benchmarks", *names, "--quick", f"--folder={tmp_path}"]
+    subprocess.run(command, env={**os.environ, "SYNCPIPE_SIMULATED": "1"}, check=True)
+    for name in ("gpu", "memory"):
+        parts = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["parts"]
+        assert all(table["rows"] for part in parts.values() for table in part["tables"])
+    row = parts["build"]["tables"][0]["rows"][0]
+    assert min(row["host"], row["device 0"]) > 0
+    assert "Skipped: PyTorch finds no CUDA GPU" in (tmp_path / "peers.md").read_text()
+    assert door.main(["gpu", "--quick", f"--folder={tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("Skipped: PyTorch finds no accelerator here") == 4
 
 
 # -- what a cell costs, in calls of Python functions: a number that no machine changes -------------

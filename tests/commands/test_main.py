@@ -57,6 +57,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--verison"], "--verison"),
         (["demo", "--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to"),
         (["demo", "--epochs", "two"], "argument --epochs: 'two'"),
+        *(
+            (["plan", "model", "--devices=2", "--batch-size=8", option, value], reason)
+            for option, value, reason in (
+                ("--sample", "8x", "'8x' is no shape"),
+                ("--sample", "0x3", "'0x3' is no shape"),
+                ("--sample", "8x3:float33", "is no shape such as"),
+                ("--chunks", "0", "'0' is not a whole number from 1"),
+                ("--picture", "no/such/step.svg", "is no file in a folder that is there"),
+                ("--picture", "step.gif", "must end in .svg or .png or .json"),
+                ("--profile", ".", "'.' is no file"),
+                ("--save", "plan.pdf", "'plan.pdf' must end in .html"),
+            )
+        ),
     ],
 )
 def test_what_there_is_not_is_an_error_with_the_usage(

@@ -191,22 +191,3 @@ def test_micro_batches_are_in_order_unless_another_one_is_shorter() -> None:
     schedule = auto(2, 2, costs=costs, rematerialized=[1, 1], memory=math.inf)
     assert schedule.actions == gpipe(2, 2).actions
     assert schedule.report.step == schedule.report.named["gpipe"] == 24
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"memory": [1, 0.5]}, r"one micro-batch at a time takes \(1.0, 1.0\)"),
-        ({"memory": [1]}, r"memory=.*give 2 numbers >= 0, one for each device"),
-        ({"memory": math.nan}, "memory="),
-        ({"costs": Costs.even(3)}, "costs are for 3 stages, but there are 2"),
-        ({"activations": [1]}, r"activations=.*give 2 numbers >= 0, one for each stage"),
-        ({"activations": [1, -1]}, "activations="),
-        ({"inputs": [1, 2]}, r"inputs=.* no larger"),
-        ({"rematerialized": [5, 0]}, "rematerialized="),
-        ({"m": 0}, "at least one micro-batch"),
-    ],
-)
-def test_errors(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        auto(**{"m": 2, "device_of": 2, "costs": Costs.even(2), **changed})

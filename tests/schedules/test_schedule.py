@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from syncpipe.options import consecutive
 from syncpipe.schedules import (
     SCHEDULES,
+    Costs,
+    auto,
     build,
     dealt,
     from_csv,
@@ -22,6 +25,7 @@ from syncpipe.schedules import (
     interleaved_1f1b,
     naive,
     one_f_one_b,
+    simulate,
     to_csv,
     validate,
     zb_h1,
@@ -303,6 +307,7 @@ def test_what_is_wrong_with_a_function_is_said(
     assert note.endswith("m=4, device_of=(0, 1)")
 
 
+TWO = (1, 1)
 ROUND, BACK = r"stages that go round .* devices=\[0, 1, 0, 1\]", r"two stages .*\[0, 1, 1, 0\]"
 ELSEWHERE = [
     *((LOOPED, ROUND, d) for d in [(0, 0, 1, 1), (1, 0), (0, 1, 0), (0, 1, 1, 0)]),
@@ -328,6 +333,38 @@ ELSEWHERE = [
             ("0F0\n0B0", "stage 0 is on lines 1 and 2"),
             ("0F0,0B0,2F0,2B0", "no action of the stages {1}"),
             (",,\n", "no action of the stages {0}"),
+        )),
+        *((lambda rows=rows, more=more: Costs(*rows, **more), message)
+          for rows, more, message in (
+            (((1,), (1, 1), (1,)), {}, "backward_input has 2 times, but forward is for 1 stages"),
+            (((1, 1), (1, 1), (1,)), {}, "backward_weight has 1 times"),
+            ((TWO, TWO, TWO, (1, 1)), {}, r"transfer has 2 times, .* give 1"),
+            (((1, -1), TWO, TWO), {}, "forward has the time -1"),
+            ((TWO, (1, math.nan), TWO), {}, "backward_input has the time nan"),
+            ((TWO, TWO, TWO, (math.inf,)), {}, "transfer has the time inf"),
+            ((TWO, TWO, TWO, (), {(0, 1): -2}), {}, "skips has the time -2"),
+            ((TWO, TWO, TWO, (), {(1, 0): 2}), {}, "skip from stage 1 to 0"),
+            ((TWO, TWO, TWO, (), {(0, 2): 2}), {}, "from stage 0 to 2 is none, with 2"),
+            (((), (), ()), {}, "at least one stage"),
+            ((TWO, TWO, TWO), {"recompute": (1,)}, "recompute has 1 times"),
+            (((1,), (1,), (1,)), {"last": Costs.even(2)}, "last is for 2 stages"),
+        )),
+        (partial(simulate, Schedule(1, (0,), ((),)), Costs.even(1)), "0F0 is missing"),
+        (partial(simulate, gpipe(2, 2), Costs.even(3)), "for 3 stages, but schedule 'gpipe' has 2"),
+        (partial(simulate, gpipe(2, 2), Costs.even(2), update_every=0), "update_every=0"),
+        *((partial(simulate, gpipe(4, 2), Costs.even(2), counts), "rematerialized=.* 0 to m=4")
+          for counts in ([1], [1, 1, 1], [-1, 0], [0, 5])),
+        *((partial(auto, **{"m": 2, "device_of": 2, "costs": Costs.even(2), **changed}), message)
+          for changed, message in (
+            ({"memory": [1, 0.5]}, r"one micro-batch at a time takes \(1.0, 1.0\)"),
+            ({"memory": [1]}, r"memory=.*give 2 numbers >= 0, one for each device"),
+            ({"memory": math.nan}, "memory="),
+            ({"costs": Costs.even(3)}, "costs are for 3 stages, but there are 2"),
+            ({"activations": [1]}, r"activations=.*give 2 numbers >= 0, one for each stage"),
+            ({"activations": [1, -1]}, "activations="),
+            ({"inputs": [1, 2]}, r"inputs=.* no larger"),
+            ({"rematerialized": [5, 0]}, "rematerialized="),
+            ({"m": 0}, "at least one micro-batch"),
         )),
         *((partial(build, schedule, 4, (0, 1)), message) for schedule, message in (
             ("1F1B", "no schedule '1F1B'; did you mean '1f1b'"),

@@ -7,7 +7,6 @@ stages as one is ``6 (p-1)``, and its first device has ``2 p`` cells in flight.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -21,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from syncpipe.schedules import SCHEDULES, build, gpipe, one_f_one_b
+from syncpipe.schedules import SCHEDULES, build, one_f_one_b
 from syncpipe.schedules.player import Costs, Simulation, Span, play, simulate
 from syncpipe.schedules.schedule import Action, Kind, Schedule
 from tests.schedules.test_schedule import LAYOUTS, in_a_v, schedules
@@ -100,39 +99,6 @@ def test_everything_starts_as_soon_as_it_can(data: st.DataObject) -> None:
         assert [s.start for s in found] == sorted(s.start for s in found)
     played = play(schedule.actions, m, schedule.device_of, costs, counts).makespan
     assert simulation.makespan == played == max(span.end for span in spans.values())
-
-
-def costs_of(*arguments: Any, **more: Any) -> Any:
-    return lambda: Costs(*arguments, **more)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (costs_of((1,), (1, 1), (1,)), "backward_input has 2 times, but forward is for 1 stages"),
-        (costs_of((1, 1), (1, 1), (1,)), "backward_weight has 1 times"),
-        (costs_of((1, 1), (1, 1), (1, 1), (1, 1)), r"transfer has 2 times, .* give 1"),
-        (costs_of((1, -1), (1, 1), (1, 1)), "forward has the time -1"),
-        (costs_of((1, 1), (1, math.nan), (1, 1)), "backward_input has the time nan"),
-        (costs_of((1, 1), (1, 1), (1, 1), (math.inf,)), "transfer has the time inf"),
-        (costs_of((1, 1), (1, 1), (1, 1), (), {(0, 1): -2}), "skips has the time -2"),
-        (costs_of((1, 1), (1, 1), (1, 1), (), {(1, 0): 2}), "skip from stage 1 to 0"),
-        (costs_of((1, 1), (1, 1), (1, 1), (), {(0, 2): 2}), "from stage 0 to 2 is none, with 2"),
-        (costs_of((), (), ()), "at least one stage"),
-        (costs_of((1, 1), (1, 1), (1, 1), recompute=(1,)), "recompute has 1 times"),
-        (costs_of((1,), (1,), (1,), last=Costs.even(2)), "last is for 2 stages"),
-        (lambda: simulate(Schedule(1, (0,), ((),)), Costs.even(1)), "0F0 is missing"),
-        (lambda: simulate(gpipe(2, 2), Costs.even(3)), "for 3 stages, but schedule 'gpipe' has 2"),
-        (lambda: simulate(gpipe(2, 2), Costs.even(2), update_every=0), "update_every=0"),
-        *(
-            (partial(simulate, gpipe(4, 2), Costs.even(2), counts), "rematerialized=.* 0 to m=4")
-            for counts in ([1], [1, 1, 1], [-1, 0], [0, 5])
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # --- papers -------------------------------------------------------------------------------------
