@@ -198,9 +198,17 @@ EXITS = {
 }
 
 
+def run_python(*code):
+    """What a process of its own does."""
+    lines = "".join(map(textwrap.dedent, code))
+    return subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, timeout=260, check=False
+    )
+
+
 @pytest.mark.parametrize("how", EXITS)
 def test_the_interpreter_exits_with_pipes_alive(how):
-    code = textwrap.dedent("""
+    code = """
         import sys, threading
         import torch
         from tests.support.running import Do, pipe_of
@@ -209,10 +217,8 @@ def test_the_interpreter_exits_with_pipes_alive(how):
         x = torch.randn(4, 2)
         pipe(x).sum().backward()
         print("ran", flush=True)
-    """) + textwrap.dedent(EXITS[how])
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=260, check=False
-    )
+    """
+    done = run_python(code, EXITS[how])
     assert done.returncode == {"from an exception": 1, "by sys.exit": 4}.get(how, 0), done.stderr
     assert done.stdout == "ran\n"
     assert ("the end" in done.stderr) == (how == "from an exception")
@@ -221,7 +227,7 @@ def test_the_interpreter_exits_with_pipes_alive(how):
 
 @pytest.mark.skipif(FREE_THREADED, reason="modules are empty there before their objects die")
 def test_a_pipe_that_is_called_while_the_interpreter_ends():
-    code = textwrap.dedent("""
+    done = run_python("""
         import torch
         from tests.support.running import pipe_of
 
@@ -236,7 +242,6 @@ def test_a_pipe_that_is_called_while_the_interpreter_ends():
 
         last = Last()
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=260)
     # Where torch's own modules are gone first, no module of its can be called any more.
     gone = "torch/nn/modules/module.py" in done.stderr and "'NoneType' object" in done.stderr
     assert done.stdout == "0.0\n" or gone, done.stderr

@@ -102,20 +102,22 @@ def test_the_callers_generator_moves_by_one_draw_a_call_whatever_the_layers_do()
 
 
 class Remember(nn.Module):
-    """Draws, and notes what it drew in forward and recomputation; sometimes it does not draw."""
+    """Draws by operations of all kinds for some micro-batches, and notes what it drew."""
 
-    def __init__(self, draws):
+    def __init__(self, draws=lambda i: True):
         super().__init__()
-        self.draws = draws
-        self.drawn = {False: {}, True: {}}
+        self.draws, self.slow, self.drawn = draws, Dawdle(6), {}
 
     def forward(self, x):
         i = int(x.detach()[0, 0])
         if not self.draws(i):
             return x.cos() + i
-        noise = torch.rand(x.shape)
-        self.drawn[is_recomputing()][i] = noise
-        return (x * noise).sin() + i
+        noise = torch.rand(x.shape) + torch.randn_like(x)
+        self.slow(x)
+        width = x.shape[1]
+        noise = F.dropout(noise, 0.4) + torch.empty(width).exponential_() + torch.randperm(width)
+        self.drawn.setdefault(i, []).append(noise)
+        return torch.cat([x[:, :1], (x * noise).sin()[:, 1:]], 1)  # which begins with the index
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_
     pipe = pipe_of(layers, chunks=6, checkpoint="always")
 
     def run():
-        layer.drawn = {False: {}, True: {}}
+        layer.drawn = {}
         weigh(pipe(torch.arange(6.0)[:, None].repeat(1, 3).requires_grad_())).backward()
 
     if late:
@@ -137,7 +139,9 @@ def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_
             run()
     for _ in range(6):
         run()
-        assert_same(*[sorted(layer.drawn[again].items()) for again in (True, False)])
+        assert sorted(layer.drawn) == list(filter(draws, range(6)))
+        for noises in layer.drawn.values():  # in the forward, and when it was recomputed
+            assert_same(noises, noises[:1] * 2)
 
 
 # --- layers that do more with a generator than draw in forward
@@ -327,39 +331,22 @@ def drawing():
         thread.join()
 
 
-class Drawing(nn.Module):
-    """Draws by operations of all kinds, and notes what it drew in forward and recomputation."""
-
-    def __init__(self):
-        super().__init__()
-        self.slow = Dawdle(6)
-        self.seen = {}
-
-    def forward(self, x):
-        i = int(x[0, 0])
-        noise = torch.rand(x.shape) + torch.randn_like(x)
-        self.slow(x)
-        noise = F.dropout(noise, 0.4) + torch.empty(6).exponential_() + torch.randperm(6)
-        self.seen.setdefault(i, []).append(noise)
-        return torch.cat([x[:, :1], (x * noise).sin()[:, 1:]], 1)  # which begins with the index
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_beside_a_thread_that_draws_masks_are_the_same_or_the_call_is_refused(mode):
     importlib.import_module("torch._dynamo")  # as a step of any optimizer does
-    layers = nn.Sequential(*(Drawing() for _ in range(3)))
+    layers = nn.Sequential(*(Remember() for _ in range(3)))
     pipe, refused = pipe_of(layers, checkpoint=mode), 0
     x = torch.arange(1.0, 5.0)[:, None].repeat(1, 6)
     for _ in range(20):
         for layer in layers:
-            layer.seen = {}
+            layer.drawn = {}
         with drawing():
             try:
                 pipe(x.clone().requires_grad_()).sum().backward()
             except RuntimeError as error:
                 refused += "give it a torch.Generator of its own" in str(error)
                 continue
-        for noises in [noises for layer in layers for noises in layer.seen.values()]:
+        for noises in [noises for layer in layers for noises in layer.drawn.values()]:
             assert_same(noises, noises[:1] * len(noises))
     assert bool(refused) == (mode != "never")
 

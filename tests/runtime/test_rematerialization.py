@@ -265,10 +265,6 @@ class Late(nn.Module):
 
 
 STATEFUL = {
-    "batch norm": lambda: nn.BatchNorm1d(6),
-    "batch norm, momentum None": lambda: nn.BatchNorm1d(6, momentum=None),
-    "spectral norm": lambda: spectral_norm(nn.Linear(6, 6)),
-    "codebook": Codebook,
     "statistics that another layer reads": ReadsStatistics,
     "no trace": Data,
     "one buffer in two layers": in_two_layers,

@@ -125,21 +125,6 @@ def test_what_cannot_be_as_it_was_is_refused(layers, x, change, message):
 # Between calls, and in them
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_embeddings_that_renorm_their_rows_train_as_in_the_plain_loop(mode):
-    layers = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 6))
-    other = copy.deepcopy(layers)
-    pipe = pipe_of(layers, checkpoint=mode)
-    for step in range(3):
-        x = torch.randint(5, (12,), generator=torch.Generator().manual_seed(step))
-        results = []
-        for module, run in ((layers, pipe), (other, lambda x: one_by_one(other, x))):
-            module.zero_grad()
-            weigh(run(x)).backward()
-            results.append([t for p in module.parameters() for t in (p.detach(), p.grad)])
-        assert_same(*results)
-
-
 class MakesItself(nn.Module):
     """Makes its parameter when it sees its first input."""
 

@@ -96,26 +96,27 @@ def test_edited_layers_are_on_the_device_of_their_stage() -> None:
     assert pipe(torch.randn(2, WIDTH, device=A)).shape == (2, 2)
 
 
+def tied_specs() -> list[Any]:
+    spec = TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH)
+    return [spec, torch.tanh, spec]
+
+
+def tied_on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        model[2].weight = model[0].weight
+    return model
+
+
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_tied_weight_is_on_the_device_of_its_owner(seed: int | None) -> None:
+@pytest.mark.parametrize("layers", [tied_specs, tied_on_meta])
+def test_a_tied_weight_is_on_the_device_of_its_owner(layers: Any, seed: int | None) -> None:
     before = [simulated.live_bytes(device) for device in (A, B)]
-    spec = TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH, bias=False)
-    pipe = Pipe([spec, torch.tanh, spec], [1, 2], devices=[A, B], seed=seed)
+    pipe = Pipe(layers(), [1, 2], devices=[A, B], seed=seed)
     assert pipe[2].weight is pipe[0].weight
     assert pipe[0].weight.device == A
     live = [simulated.live_bytes(device) for device in (A, B)]
     assert live[0] - before[0] < 1.5 * LAYER
     assert live[1] - before[1] < 0.5 * LAYER
-    pipe(torch.randn(4, WIDTH, device=A)).sum().backward()
-    assert pipe[0].weight.grad is not None
-
-
-def test_a_weight_that_was_tied_on_meta_is_on_the_device_of_its_owner() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-        model[2].weight = model[0].weight
-    pipe = Pipe(model, [1, 2], devices=[A, B], seed=1)
-    assert pipe[2].weight is pipe[0].weight
-    assert [p.device for p in pipe.parameters()] == [A, A, B]
     pipe(torch.randn(4, WIDTH, device=A)).sum().backward()
     assert pipe[0].weight.grad is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -27,22 +26,6 @@ SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 PLACES = ["one device", "one device, two workers", "two devices, two workers", "four devices"]
 
 
-class _Watched:
-    """Wraps functions of the driver that work on the caller's thread, so that they are booked."""
-
-    def __init__(self, world: AutogradWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.world, self.monkeypatch = world, monkeypatch
-
-    def __call__(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self.world.watch():
-                return function(*args, **kwargs)
-
-        self.monkeypatch.setattr(owner, name, watched)
-
-
 world = pytest.fixture(test_streams.world.__wrapped__, name="forward_world")
 
 
@@ -50,7 +33,17 @@ world = pytest.fixture(test_streams.world.__wrapped__, name="forward_world")
 def training_world(forward_world, monkeypatch) -> AutogradWorld:
     """The same for the training driver; tensors tell which device they are meant to be on."""
     world = forward_world
-    watched = _Watched(world, monkeypatch)
+
+    def watched(owner: Any, name: str) -> None:
+        """Books what a function of the driver does on the caller's thread."""
+        function = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with world.watch():
+                return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
     monkeypatch.setitem(
         test_streams.LAYOUTS, "two devices, two workers", [(0, 0), (1, 1), (0, 0), (1, 1)]
     )
@@ -142,15 +135,6 @@ def test_what_is_left_out_is_reported(world, layout, what):
     with running("inline"):
         reports = Training(world, layout, "zb_h1", checkpoint="never").run()
     assert any(report.startswith("race" if what == "wait" else "reuse") for report in reports)
-
-
-@pytest.mark.parametrize("layout", [ONE, TWO])
-def test_race_if_the_iterator_is_on_other_streams_than_the_caller(world, layout, monkeypatch):
-    """It reads what the caller made, and a worker's thread has streams of its own."""
-    monkeypatch.setattr(syncpipe.stages.call.Call, "as_caller", contextlib.nullcontext)
-    scenario = Training(world, layout, "1f1b", checkpoint="never")
-    scenario.iterate()
-    assert bool(world.reports) == (layout == TWO)
 
 
 def test_one_stage(world):
