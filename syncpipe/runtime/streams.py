@@ -52,23 +52,6 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-@contextmanager
-def using(stream: torch.Stream) -> Iterator[None]:
-    """Makes a stream and its device current on this thread, and puts back what was.
-
-    ``with stream:`` stores the previous stream in the stream object, which threads share.
-    """
-    index, device = stream.device.index, torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index)
-    previous = torch.accelerator.current_stream(index)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(previous)
-        torch.accelerator.set_device_index(device)
-
-
 class AcceleratorStreams:
     """The operations on streams of one device; to all others streams and events are opaque."""
 
@@ -82,9 +65,21 @@ class AcceleratorStreams:
     def new(self) -> torch.Stream:
         return torch.Stream(device=self.device)
 
-    def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        """Makes ``stream`` (and its device) current for the calling thread."""
-        return using(stream)
+    @contextmanager
+    def use(self, stream: torch.Stream) -> Iterator[None]:
+        """Makes ``stream`` and its device current on the calling thread, and puts back what was.
+
+        ``with stream:`` stores the previous stream in the stream object, which threads share.
+        """
+        index, device = stream.device.index, torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(index)
+        previous = torch.accelerator.current_stream(index)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(device)
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """An event that happens when all work so far on ``stream`` is done."""
