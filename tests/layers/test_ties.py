@@ -52,19 +52,6 @@ class Writes(nn.Linear):
         return super().forward(x) * self.mask.clone()
 
 
-def test_a_buffer_that_is_only_read_may_be_tied():
-    layer = Writes(None)
-    plain = nn.Sequential(layer, layer)
-    pipe = pair(*copy.deepcopy(plain), chunks=2)
-    x = torch.randn(4, 2)
-    for _ in range(2):
-        assert_same(step(pipe, pipe, x), step(in_turn(plain, 2), plain, x))
-        for module in (pipe, plain):
-            module.zero_grad()
-            module[0].mask *= 3
-    assert pipe[1].mask is pipe[0].mask
-
-
 @pytest.mark.parametrize("kind", ["mask", "weight"])
 def test_what_a_forward_changes_cannot_be_tied(kind):
     layer = Writes(kind)

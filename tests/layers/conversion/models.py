@@ -144,6 +144,13 @@ class Pair(nn.Module):
         return x if self.inner is None else self.inner(self, x)
 
 
+class Does(Pair):
+    """Calls a function in place of its forward."""
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(self, x)
+
+
 class Modes(Pair):
     """Does something else in training than in evaluation: parameters, outputs, skips."""
 
@@ -162,13 +169,11 @@ class Modes(Pair):
         return late - early
 
 
-class Carries(Pair):
+def carries(m: Any, x: Tensor) -> Tensor:
     """Hands a value that only training has to a later layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        small = x[:, :1] * 2 if self.training else None
-        x = self.b(self.a(x))
-        return x + small if self.training else x
+    small = x[:, :1] * 2 if m.training else None
+    x = m.b(m.a(x))
+    return x + small if m.training else x
 
 
 class Wraps(nn.Module):
@@ -200,11 +205,10 @@ class Twice(torch.autograd.Function):
         return grad * 7
 
 
-class WritesIntoInput(Pair):
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        x[:, 0] = 2.0
-        return self.b(self.a(x.type(torch.float32)) * x)
+def writes_into_input(m: Any, x: Tensor) -> Tensor:
+    x += 1
+    x[:, 0] = 2.0
+    return m.b(m.a(x.type(torch.float32)) * x)
 
 
 def without_gradients(_: Any, x: Tensor) -> Tensor:
@@ -239,18 +243,14 @@ class Halves(Pair):
         return self.a(x) if x.shape[0] > 2 else self.b(x)
 
 
-class Outputs(Pair):
-    """Gives a mapping."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Any:
-        result = self.kind()
-        result["out"] = self.b(self.a(x))
+def mapping_of(kind: Any) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Any:
+        result = kind()
+        result["out"] = m.b(m.a(x))
         result["aux"] = result["out"] + 1
         return result
+
+    return Does(forward)
 
 
 class Functional(nn.Module):
@@ -361,10 +361,10 @@ CASES = {
     "dense": Case(Dense, rows(6), 5),
     "transformer": Case(Transformer, tokens, 29),
     "other in training": Case(Modes, rows(), 2),
-    "carries in training": Case(Carries, rows(), 2),
+    "carries in training": Case(lambda: Does(carries), rows(), 2),
     "attributes": Case(UsesAttributes, rows(), 4),
     "own backward": Case(lambda: Pair(lambda _, x: Twice.apply(x)), rows(), 2),
-    "writes into its input": Case(WritesIntoInput, rows(), 2),
+    "writes into its input": Case(lambda: Does(writes_into_input), rows(), 2),
     "without gradients": Case(lambda: Pair(without_gradients), rows(), 2),
     "writes under another name": Case(lambda: WritesUnderAnotherName(early=False), rows(), 2),
     "writes into a view": Case(lambda: WritesUnderAnotherName(early=True), rows(), 2),
@@ -373,9 +373,9 @@ CASES = {
     "decides by a size inside": Case(
         lambda: nn.Sequential(ResNet(4), nn.Linear(2, 4), Halves(), nn.Linear(4, 4)), rows(), 14
     ),
-    "dict": Case(lambda: Outputs(dict), rows(), 2),
-    "OrderedDict": Case(lambda: Outputs(OrderedDict), rows(), 2),
-    "UserDict": Case(lambda: Outputs(UserDict), rows(), 2),
+    "dict": Case(lambda: mapping_of(dict), rows(), 2),
+    "OrderedDict": Case(lambda: mapping_of(OrderedDict), rows(), 2),
+    "UserDict": Case(lambda: mapping_of(UserDict), rows(), 2),
     "functional": Case(Functional, rows(), 3),
     "backwards": Case(Backwards, rows(), 4),
     "awkward names": Case(Awkward, rows(), 6),

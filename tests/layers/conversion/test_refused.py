@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import sequential
-from tests.layers.conversion.models import Pair, ResNet, Transformer, tokens
+from tests.layers.conversion.models import Does, Pair, ResNet, Transformer, tokens
 
 
 def by_value(_: Any, x: Tensor) -> Tensor:
@@ -62,13 +62,6 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, (state, _) = self.rnn(x)
         return self.out(y), state
-
-
-class Does(Pair):
-    """Calls a function in place of its forward."""
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(self, x)
 
 
 def table(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
