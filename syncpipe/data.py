@@ -430,6 +430,15 @@ def _common(row: Sequence[Any], output: Any, k: int) -> Any:
 # --- memory --------------------------------------------------------------------------------------
 
 
+def places_of(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str, Tensor]]:
+    """All parameters and buffers where they are: the module, its dict of them, the name there."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield part, held, name, tensor
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number that tells the memory of tensors apart."""
     try:

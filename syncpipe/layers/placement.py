@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, flatten
+from syncpipe.data import NoChunk, flatten, places_of
 from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
 from syncpipe.layers.ties import Tie
@@ -221,11 +221,8 @@ def move_layers(
 ) -> None:
     """Moves partitions to the devices of their workers, in place; tied tensors to their owner's."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in chain.from_iterable(partition.modules() for partition in partitions):
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((tensors, name))
+    for _, tensors, name, tensor in chain.from_iterable(map(places_of, partitions)):
+        places.setdefault(id(tensor), []).append((tensors, name))
     for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
         owners = [tie.places[0] for tie in ties if tie.owner != j]
         foreign = [owner.tensors[owner.name] for owner in owners]  # as they are by now

@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import place_of
+from syncpipe.data import place_of, places_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
 from syncpipe.layers.placement import move_layers
 from syncpipe.layers.ties import Tie, check_modes, find_ties
@@ -364,7 +364,7 @@ class CallReplicas:
             if not others:
                 continue
             _check_replicated(runs[j].stage)
-            tensors = list({id(t): t for _, _, t in _places(runs[j].partition)}.values())
+            tensors = list({id(t): t for *_, t in places_of(runs[j].partition)}.values())
             trained = [t for t in tensors if call.state.grad and t.requires_grad]
             self.trained[j] = [call.instead[j].get(id(t), t) for t in trained]
             for number, replica in zip(others, replicas, strict=True):
@@ -373,8 +373,8 @@ class CallReplicas:
                 call.originals.update(zip(map(id, own), trained, strict=True))
                 self._trust(runs[j], runs[number])
             for stage in [runs[number].stage for number in (j, *others)]:
-                places = _places(stage.partition)
-                self._before += [(stage, m, name, t, version_of(t)) for m, name, t in places]
+                places = places_of(stage.partition)
+                self._before += [(stage, m, name, t, version_of(t)) for m, _, name, t in places]
 
     def _trust(self, owner: StageRun, run: StageRun) -> None:
         """Lets a replica go by what was seen in earlier calls of which layers draw.
@@ -460,13 +460,3 @@ def _reason(module: nn.Module) -> str:
     ):
         return "has an embedding with max_norm, which writes into its weight: give it one device"
     return ""
-
-
-def _places(partition: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """All parameters and buffers where they are."""
-    return [
-        (module, name, tensor)
-        for module in partition.modules()
-        for name, tensor in chain(module._parameters.items(), module._buffers.items())
-        if tensor is not None
-    ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import tensors_in
+from syncpipe.data import places_of, tensors_in
 from syncpipe.layers.conversion.inline import Inlined, Whole
 from syncpipe.layers.conversion.layer import ConvertedLayer, Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature
@@ -226,12 +226,7 @@ def _on_views(model: nn.Module, convert: Callable[[], Converted]) -> Converted:
     """
     views: dict[int, Tensor] = {}
     back: dict[int, Tensor] = {}
-    places = [
-        (own, name, tensor)
-        for own in _tensors_of(model)
-        for name, tensor in own.items()
-        if tensor is not None and tensor.is_meta
-    ]
+    places = [(own, name, t) for _, own, name, t in places_of(model) if t.is_meta]
     for _, _, tensor in places:
         if id(tensor) not in views:
             steps = torch.arange(max(1, sum(tensor.shape))) % 17 - 8
@@ -248,13 +243,9 @@ def _on_views(model: nn.Module, convert: Callable[[], Converted]) -> Converted:
         return convert()
 
     made = undone(converted, starmap(dict.__setitem__, places))
-    for own in _tensors_of(made):
-        own.update({name: back[id(t)] for name, t in own.items() if id(t) in back})
+    for _, own, name, tensor in places_of(made):
+        own[name] = back.get(id(tensor), tensor)
     return made
-
-
-def _tensors_of(model: nn.Module) -> list[dict[str, Any]]:
-    return [own for m in model.modules() for own in (m._parameters, m._buffers)]
 
 
 # Calling
