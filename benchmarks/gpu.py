@@ -1,30 +1,76 @@
-"""What a machine with accelerators is for: parts that measure on all that there are.
+"""All that a machine with accelerators is for, in parts of some minutes each.
 
+``tests1`` to ``tests4`` (tests marked ``gpu`` or ``cuda``, under PyTorch's sanitizer for streams),
 ``overhead`` (what a cell costs), ``workers`` (one and two workers on a device, and several
-devices), ``memory`` (peaks of the schedules beside the planned ones) and ``plan`` (the planner's
-step beside the measured one). The peers on a GPU are parts of ``peers``. To see that everything
-runs, ``SYNCPIPE_SIMULATED=1`` in the environment gives them the devices of the tests.
+devices), ``memory`` (peaks of the schedules beside the planned ones), ``plan`` (the planner's step
+beside the measured one), and the peers. To see that everything runs, ``SYNCPIPE_SIMULATED=1`` in
+the environment gives them the devices of the tests.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import Group, Options, Part, Spread, timed
 from benchmarks.memory import MB, Peaks, accelerators, on_accelerators
-from benchmarks.peers import measured
+from benchmarks.peers import GPU_PARTS, measured
 from benchmarks.planning import PREDICTED, beside_measured
 from benchmarks.tasks import Peer, Task, check, linears, mlp, ours, plain
 from syncpipe import Worker
 from syncpipe.balance import profile
 from syncpipe.planner.chain import Chain, Mode, ends_of
 from syncpipe.schedules import build
+
+ROOT = Path(__file__).parents[1]
+SLICES = 4
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+def tests(number: int) -> Callable[[Options], Part]:
+    """A part of the tests for accelerators, each file in a process of its own."""
+
+    def run(options: Options) -> Part:
+        files = sorted(
+            str(path.relative_to(ROOT))
+            for path in (ROOT / "tests").rglob("test_*.py")
+            if any(f"pytest.mark.{mark}" in path.read_text("utf-8") for mark in ("gpu", "cuda"))
+            and path.stem not in ("test_simulated", "test_suite")
+        )
+        environment = dict(os.environ)
+        if torch.cuda.is_available():
+            environment["TORCH_CUDA_SANITIZER"] = "1"
+        part = Part(
+            f"Tests for accelerators, {number} of {SLICES}",
+            "Under PyTorch's sanitizer for streams, where CUDA is.",
+        )
+        command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-m", "gpu or cuda"]
+        command += ["-p", "no:cacheprovider", *["--collect-only"] * options.quick]
+        for file in files[number - 1 :: SLICES][: 1 if options.quick else None]:
+            done = subprocess.run(
+                [*command, file], cwd=ROOT, capture_output=True, text=True, check=False,
+                env=environment,
+            )  # fmt: skip
+            lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+            part.rows.append({"file": file, "result": lines[-1].strip("= ")})
+            part.notes += [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+            told = f"pytest ended with {done.returncode}"
+            part.aim(f"{file} passes", done.returncode in (0, 5), told)
+        return part
+
+    run.__name__ = f"tests{number}"
+    return run
+
 
 # -- time -----------------------------------------------------------------------------------------
 
@@ -137,10 +183,12 @@ GROUP = Group(
     "gpu",
     "On a machine with accelerators",
     {
+        **{f"tests{k}": on_accelerators(tests(k)) for k in range(1, SLICES + 1)},
         "overhead": on_accelerators(overhead),
         "workers": on_accelerators(workers),
         "memory": on_accelerators(memory),
         "plan": on_accelerators(planned),
+        **{name.replace("gpu", "peers"): run for name, run in GPU_PARTS.items()},
     },
     one_thread=False,
 )

@@ -1,23 +1,27 @@
-"""Planning: how good plans are, and whether predictions come true.
+"""Planning: how good plans are, how long they take, and whether predictions come true.
 
-Two parts: ``brute`` (plans beside the best of all, in small cases) and ``predicted`` (planned
-beside measured steps on two CPU workers). What stood here besides is no longer kept: other ways to
-run a model, layers that sleep, a model of 7 billion parameters and time by size until commit
-680da9d, cuts and plans beside torchgpipe's until c42da67, plans beside older ones and for memory
-that grows, and planned beside counted memory (which a test compares now), until df8e3ad. What they
-found is in ``benchmarks/results``.
+Four parts: ``brute`` (plans beside the best of all, in small cases), ``stored`` (plans of chains of
+24 to 1000 layers beside those of commit 507340f, and how long they take), ``monotone`` (plans for
+memory that grows) and ``predicted`` (planned beside measured steps on two CPU workers). What stood
+here besides is no longer kept: other ways to run a model, layers that sleep, a model of 7 billion
+parameters and time by size until commit 680da9d, cuts and plans beside torchgpipe's until c42da67,
+planned beside counted memory (which a test compares now) until df8e3ad. What they found is in
+``benchmarks/results``.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, combinations_with_replacement, pairwise
+from pathlib import Path
 from typing import Any
 
 import syncpipe
@@ -178,6 +182,86 @@ def brute(options: Options) -> Part:
     return part
 
 
+# -- beside other plans ----------------------------------------------------------------------------
+
+
+def planned(profile: Profile, n: int, memory: float, **more: Any) -> tuple[float, float, float]:
+    """Step time, the most memory of a stage, seconds of the processor; infinite if none fits."""
+    begin = time.process_time()
+    try:
+        found = syncpipe.plan(profile, devices=Machine.even(n, memory, 12e9), **more)
+    except ValueError:
+        return math.inf, math.inf, time.process_time() - begin
+    most = max(stage.memory for stage in found.stages)
+    return found.step_time, most, time.process_time() - begin
+
+
+def stored(options: Options) -> Part:
+    """Plans of chains beside those that are stored."""
+    old = json.loads((Path(__file__).parent / "results/plans_507340f.json").read_text())
+    part = Part(
+        "Plans beside those of commit 507340f",
+        "Random profiles, mini-batches of 512, 12 GB/s; limits on memory are parts of what the "
+        "largest stage took without a limit at that commit.",
+        {
+            "limits": "none, 0.7, 0.5, 0.35.",
+            "over stored": "step time over the stored plan's, for each limit.",
+            "cpu s": "seconds of the processor that planning took, for each limit.",
+        },
+        over="One run.",
+    )
+    every: list[float] = []
+    sizes = (
+        ((24, 1),) if options.quick else ((24, 3), (50, 3), (100, 3), (200, 3), (400, 1), (1000, 1))
+    )
+    for layers, seeds in sizes:
+        for seed, skips in itertools.product(range(seeds), (0,) if options.quick else (0, 20)):
+            draw = random.Random(f"{layers} {seed}")
+            n, chunks = draw.choice((4, 8, 16)), draw.choice((None, 16))
+            profile = random_profile(layers, f"x{seed}", skips=skips)
+            name = f"{layers} layers, {skips} skips, x{seed}"
+            ratios, seconds = [], []
+            for limit in (math.inf, 0.7, 0.5, 0.35)[: 2 if options.quick else 4]:
+                memory = math.inf if limit == math.inf else limit * old[f"{name}, inf"]["memory"]
+                step, _, took = planned(profile, n, memory, batch_size=512, chunks=chunks)
+                then = old[f"{name}, {limit}"]["step"]
+                ratios.append(1.0 if step == then else step / then)
+                seconds.append(took)
+            every += ratios
+            row = {"chain": name, "devices": n, "micro-batches": chunks or "free"}
+            row["over stored"] = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+            part.rows.append(row | {"cpu s": ", ".join(f"{took:.2f}" for took in seconds)})
+    slower = sum(ratio > 1.01 for ratio in every)
+    told = f"{slower} of {len(every)}, {max(every):.4f} at worst, {min(every):.4f} at best"
+    part.aim("none slower by more than 1 %", slower == 0, told)
+    return part
+
+
+def monotone(options: Options) -> Part:
+    """Counts plans that are slower though they have more memory."""
+    part = Part(
+        "Plans for memory that grows",
+        "Chains of 12 to 40 layers, a third with skips; from 0.15 of what a stage takes without a "
+        "limit, in steps of 6 %.",
+        over="One run.",
+    )
+    worse = compared = 0
+    for seed in range(1 if options.quick else 25):
+        draw = random.Random(f"memory {seed}")
+        layers, skips = draw.randint(12, 40), 5 * (seed % 3 == 0)
+        profile = random_profile(layers, f"memory {seed}", skips=skips)
+        n, chunks = draw.choice((3, 4, 6)), draw.choice((None, 8, 16))
+        free = planned(profile, n, math.inf, batch_size=128, chunks=chunks)[1]
+        limits = [free * 0.15 * 1.06**k for k in range(4 if options.quick else 37)]
+        times = [planned(profile, n, m, batch_size=128, chunks=chunks)[0] for m in limits]
+        ratios = [b / a for a, b in pairwise(times) if a < math.inf]
+        compared, worse = compared + len(ratios), worse + sum(r > 1.005 for r in ratios)
+        row = {"layers": layers, "skips": skips, "devices": n, "comparisons": len(ratios)}
+        part.rows.append(row | {"worst": max(ratios, default=1.0)})
+    part.aim("none slower by more than 0.5 %", worse == 0, f"{worse} of {compared}")
+    return part
+
+
 # -- beside measured steps -------------------------------------------------------------------------
 
 
@@ -249,5 +333,5 @@ def predicted(options: Options) -> Part:
 GROUP = Group(
     "planning",
     "What planning takes, and what plans are worth",
-    {"brute": brute, "predicted": predicted},
+    {"brute": brute, "stored": stored, "monotone": monotone, "predicted": predicted},
 )
