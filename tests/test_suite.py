@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 WITHOUT_DEVICES = [
     "layers/test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
     "inputs/test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
-    "balance/test_balance.py::test_without_devices_the_number_of_stages_is_unknown",
+    "pipe/test_replicas.py::test_devices_are_listed_stage_by_stage_and_there_are_workers_by_default",
 ]
 
 

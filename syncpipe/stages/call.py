@@ -466,6 +466,7 @@ class Call(MiniBatch):
             if not same_memory(source.device, target.device):
                 value, event = sent(source, target, value)
                 target.receive(event, tensors_in(value))
+                self.caller_of[j].wait_for(source)  # it may be what the caller gave
             found.append(value)
         self.caller_of[results].wait_for(target)
         self.release_to_caller(results, found)

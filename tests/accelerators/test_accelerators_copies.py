@@ -207,3 +207,17 @@ def test_buffers_of_a_module_at_two_places_are_copied_too():
         pipe[0].scale.fill_(factor)
         assert pipe(x).cpu().unique().tolist() == [factor**2]
     assert same_memory(pipe[0].scale.device, devices[0])
+
+
+@torch.no_grad()
+def test_a_caller_may_overwrite_what_replicas_hand_on():
+    devices = [acc.device(k) for k in range(2)]
+    pipe = Pipe(nn.Sequential(nn.Identity()), [1], replicas=2, devices=devices, chunks=2)
+    expected = torch.randn(2, 3)
+    for seed in range(40):
+        x = expected.to(devices[0])
+        with acc.late(seed), torch.Stream(device=devices[0]):
+            y = pipe(x)
+            x.fill_(float("nan"))
+        acc.synchronize()
+        assert torch.equal(y.cpu(), expected)
