@@ -188,7 +188,10 @@ def at_any_time(by_hand: bool) -> None:
     print("done", came > 20)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no such signals here")
+needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no such signals here")
+
+
+@needs_alarms
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_at_any_time(by_hand: bool) -> None:
     # In a process of its own: an interrupt may hit anything, also what the tests after it use.
@@ -202,14 +205,16 @@ def test_at_any_time(by_hand: bool) -> None:
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
 
 
+@needs_alarms
 def test_workers_stop_at_their_next_action() -> None:
     seen: list[None] = []
 
     def layer(x: Tensor) -> None:
         seen.append(None)
         if len(seen) == 5:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     pipe = pipe_of(nn.Sequential(Do(layer), nn.Linear(3, 3)), chunks=5000)
     with pytest.raises(KeyboardInterrupt):
         pipe.train_batch(torch.randn(5000, 3), loss_fn=torch.mean)
