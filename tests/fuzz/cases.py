@@ -40,18 +40,20 @@ class Call:
         schedule: of ``train_batch``.
         loss: ``"mean"``, ``"sum"`` or ``"weighted"``.
         sizes: the samples of each micro-batch, or of the mini-batch alone.
-        autocast: run it under autocast.
+        autocast: run it under autocast, with its casts ``"cached"`` or made ``"anew"``.
         zero: forget the gradients of earlier calls.
         computed: what it is given is no leaf.
+        training: the mode of the pipe.
     """
 
     driver: str
     schedule: Any
     loss: str
     sizes: tuple[int, ...]
-    autocast: bool
+    autocast: str
     zero: bool
     computed: bool
+    training: bool
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ class Case:
     calls: tuple[Call, ...]
     listed: bool = False
     unpack: bool = False
-    training: bool = True
 
     @property
     def copied(self) -> bool:
@@ -92,7 +93,7 @@ class Case:
             chunks=self.chunks,
             checkpoint=self.checkpoint,
             unpack=self.unpack,
-        ).train(self.training)
+        )
 
 
 def drawn_case(
@@ -120,7 +121,7 @@ def drawn_case(
     selective = [] if any(KINDS[kind].inplace for kind in model.layers) else [Selective(_SAVED)]
     modes = [chance.choice([*_MODES, *selective]) for _ in range(stages)]
     chunks = chance.randint(1, 5)
-    autocast = chance.random() < 0.15
+    autocast = chance.choice(["cached", "anew"]) if chance.random() < 0.15 else ""
     calls = []
     for _ in range(chance.randint(1, 3)):
         driver = chance.choice(DRIVERS)
@@ -133,8 +134,8 @@ def drawn_case(
             if chance.random() < 0.3:
                 sizes = [chance.randint(1, 3) for _ in range(chunks)]
         loss = chance.choice(["mean", "mean", "mean", "sum", "weighted"])
-        zero, computed = chance.random() < 0.6, chance.random() < 0.3
-        calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, zero, computed))
+        flags = [chance.random() < p for p in (0.6, 0.3, 0.85)]
+        calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, *flags))
     case = Case(
         model,
         tuple(b - a for a, b in pairwise(edges)),
@@ -150,7 +151,7 @@ def drawn_case(
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice"} & {*model.layers}  # what these make is one argument
     unpack = lone and chance.random() < 0.2
-    return replace(case, checkpoint=checkpoint, unpack=unpack, training=chance.random() < 0.9)
+    return replace(case, checkpoint=checkpoint, unpack=unpack)
 
 
 def _schedule(chance: random.Random, devices: Sequence[int], model: Model, copied: bool) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from syncpipe import is_recomputing
 from tests.support.models import CHANNELS, LENGTH, Inner, on_x
 
 
@@ -92,6 +93,52 @@ class Embed(OnX):
 
     def act(self, x: Tensor) -> Tensor:
         return x + self.table((x.detach()[..., 0] > 0).long())
+
+
+class Stateful(OnX):
+    """Its output depends on a buffer, which its forwards change in training.
+
+    Args:
+        change: changes it, by the mean of the input.
+        late: only in some later forward for the first time.
+    """
+
+    def __init__(self, change: Callable[[Any, Tensor], Any], late: bool = False) -> None:
+        super().__init__()
+        self.change, self.wait = change, int(torch.randint(5, ())) if late else 0
+        self.register_buffer("state", torch.ones(LENGTH))
+
+    def act(self, x: Tensor) -> Tensor:
+        y = x * self.state.clone()
+        self.wait -= not is_recomputing()
+        if self.training and self.wait < 0:
+            self.change(self, x.detach().mean((0, 1)))
+        return y
+
+
+class ReadsStatistics(OnX):
+    """Reads what another layer, inside of it, changes without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CHANNELS)
+
+    def act(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y + x - self.norm.running_mean.view(-1, 1)
+
+
+class Autocast(OnX):
+    """A linear layer under an autocast of its own, or without that of the caller."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.linear, self.enabled = nn.Linear(LENGTH, LENGTH), enabled
+
+    def act(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            y: Tensor = self.linear(x.float())
+            return y.float()
 
 
 class TensorHook(OnX):

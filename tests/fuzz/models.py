@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from syncpipe import LayerSpec
 from syncpipe.skip import Namespace
 from tests.fuzz.layers import (
+    Autocast,
     Checkpointed,
     Dawdle,
     Embed,
@@ -27,6 +29,8 @@ from tests.fuzz.layers import (
     Meet,
     ParameterViews,
     Plus,
+    ReadsStatistics,
+    Stateful,
     TensorHook,
     Twice,
     closure,
@@ -56,6 +60,13 @@ def _linear() -> nn.Linear:
 
 def _frozen() -> nn.Module:
     return Inner(_linear()).requires_grad_(False)
+
+
+def _two_counters() -> nn.Module:
+    """Two layers with one buffer."""
+    first, second = Counter(), Counter()
+    second.scale = first.scale
+    return nn.Sequential(first, second)
 
 
 def _hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
@@ -94,7 +105,7 @@ class Kind:
         once: uses what it was given once.
         draws: from PyTorch's generators, in training.
         counts: sees in which order micro-batches come.
-        cpu: knows the generator of the CPU only.
+        cpu: does what it does on the CPU only.
     """
 
     make: Callable[[], nn.Module]
@@ -119,6 +130,19 @@ KINDS: dict[str, Kind] = {
     "frozen": Kind(_frozen),
     "tied": Kind(Tied),
     "counter": Kind(Counter, counts=True),
+    "two_counters": Kind(_two_counters, counts=True),
+    "assigned": Kind(  # whose memory belongs to a stream that nobody knows
+        lambda: Stateful(lambda layer, x: setattr(layer, "state", layer.state + x)),
+        counts=True,
+        cpu=True,
+    ),
+    "no_trace": Kind(lambda: Stateful(lambda layer, x: layer.state.data.copy_(x)), counts=True),
+    "late": Kind(lambda: Stateful(lambda layer, x: layer.state.add_(x), late=True), counts=True),
+    "reads_statistics": Kind(ReadsStatistics, once=False, counts=True),
+    "spectral_norm": Kind(lambda: Inner(spectral_norm(_linear())), counts=True),
+    "weight_norm": Kind(lambda: Inner(weight_norm(_linear()))),
+    "autocast": Kind(lambda: Autocast(True), cpu=True),
+    "full_precision": Kind(lambda: Autocast(False), cpu=True),
     "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
     "hidden": Kind(Hidden),
     "closure": Kind(closure),

@@ -8,12 +8,12 @@ balance, themselves under ``syncpipe.inline()``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,7 +48,9 @@ def loss_function(kind: str) -> Any:
 
 
 def autocast(call: Call) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if call.autocast else nullcontext()
+    if not call.autocast:
+        return nullcontext()
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=call.autocast == "cached")
 
 
 _WITHOUT_GRAD: Any = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -87,6 +89,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     options: dict[str, Any] = {"loss_fn": loss_function(call.loss)}
     options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
     loss = output = None
+    pipe.train(call.training)
     with autocast(call):
         if call.driver == "forward":
             output = pipe(given[0])
@@ -132,10 +135,6 @@ class Aligned(torch.autograd.Function):
         return grad
 
 
-class NothingToTrain(Exception):
-    """No loss of the plain model has a graph."""
-
-
 def run_plain(
     case: Case,
     model: nn.Sequential,
@@ -152,7 +151,7 @@ def run_plain(
         whole = [piece.data.requires_grad_(case.input_grad) for piece in whole]
     pieces = [Aligned.apply(p) if case.model.begins_in_place else p for p in whole]
     trains = call.driver in ("forward", "train", "iterator")
-    model.train(case.training and call.driver != "eval")
+    model.train(call.training and call.driver != "eval")
     outputs, losses = [], []
     with autocast(call), torch.set_grad_enabled(trains):
         for piece in pieces:
@@ -180,7 +179,7 @@ def run_plain(
         return found(None, sum(shares[1:], shares[0]))
     assert schedule is not None
     if not any(share.requires_grad for share in shares):
-        raise NothingToTrain
+        raise RuntimeError("there is nothing to train")
     roots = [([share], None) for share in shares]
     go_back(roots, leaves(model), orders_of(schedule), case.balance, case.replicas)
     if call.driver == "train" and case.input_grad and any(p.grad is not None for p in whole):
@@ -208,48 +207,79 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: something is not as it has to be.
     """
-    pipe, alone = case.pipe(), case
-    if "noisy_hook" not in case.model.layers:
-        count = len(case.model.layers)
-        alone = replace(case, balance=(count,), devices=(0,), replicas=(1,))
-        alone = replace(alone, checkpoint="never")
-    other = alone.pipe() if case.model.draws else case.model.build()
-    exact = True
-    for k, call in enumerate(case.calls):
-        if call.zero or not exact:
-            exact = True
-            for module in (pipe, other):
-                for leaf in leaves(module).values():
-                    leaf.grad = None
-        schedule = schedule_of(pipe, call)
-        try:
+    pipe, count = case.pipe(), len(case.model.layers)
+    schedules = [schedule_of(pipe, call) for call in case.calls]
+    rounded = list(map(partial(to_rounding, case), case.calls, schedules))
+
+    def through(pipe: Pipe, case: Case) -> list[Result]:
+        def run(k: int, call: Call) -> Result:
             torch.manual_seed(k)
-            with inline() if case.by_hand else nullcontext():
-                actual = run_pipe(pipe, case, call, k, Place())
+            found = run_pipe(pipe, case, call, k, Place())
+            if case.model.draws:
+                found.output = found.output, torch.get_rng_state()
+            return found
+
+        with inline() if case.by_hand else nullcontext():
+            return list(results(case.calls, pipe, run, rounded))
+
+    found = through(pipe, case)
+    if not case.model.draws:
+        wanted = expected(case, schedules, rounded=rounded)
+    elif "noisy_hook" in case.model.layers:
+        wanted = through(case.pipe(), replace(case, by_hand=True))
+    else:
+        calls = tuple(
+            call if made is None else replace(call, schedule=partial(in_one_stage, made))
+            for call, made in zip(case.calls, schedules, strict=True)
+        )
+        alone = replace(case, balance=(count,), devices=(0,), replicas=(1,), by_hand=False)
+        alone = replace(alone, checkpoint="never", calls=calls)
+        wanted = through(alone.pipe(), alone)
+    for k, pair in enumerate(zip(found, wanted, strict=True)):
+        coarse = case.calls[k].autocast or "autocast" in case.model.layers
+        tolerance = 0.1 if coarse else 1e-4
+        assert_same(*pair, f"call {k} ", rounded=rounded[k], rtol=tolerance, atol=tolerance)
+
+
+def results(
+    calls: Sequence[Call],
+    module: nn.Module,
+    run: Callable[[int, Call], Any],
+    rounded: Sequence[set[str]] | None = None,
+) -> Iterator[Any]:
+    """What ``run`` gives for each call, up to one with nothing to train; steps are in between.
+
+    Of what is equal to rounding only there is none, and gradients are forgotten.
+    """
+    coarse: Sequence[Any] = [()] * len(calls) if rounded is None else rounded
+    for k, call in enumerate(calls):
+        if call.zero or (k and coarse[k - 1]):
+            for leaf in leaves(module).values():
+                leaf.grad = None
+        try:
+            yield run(k, call)
         except RuntimeError as error:
             if "there is nothing to train" not in str(error):
                 raise
-            with pytest.raises(NothingToTrain):
-                run_plain(case, case.model.build(), call, k, schedule)
             return
-        drawn = torch.get_rng_state()
-        torch.manual_seed(k)
-        rounded = to_rounding(case, call, schedule)
-        if case.model.draws:
-            if schedule is not None and alone is not case:
-                call = replace(call, schedule=partial(in_one_stage, orders_of(schedule)[0]))
-            with inline() if alone is case else nullcontext():
-                expected = run_pipe(other, alone, call, k, Place())
-            assert torch.equal(drawn, torch.get_rng_state()), "the generator stands elsewhere"
-        else:
-            expected = run_plain(case, other, call, k, schedule)
-        tolerance = 0.1 if call.autocast else 1e-4
-        assert_same(actual, expected, f"call {k} ", rounded=rounded, rtol=tolerance, atol=tolerance)
-        exact = not rounded
-        for module in (pipe, other):
-            own_gradients(module)
-            if exact:
-                step(module)
+        own_gradients(module)
+        if not coarse[k]:
+            step(module)
+
+
+def expected(
+    case: Case,
+    schedules: Sequence[Schedule | None],
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Result]:
+    """What the plain model gives."""
+    model = case.model.build(dtype)
+
+    def run(k: int, call: Call) -> Result:
+        return run_plain(case, model, call, k, schedules[k], dtype)
+
+    return list(results(case.calls, model, run, **options))
 
 
 def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
@@ -262,8 +292,9 @@ def schedule_of(pipe: Pipe, call: Call) -> Schedule | None:
     return build(call.schedule, m, pipe._ready().placement)
 
 
-def in_one_stage(order: list[int], m: int, devices: Any) -> Schedule:
-    """All forward, and back in this order."""
+def in_one_stage(made: Schedule, m: int, devices: Any) -> Schedule:
+    """All forward, and back in the order of the first stage of another schedule."""
+    order = orders_of(made)[0]
     there = [Action("forward", i, 0) for i in range(m)]
     return Schedule(m, (0,), ((*there, *[Action("backward", i, 0) for i in order]),), "alone")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections import Counter
@@ -10,13 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from syncpipe import Pipe, inline, is_checkpointing, is_recomputing
 from tests.support.running import (
     MODES,
     Do,
-    assert_same,
     on_gradient,
     one_by_one,
     pipe_of,
@@ -184,115 +181,6 @@ def test_nothing_is_left_after_a_thousand_steps_not_even_cycles(mode):
     # one in five steps would be a leak; PyTorch has a few caches of its own
     grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 200}
     assert grown == {}
-
-
-# Buffers
-
-
-class Codebook(nn.Module):
-    """Its output depends on buffers that its forward changes: in place, and by assignment."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("codes", torch.linspace(0.5, 1.5, 6))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x):
-        y = (x * self.codes.clone() + self.steps).tanh() * x
-        if self.training:
-            with torch.no_grad():
-                self.codes.mul_(0.9).add_(x.mean(0), alpha=0.1)
-                self.steps = self.steps + 1
-        return y
-
-
-class ReadsStatistics(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return self.norm(x) + (x - self.norm.running_mean) / (self.norm.running_var + 1).sqrt()
-
-
-class Data(nn.Module):
-    """Changes its buffer in training, without a trace in the version."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x):
-        if self.training:
-            self.mean.data.mul_(0.5).add_(x.detach().mean(0))
-        return (x * self.mean.clone()).tanh()
-
-
-class Adds(nn.Module):
-    def __init__(self, buffer, reads):
-        super().__init__()
-        self.register_buffer("steps", buffer)
-        self.reads = reads
-
-    def forward(self, x):
-        if self.reads:
-            return (x + self.steps.clone()).tanh()
-        with torch.no_grad():
-            self.steps.add_(1)
-        return x
-
-
-def in_two_layers():
-    buffer = torch.zeros(())
-    return nn.Sequential(Adds(buffer, False), Adds(buffer, True))
-
-
-class Late(nn.Module):
-    """An observer that is switched on later: ``after`` so many micro-batches."""
-
-    def __init__(self, after):
-        super().__init__()
-        self.after = after
-        self.register_buffer("peak", torch.ones(()))
-
-    def forward(self, x):
-        y = x * self.peak.clone()
-        self.after -= not is_recomputing()
-        if self.after < 0:
-            with torch.no_grad():
-                self.peak.copy_(torch.maximum(self.peak, x.abs().max()))
-        return y
-
-
-STATEFUL = {
-    "statistics that another layer reads": ReadsStatistics,
-    "no trace": Data,
-    "one buffer in two layers": in_two_layers,
-    "first change in a later micro-batch": lambda: Late(2),
-    "first change in a later call": lambda: Late(9),
-    "all in one": lambda: nn.Sequential(
-        Codebook(), nn.BatchNorm1d(6), spectral_norm(nn.Linear(6, 6)), nn.Dropout()
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_buffers_and_gradients_are_those_of_the_plain_loop(kind, mode):
-    layers = nn.Sequential(nn.Linear(6, 6), STATEFUL[kind](), nn.Linear(6, 6), STATEFUL[kind]())
-    other = copy.deepcopy(layers)
-    ours = pipe_of(layers, [2, 2], checkpoint=mode)
-    theirs = pipe_of(other, [2, 2], checkpoint="never")
-    for step in range(4):
-        for module in (layers, other):
-            module.train(step != 1)  # what leaves no trace may begin with a mode
-        x = torch.randn(12, 6)
-        torch.manual_seed(step)
-        result = trained(ours, ours, x)
-        torch.manual_seed(step)
-        with inline():  # what draws does it as inline
-            run = theirs if "all" in kind else lambda x: one_by_one(other, x)
-            assert_same(result, trained(run, other, x))
 
 
 # Layers that do not keep the rules

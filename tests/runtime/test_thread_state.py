@@ -21,7 +21,6 @@ from syncpipe import inline, is_recomputing
 from tests.support.running import (
     MODES,
     Do,
-    assert_same,
     in_threads,
     one_by_one,
     pipe_of,
@@ -145,51 +144,6 @@ class OwnAutocast(nn.Module):
     def forward(self, x):
         with torch.autocast("cpu", dtype=BF16):
             return self.linear(x).float()
-
-
-class DecoratedAutocast(OwnAutocast):
-    @torch.autocast("cpu", dtype=BF16)
-    def forward(self, x):
-        return self.linear(x).float()
-
-
-class SwitchedOff(OwnAutocast):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.linear(x.float())
-
-
-AROUND = {
-    "alone": nullcontext,
-    "the caller's": autocast(),
-    "the caller's, no cache": autocast(cache_enabled=False),
-}
-
-
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "layer", [lambda: nn.Linear(6, 6), OwnAutocast, DecoratedAutocast, SwitchedOff]
-)
-def test_training_under_autocast_never_uses_a_stale_weight(layer, mode, around):
-    ours = nn.Sequential(layer(), nn.Tanh(), layer())
-    theirs = copy.deepcopy(ours)
-    pipe = pipe_of(ours, [2, 1], checkpoint=mode)
-    x = torch.randn(8, 6)
-
-    def step(module, run):
-        def forward(x):
-            with AROUND[around]():
-                return run(x)
-
-        result = [t.clone() for t in trained(forward, module, x)]
-        torch.optim.SGD(module.parameters(), lr=1.0).step()
-        return result
-
-    # The plain loop comes after: leaving its autocast clears the cache, which is everybody's.
-    results = [step(ours, pipe) for _ in range(3)]
-    for result in results:
-        assert_same(result, step(theirs, lambda x: one_by_one(theirs, x)))
 
 
 def test_a_cache_that_another_thread_clears_does_not_make_a_recomputation_another_one():

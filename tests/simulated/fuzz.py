@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncpipe import Pipe
 from syncpipe.data import tensors_in
@@ -28,15 +28,7 @@ from tests import simulated
 from tests.fuzz.cases import Call, Case, drawn_case
 from tests.fuzz.command import by_hand
 from tests.fuzz.models import KINDS, leaves
-from tests.fuzz.runs import (
-    NothingToTrain,
-    Place,
-    own_gradients,
-    run_pipe,
-    run_plain,
-    schedule_of,
-    step,
-)
+from tests.fuzz.runs import Place, expected, results, run_pipe, schedule_of
 from tests.support import accelerator as acc
 from tests.support.compare import assert_same
 from tests.support.models import Result
@@ -92,7 +84,7 @@ class Placed:
             replicas=case.replicas,
             chunks=case.chunks,
             checkpoint=case.checkpoint,
-        ).train(case.training)
+        )
 
 
 def drawn(chance: random.Random) -> Placed:
@@ -138,22 +130,21 @@ class Caller(Place):
 
     def run(self) -> None:
         """All calls, each compared with the plain model."""
-        case = self.placed.case
         with ExitStack() as stack:
             if self.placed.own_streams:
                 for k in range(acc.count()):
                     stack.enter_context(torch.Stream(device=acc.device(k)))
-            for k, call in enumerate(case.calls[: len(self.expected)]):
-                if call.zero:
-                    _forget(self.pipe)
-                found = run_pipe(self.pipe, case, replace(call, autocast=False), k, self)
-                assert_same(  # to the rounding of float64
-                    found, self.expected[k], f"call {k} ", rounded=True, rtol=1e-8, atol=1e-8
-                )
-                _record_gradients(self.pipe)
-                own_gradients(self.pipe)
-                step(self.pipe)
+            found = results(self.placed.case.calls, self.pipe, self.call)
+            for k, pair in enumerate(zip(found, self.expected, strict=True)):
+                # To the rounding of float64.
+                assert_same(*pair, f"call {k} ", rounded=True, rtol=1e-8, atol=1e-8)
             acc.synchronize()  # before its parameters may go, which it steps on
+
+    def call(self, k: int, call: Call) -> Result:
+        found = run_pipe(self.pipe, self.placed.case, replace(call, autocast=""), k, self)
+        for leaf in leaves(self.pipe).values():  # before it is dropped: it may be being read
+            _record(leaf.grad)
+        return found
 
     def run_in_thread(self) -> None:
         try:
@@ -203,37 +194,9 @@ class Caller(Place):
                 _record(x.grad)
 
 
-def _forget(module: nn.Module) -> None:
-    _record_gradients(module)
-    for leaf in leaves(module).values():
-        leaf.grad = None
-
-
-def _record_gradients(module: nn.Module) -> None:
-    """To be done before one drops what side streams have made: it may be being read."""
-    for leaf in leaves(module).values():
-        _record(leaf.grad)
-
-
 def _record(tensor: Tensor | None) -> None:
     if tensor is not None and tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def expected(placed: Placed, pipe: Pipe) -> list[Result]:
-    """What the plain model does on the CPU, up to a call that has nothing to train."""
-    case, found = placed.case, []
-    model = case.model.build(WIDE)
-    for k, call in enumerate(case.calls):
-        if call.zero:
-            _forget(model)
-        try:
-            found.append(run_plain(case, model, call, k, schedule_of(pipe, call), WIDE))
-        except NothingToTrain:
-            break
-        own_gradients(model)
-        step(model)
-    return found
 
 
 def check(placed: Placed) -> None:
@@ -243,7 +206,8 @@ def check(placed: Placed) -> None:
         AssertionError: something is not as it has to be.
     """
     callers = [Caller(placed) for _ in range(placed.threads)]
-    wanted = expected(placed, callers[0].pipe)
+    schedules = [schedule_of(callers[0].pipe, call) for call in placed.case.calls]
+    wanted = expected(placed.case, schedules, WIDE)
     for caller in callers:
         caller.expected = wanted
     late: Any = nullcontext()
