@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.random_numbers import LOCKS, Generators, NoDispatch, NoFunctions
+from syncpipe.runtime.random_numbers import LOCKS, Generators, put_back_states, states_of
 from syncpipe.runtime.thread_state import settled
 
 __all__ = ["SIMPLE", "State", "same_bits", "sandboxed", "unchanged"]
@@ -65,19 +65,21 @@ def sandboxed(
     for device in [torch.device("cpu"), *devices]:
         found = Generators(device)
         generators.update(found.pick(found.all))
-    with LOCKS.states, NoDispatch(), NoFunctions():
-        for generator in generators.values():
-            undo.append(partial(torch.Generator.set_state, generator, generator.get_state()))
-    return _undone(lambda: settled(run_alone), undo)
+    states = {key: _held(key, states_of, [generators[key]]) for key in generators}
+
+    def put_back() -> None:
+        for call in undo:
+            call()
+        for key, state in states.items():
+            _held(key, put_back_states, [generators[key]], state)
+
+    return undone(lambda: settled(run_alone), put_back)
 
 
-def _undone(run: Callable[[], _T], calls: list[Callable[[], Any]]) -> _T:
-    def undo() -> None:
-        with LOCKS.states:
-            for call in calls:
-                call()
-
-    return undone(run, undo)
+def _held(key: tuple[str, int], call: Callable[..., _T], *args: Any) -> _T:
+    """Reads or sets the state of a generator while no layer has its own there."""
+    with LOCKS[key]:
+        return call(*args)
 
 
 def unchanged(module: nn.Module, run: Callable[[], _T]) -> _T:
@@ -145,7 +147,12 @@ class State:
                 hooks.clear()
             return run()
 
-        return _undone(lambda: sandboxed(alone, devices, threads), self._undo)
+        def undo() -> None:
+            with LOCKS.states:
+                for call in self._undo:
+                    call()
+
+        return undone(lambda: sandboxed(alone, devices, threads), undo)
 
     def changes(self) -> list[tuple[str, str]]:
         """What is not what it was: of which kind, and where it is, from the layer on.

@@ -47,6 +47,7 @@ from syncpipe.data import (
 )
 from syncpipe.hints import outside
 from syncpipe.runtime.errors import annotate
+from syncpipe.runtime.random_numbers import undisturbed
 from syncpipe.runtime.streams import moved
 from syncpipe.stages.call import Call
 from syncpipe.state import SIMPLE, unchanged
@@ -704,7 +705,7 @@ class LossCheck:
         function = self.objective.function
         module = function if isinstance(function, nn.Module) else nn.Module()
         call = torch.no_grad()(self.objective.call)
-        result = unchanged(module, lambda: call(given))
+        result = undisturbed(lambda: unchanged(module, lambda: call(given)))
         return result[0] if isinstance(result, tuple) else result
 
     def _goes_away(self, difference: float) -> bool:

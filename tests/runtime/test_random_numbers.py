@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncpipe import inline, is_recomputing
 from syncpipe.runtime.random_numbers import _cell_seed
+from syncpipe.state import sandboxed
 from tests.support.running import (
     MODES,
     Dawdle,
@@ -359,6 +362,41 @@ def test_a_thread_that_draws_is_no_reason_for_an_error(mode):
     with drawing():
         for _ in range(40):
             assert_same(trained(pipe, pipe, X), expected)
+
+
+def test_a_loss_that_is_checked_beside_another_pipe_leaves_the_callers_generator_alone():
+    noisy, checked = pipe_of(nn.Sequential(Noise(), Noise())), pipe_of(nn.Sequential(nn.Tanh()))
+    calls = (
+        partial(noisy, torch.ones(8, 5000)),
+        partial(checked.train_batch, X.clone().requires_grad_(), loss_fn=torch.mean, verify=True),
+    )
+    states = []
+    for workers in (1, 2):
+        torch.manual_seed(5)
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(lambda call: [call() for _ in range(60)], calls))
+        states.append(torch.get_rng_state())
+    assert_same(*states)
+
+
+def test_random_states_are_not_read_while_a_layer_has_its_own():
+    draws, read, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(x):
+        draws.set()
+        read.wait(0.2)  # in vain
+
+    pipe, states = pipe_of(nn.Sequential(nn.Sequential(Noise(), Do(wait)))), []
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: draws.wait() and sandboxed(lambda: read.set() or ended.wait(), []))
+        torch.manual_seed(5)
+        pipe(X)
+        ended.set()
+    for _ in range(2):
+        states.append(torch.get_rng_state())
+        torch.manual_seed(5)
+        pipe(X)
+    assert_same(*states)
 
 
 def quiet(x):

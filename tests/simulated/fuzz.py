@@ -106,8 +106,7 @@ def drawn(chance: random.Random) -> Placed:
         by_hand,
         chance.random() < 0.5,
         chance.choice(["pageable", "pinned", "device"]),
-        # Of three replicas on one device, beside another pipe, one may be told that it drew.
-        2 if chance.random() < 0.2 and max(case.replicas) < 3 else 1,
+        2 if chance.random() < 0.2 else 1,
         late,
         chance.choice([0.1, 0.3]) if late is not None else 0.2,
         chance.randrange(1000),
