@@ -82,27 +82,6 @@ def test_masked_losses(layout, way, at):
         assert_close(found, [loss.detach(), x.grad, *(p.grad for p in plain.parameters())])
 
 
-class Index(nn.Module):
-    """Makes a tensor on the current device, as layers with kernels of their own do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return x * 2
-        here = torch.device(x.device.type, torch.accelerator.current_device_index())
-        return x * torch.full((), 2.0, dtype=x.dtype, device=here)
-
-
-@pytest.mark.parametrize("layout", ["four", "interleaved", "in turns"])
-def test_the_device_of_a_stage_is_current(layout):
-    plain = nn.Sequential(Index(), nn.Linear(WIDTH, WIDTH), Index(), Index()).double()
-    for checkpoint in MODES:
-        pipe = pipe_of(plain, layout, checkpoint=checkpoint)
-        x, target = data()
-        assert_close(trained(pipe, x, target, F.mse_loss), expected(plain, x, target, F.mse_loss))
-        pipe(x.to(pipe.devices[0])).sum().backward()
-        assert torch.accelerator.current_device_index() == 0
-
-
 @pytest.mark.parametrize(
     ("schedule", "place"),
     [
@@ -136,6 +115,7 @@ def test_an_exception_on_device_2(layout, schedule, place):
 ACCELERATORS = ["four", "backwards", "interleaved", "workers", "two workers on one"]
 
 
+@pytest.mark.usefixtures("offloads_everything")
 def test_dropout_draws_the_same_everywhere():
     """Whatever the devices, the balance and the mode; and in the same run again."""
     plain = nn.Sequential(
@@ -143,8 +123,9 @@ def test_dropout_draws_the_same_everywhere():
     ).double()
     x, target = data()
     results = []
-    balances = [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 2]
-    for layout, (checkpoint, balance) in product(ACCELERATORS, zip(MODES, balances, strict=True)):
+    balances = [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1]
+    modes = zip([*MODES, "offload"], balances, strict=True)
+    for layout, (checkpoint, balance) in product(ACCELERATORS, [*modes]):
         pipe = pipe_of(plain, layout, checkpoint=checkpoint)
         pipe.balance = balance
         for how in ("1f1b", "pipe(x)"):
@@ -181,8 +162,9 @@ def test_batch_norm(layout, deferred):
                 torch.testing.assert_close(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("checkpoint", [*MODES, "offload"])
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zb_h1"])
+@pytest.mark.usefixtures("offloads_everything")
 def test_autocast(schedule, checkpoint):
     plain = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
     pipe = pipe_of(plain, "four", checkpoint=checkpoint)

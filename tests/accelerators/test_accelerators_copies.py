@@ -14,79 +14,11 @@ from torch import Tensor, nn
 from syncpipe import Pipe
 from syncpipe.runtime.streams import same_memory
 from tests.accelerators import four
-from tests.accelerators.four import ROWS, SHAPES, WIDTH, pipe_of, step
+from tests.accelerators.four import ROWS, SHAPES, WIDTH, pipe_of
 from tests.support import accelerator as acc
-from tests.support.ties import WORDS, language_model, tie, words
+from tests.support.ties import WORDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
-
-HELD: list[Any] = []
-
-
-def tied() -> nn.Sequential:
-    """Embedding and head are tied, and three layers in between; one layer is there twice."""
-    layers = language_model(5).double()
-    for k in (3, 5):
-        tie(layers[1], layers[k])
-    layers[4] = layers[2]
-    return layers
-
-
-def case(of: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor], Any]:
-    """A plain model, input and target, and a loss."""
-    if of == "replicas":
-        return four.model(), four.data(), F.mse_loss
-    data = words(ROWS), words(ROWS, 1)
-    return tied(), data, lambda y, t: F.cross_entropy(y.mT, t)
-
-
-def stepped(module: nn.Module, how: str, given: tuple[Tensor, Tensor], loss_fn: Any) -> Any:
-    """A step of SGD; loss and gradients, on the host."""
-    x, target = given
-    if isinstance(module, Pipe):
-        x, target = x.to(module.devices[0]), target.to(module.devices[-1])
-        loss = step(module, x, target, loss_fn, how)
-    else:
-        loss = loss_fn(module(x), target)
-        loss.backward()
-    found = [loss.detach(), *(p.grad for p in module.parameters())]
-    found = [tensor.to("cpu", copy=True) for tensor in found]
-    acc.synchronize()
-    # Autograd made them on streams of its own: they are there until they are read no more.
-    HELD[:] = [p.grad for p in module.parameters()]
-    with torch.no_grad():
-        for p in module.parameters():
-            p -= 0.1 * p.grad  # which is late for the next step
-    module.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("of", "shape", "checkpoint", "how"),
-    [
-        (of, shape, *way)
-        for of, shapes in [("tied", ["four", "interleaved", "in turns"]), ("replicas", [*SHAPES])]
-        for k, shape in enumerate(shapes)
-        for way in four.WAYS[k % 2 :: 2]
-    ],
-)
-def test_training_equals_itself_to_the_bit_and_the_plain_model_whoever_is_late(
-    of, shape, checkpoint, how
-):
-    plain, given, loss_fn = case(of)
-    pipes = [pipe_of(plain, shape, checkpoint=checkpoint) for _ in range(2)]
-    for _ in range(3):
-        wanted = stepped(plain, how, given, loss_fn)
-        ours = []
-        for k, pipe in enumerate(pipes):
-            with acc.late(seed=k):
-                ours.append(stepped(pipe, how, given, loss_fn))
-        for a, b, right in zip(*ours, wanted, strict=True):
-            assert torch.equal(a, b)
-            torch.testing.assert_close(a, right)
-    if of == "tied":
-        assert pipes[0][6].weight is pipes[0][0].weight
-
 
 # --- replicas ------------------------------------------------------------------------------------
 
@@ -110,12 +42,11 @@ def test_results_are_on_the_last_device_and_parameters_on_the_first_of_their_sta
 
 
 def test_copies_are_freed_with_the_replicas():
-    _, given, loss_fn = case("replicas")
-    pipe = pipe_of(four.model(), "hybrid")
-    stepped(pipe, "1f1b", given, loss_fn)
-    HELD.clear()
+    pipe, given = pipe_of(four.model(), "hybrid"), four.data()
+    four.trained(pipe, *given, F.mse_loss)
     assert acc.allocated(acc.device(3)) > 0
     pipe.replicas = 1
+    pipe.zero_grad()
     gc.collect()
     assert acc.allocated(acc.device(2), acc.device(3)) <= 2 * sum(t.nbytes for t in given)
 
@@ -135,13 +66,6 @@ class Sees(nn.Linear):
     def copies(self) -> int:
         """How many there were."""
         return len({storage.data_ptr() for storage in self.seen})
-
-
-def head_that_sees() -> tuple[Pipe, Sees]:
-    embedding, head = nn.Embedding(WORDS, WIDTH), Sees(WIDTH, WORDS, bias=False)
-    head.weight, head.seen = embedding.weight, []
-    devices = [acc.device(0), acc.device(1)]
-    return Pipe(nn.Sequential(embedding, head), [1, 1], devices=devices, chunks=3), head
 
 
 def test_a_copy_is_made_once_a_call_and_is_what_the_weight_is_now():

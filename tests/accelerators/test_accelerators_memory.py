@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.accelerators import test_accelerators_copies as copies
 from tests.accelerators.four import LAYOUTS, WIDTH, data, model, pipe_of, trained, weighted
 from tests.support import accelerator as acc
+from tests.support.ties import tie
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
 
@@ -44,14 +44,17 @@ def assert_nothing_stays(step: Any, steps: int = STEPS) -> None:
     ("layout", "how", "checkpoint"),
     [
         (layout, how, MODES[(i + k) % 3])
-        for i, layout in enumerate(["four", "workers", "interleaved", "in turns"])
+        for i, layout in enumerate(["four", "tied", "hybrid", "workers", "interleaved", "in turns"])
         for k, how in enumerate(["pipe(x)", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
-        if how != "interleaved_1f1b" or layout not in ("four", "workers")  # one stage on each
+        if how != "interleaved_1f1b" or layout in ("interleaved", "in turns")  # two stages on each
     ],
 )
 @pytest.mark.usefixtures("offloads_everything")
 def test_training(layout, how, checkpoint):
-    pipe = pipe_of(model(), layout, checkpoint=checkpoint)
+    layers = model()
+    if layout == "tied":
+        tie(layers[1], layers[6])
+    pipe = pipe_of(layers, layout.replace("tied", "four"), checkpoint=checkpoint)
     x, target = data()
     x, target = x.to(pipe.devices[0]), target.to(pipe.devices[-1])
     loss_fn = F.mse_loss if how == "pipe(x)" else weighted
@@ -61,14 +64,6 @@ def test_training(layout, how, checkpoint):
         pipe.zero_grad()
 
     assert_nothing_stays(step)
-
-
-@pytest.mark.parametrize("how", ["pipe(x)", "gpipe", "1f1b", "zb_h1"])
-@pytest.mark.parametrize(("of", "shape"), [("tied", "four"), ("replicas", "hybrid")])
-def test_copies(of, shape, how):
-    plain, given, loss_fn = copies.case(of)
-    pipe = pipe_of(plain, shape, checkpoint="except_last")
-    assert_nothing_stays(lambda: copies.stepped(pipe, how, given, loss_fn))
 
 
 @pytest.mark.parametrize("checkpoint", ["except_last", "offload"])

@@ -223,18 +223,3 @@ def test_workers_on_the_host_move_nothing(copies):
                 checkpoint=["offload", "never"])  # fmt: skip
     F.mse_loss(pipe(torch.randn(512, 512)), torch.zeros(512, 512, device=acc.device(0)))
     assert copies == []
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@everything
-def test_layers_that_draw_and_buffers(autocast):
-    module = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
-    )
-    x, found = torch.randn(8, WIDTH), []
-    for pipe in both(module, chunks=2):
-        torch.manual_seed(1)
-        with torch.autocast(acc.kind(), torch.bfloat16, enabled=autocast):
-            tensors = [tensor for how in SCHEDULES[:3] for tensor in results(pipe, how, x)]
-        found.append([*tensors, *(buffer.cpu() for buffer in pipe.buffers())])
-    assert all(map(torch.equal, *found))

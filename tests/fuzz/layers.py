@@ -95,6 +95,12 @@ class Embed(OnX):
         return x + self.table((x.detach()[..., 0] > 0).long())
 
 
+def on_current_device(x: Tensor) -> Tensor:
+    """Makes a tensor on the current device, as layers with kernels of their own do."""
+    here = torch.accelerator.current_accelerator() if x.device.type != "cpu" else "cpu"
+    return x * torch.full((), 2.0, dtype=x.dtype, device=here)
+
+
 class Stateful(OnX):
     """Its output depends on a buffer, which its forwards change in training.
 

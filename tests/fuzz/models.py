@@ -34,6 +34,7 @@ from tests.fuzz.layers import (
     TensorHook,
     Twice,
     closure,
+    on_current_device,
 )
 from tests.support.models import (
     CHANNELS,
@@ -153,6 +154,7 @@ KINDS: dict[str, Kind] = {
     "expand": Kind(lambda: Inner(lambda x: x.mean(1, True).expand(-1, CHANNELS, -1)), stores=True),
     "transposed": Kind(lambda: Inner(lambda x: (x * 2).mT.contiguous().mT)),
     "dawdle": Kind(Dawdle, stores=True),
+    "current_device": Kind(lambda: Inner(on_current_device)),
     # handed on
     "identity": Kind(nn.Identity, passes=True),
     "flatten": Kind(lambda: Inner(nn.Flatten(2)), passes=True),
