@@ -201,10 +201,10 @@ class Inlined:
 
         Sizes that could not be varied are those of the sample in every call.
         """
-        free: list[_Group] = []
+        free = set[tuple[int, int]]()
         found: list[Fault] = []
         for number, group in enumerate(self._groups()):
-            if any(group <= other for other in free):
+            if group <= free:
                 continue
             is_batch, pinned = not number, list[Fault]()
             k, d = next(iter(group))
@@ -216,7 +216,7 @@ class Inlined:
                     continue  # the model itself refuses this size
                 found += self._small(faults)
                 if self._small(faults) == faults:
-                    free.append(group)
+                    free |= group
                     break
                 pinned += faults
                 self.unlike.append((tensors, {fault.line for fault in faults}))
@@ -226,9 +226,7 @@ class Inlined:
                     return faults  # it is not the size
                 self._note_pinned(pinned)
         if not found:
-            for k, shape in enumerate(self.signature.shapes):
-                for d in range(len(shape)):
-                    shape[d] = None if any((k, d) in group for group in free) else shape[d]
+            self.signature.free = free
         return found
 
     def _groups(self) -> list[_Group]:

@@ -28,9 +28,9 @@ class _Place:
 class Signature:
     """The signature of a model's ``forward``, and the sample that it was converted with.
 
-    For each tensor of the sample: its name for messages in ``names``, its shape in ``shapes`` (None
-    for a dimension that may have another size in a call), and in ``is_cut`` whether it is cut into
-    micro-batches, which those in ``NoChunk`` are not.
+    For each tensor of the sample: its name for messages in ``names``, and in ``is_cut`` whether it
+    is cut into micro-batches, which those in ``NoChunk`` are not. ``free`` has the dimensions that
+    may have another size in a call, each as the index of a tensor and its own.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Signature:
                 "micro-batches: give a sample with another batch size, which is no size of "
                 "anything else"
             )
-        self.shapes: list[list[int | None]] = [list(tensor.shape) for tensor in bare]
+        self.free: set[tuple[int, int]] = set()
+        self._shapes = [tensor.shape for tensor in bare]
         self._kinds = list(map(_kind, bare))
         self._sample = map_tree(lambda leaf: _Place if _is_tensor(leaf) else leaf, sample)
         self._alone = len(bare) == 1 and next(iter(self._sample.values())) is _Place
@@ -178,15 +179,16 @@ class Signature:
         return list(tensors.values())
 
     def _check(self, k: int, tensor: Tensor) -> None:
-        pairs = zip(tensor.shape, self.shapes[k], strict=False)
-        fits = tensor.dim() == len(self.shapes[k]) and _kind(tensor) == self._kinds[k]
-        if fits and all(there in (None, here) for here, there in pairs):
+        sizes = [
+            "any" if (k, d) in self.free else str(size) for d, size in enumerate(self._shapes[k])
+        ]
+        fits = tensor.dim() == len(sizes) and _kind(tensor) == self._kinds[k]
+        if fits and all(b in ("any", str(a)) for a, b in zip(tensor.shape, sizes, strict=True)):
             return
-        wanted = ", ".join("any" if size is None else str(size) for size in self.shapes[k])
         raise ValueError(
             f"{self.names[k]} is {described(tensor)}, but {self.name} was converted for "
-            f"{self._kinds[k]}[{wanted}] (what the model does depends on these sizes): give it "
-            "that, or convert the model with a sample like this call"
+            f"{self._kinds[k]}[{', '.join(sizes)}] (what the model does depends on these sizes): "
+            "give it that, or convert the model with a sample like this call"
         )
 
 
