@@ -245,7 +245,7 @@ class Terms:
         own = [stages[j] for j in form.stages_of[d]]
         return max(_total(load, own) for load in form.loads[d])
 
-    def link_time(self, m: int, stored: Any) -> Any:
+    def link_time(self, m: float, stored: Any) -> Any:
         """Seconds in a step for so many bytes of each micro-batch to the host and back."""
         return 2 * m * stored / self.machine.host
 

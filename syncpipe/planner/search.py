@@ -37,7 +37,7 @@ from torch import Tensor
 
 from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import in_bytes
-from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, stage_counts
+from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of, stage_counts
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
 from syncpipe.schedules import SCHEDULES, auto
@@ -90,8 +90,10 @@ class Program:
     """The program for one number of micro-batches."""
 
     def __init__(self, terms: Terms, m: int) -> None:
-        self.terms, self.m = terms, m
+        self.terms, self.count = terms, m
         self.chain, self.machine = terms.chain(m), terms.machine
+        #: The last one may be smaller, and counts as the part of the others that it is.
+        self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
         self._sums = self.chain.sums["time"]
         self._times = doubles(self._sums)
         self._inputs = doubles((*self.chain.inputs, 0.0))
@@ -196,7 +198,7 @@ class Program:
         limit, run = self.machine.memory[s] * _ROUNDED, chain.runs(i, j, s == 0)
         f, b = run.forward / speed, run.backward / speed
         boundaries = torch.arange(len(self._times))
-        cap = torch.full_like(f, asked[0] if asked else m)
+        cap = torch.full_like(f, asked[0] if asked else self.count)
         best, slots, recomputed = torch.full_like(f, math.inf), torch.ones_like(f), f * 0
         for mode in self.terms.modes if limit < math.inf else self.terms.modes[:1]:
 
@@ -224,7 +226,7 @@ class Program:
             waits = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
             few = torch.maximum(f + (m - 1) * r, m * f) + right + b
             work = m * (f + r)
-            own = torch.where(q < m, work + waits, torch.maximum(work, few))
+            own = torch.where(q < self.count, work + waits, torch.maximum(work, few))
             if mode == "offload":
                 own = torch.maximum(own, self.terms.link_time(m, run.stored))
             own = own.masked_fill(~possible, math.inf)
@@ -322,13 +324,13 @@ def search(
         python = terms.interpreter(m, (layers,), [0])
         tasks += [(_rounded(max(program.lowest(n), python)), m, n, False) for n in counts]
     heapq.heapify(tasks)
-    found: dict[int, dict[Draft, None]] = {}
+    found: dict[int, dict[Draft, float]] = {}
     fastest = math.inf
     while tasks and tasks[0][0] < fastest * (1 - NOTICED):
         low, m, n, bounded = heapq.heappop(tasks)
         if bounded:
             for draft in _drafts(programs[m], n, low):
-                found.setdefault(n, {})[draft] = None
+                found.setdefault(n, {})[draft] = low
                 fastest = min(fastest, draft.time)
         elif cut := programs[m].minimise(n, (), at_most=fastest * (1 + 1e-6), low=low):
             heapq.heappush(tasks, (max(low, _rounded(cut.value)), m, n, True))
@@ -338,7 +340,7 @@ def search(
         work = min(_WORK, left)
         left -= work
         for draft in sorted(found[n], key=_rank)[:_IMPROVED]:
-            if draft.time < fastest * _PROMISING and draft.bound < fastest * (1 - NOTICED):
+            if draft.time < fastest * _PROMISING and found[n][draft] < fastest * (1 - NOTICED):
                 better, work = improved(terms, draft, work)
                 best[n] = min(best[n], better, key=_rank)
                 fastest = min(fastest, better.time)
@@ -365,7 +367,7 @@ def families(n: int, m: int) -> list[Slots]:
 def _drafts(program: Program, n: int, low: float) -> Iterator[Draft]:
     """What becomes of the cuts of all families, with the slots found and with those that suit."""
     fastest = math.inf
-    for family in dict.fromkeys(families(n, program.m)) if n > 1 else [(1,)]:
+    for family in dict.fromkeys(families(n, program.count)) if n > 1 else [(1,)]:
         slots = family
         for _ in range(2):
             if fastest <= low * (1 + NOTICED):
@@ -384,7 +386,7 @@ def _cut_anew(
     """The cut with the least bound for these slots: what fits of it with them, with others, and
     with those that suit it, as many of them as fit.
     """
-    terms, m = program.terms, program.m
+    terms, m = program.terms, program.count
     cut = program.minimise(n, slots, at_most=at_most, low=low)
     if cut is None:
         return []
@@ -434,7 +436,7 @@ def _fitting(
 
 def _around(program: Program, best: Draft) -> Draft:
     """The best after cutting anew for slots near its own."""
-    m, n, before = program.m, len(best.balance), math.inf
+    m, n, before = program.count, len(best.balance), math.inf
     while n > 1 and best.time < before and best.time > best.bound * (1 + NOTICED):
         before, found, own = best.time, dict[Draft, None](), best.form.in_flight
         for step in (0, 1, 2, -1):
