@@ -45,7 +45,8 @@ class Form:
     def __init__(self, schedule: Schedule, slots: tuple[int, ...] | None = None) -> None:
         self.schedule, self.slots = schedule, slots
         self.name, self.m, self.n = schedule.name, schedule.m, schedule.n
-        self.in_flight, self.split = schedule.in_flight, bool(schedule.splits)
+        self.in_flight = slots or schedule.in_flight
+        self.split = not slots and bool(schedule.splits)
         self.devices, stages = len(schedule.actions), range(self.n)
         device_of = tuple(devices_of(schedule.device_of, j)[0] for j in stages)
         self.device_of = device_of

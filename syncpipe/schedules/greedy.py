@@ -196,7 +196,9 @@ def merged(
     stays as it is; what is for several devices is taken apart. No more cells than the limit, which
     is not less than the orders need, are in flight on a device.
     """
-    n, whole = len(device_of), Schedule(m, device_of, (), name)
+    n, whole, orders = len(device_of), Schedule(m, device_of, (), name), list(orders)
+    if [order[0].j for order in orders] == list(range(n)) == list(device_of):
+        return replace(whole, actions=tuple(map(tuple, orders)))
     devices = 1 + max(d for j in range(n) for d in devices_of(device_of, j))
     lists: list[list[list[Action]]] = [[] for _ in range(devices)]
     for order in orders:

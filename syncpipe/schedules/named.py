@@ -239,11 +239,14 @@ def _by_counts(
             most = max([passes * depth - (passes - 1) * r, *counts[-1:]]) if passes else 1
             counts += [-(-most // r) * r if passes else 1 for _ in run]
         counts.reverse()
-    rows = [
-        _in_turn(_cells("forward", m, j), _cells(back, m, j), count, counts[0] - count)
-        for j, count in enumerate(counts)
-    ]
+    rows = [_row(m, j, back, count, counts[0] - count) for j, count in enumerate(counts)]
     return merged(name, m, devices, rows)
+
+
+@lru_cache(maxsize=256)
+def _row(m: int, j: int, back: Kind, first: int, delay: int) -> tuple[Action, ...]:
+    """The order of a stage."""
+    return tuple(_in_turn(_cells("forward", m, j), _cells(back, m, j), first, delay))
 
 
 def looped_bfs(m: int, device_of: Placement) -> Schedule:
