@@ -67,7 +67,7 @@ def auto(
             "Pipe.auto needs a sample, the arguments of one call of the model: "
             "Pipe.auto(model, input, batch_size=64)"
         )
-    for name in _CHOSEN & sample_kwargs.keys():
+    for name in sorted(_CHOSEN & sample_kwargs.keys()):
         takes = inspect.signature(model.forward).parameters
         if name not in takes and all(each.kind is not each.VAR_KEYWORD for each in takes.values()):
             raise TypeError(

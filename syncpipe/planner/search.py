@@ -50,12 +50,13 @@ __all__ = [
 #: So many actions are played for another schedule, and for a line of a comparison; and so many
 #: cells it has at most.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: So many of the best drafts for each number of stages are improved, with so many actions to play.
-_IMPROVED, _WORK = 32, 1_000_000
+#: So many of the best drafts for each number of stages are improved, with so many actions to play:
+#: at first one of each cut, and others of it with what is left.
+_IMPROVED, _WORK = 32, 400_000
 #: if they are at most so many times as slow as the best.
 _PROMISING = 1.2
-#: So many of those that are cut anew near the best one are improved.
-_AROUND = 5
+#: So many of those that are cut anew near the best one are improved, with so many actions each.
+_AROUND, _EACH = 5, 200_000
 _MOST_DEVICES = 64
 
 #: Differences below this, relative, are rounding.
@@ -339,7 +340,11 @@ def search(
     for n in sorted(best, key=lambda n: best[n].rank):
         work = min(_WORK, left)
         left -= work
-        for draft in sorted(found[n], key=_rank)[:_IMPROVED]:
+        ranked = sorted(found[n], key=_rank)[:_IMPROVED]
+        cuts: dict[tuple[int, Balance], Draft] = {}
+        for draft in ranked:
+            cuts.setdefault((draft.chunks, draft.balance), draft)
+        for draft in dict.fromkeys([*cuts.values(), *ranked]):
             if draft.time < fastest * _PROMISING and found[n][draft] < fastest * (1 - NOTICED):
                 better, work = improved(terms, draft, work)
                 best[n] = min(best[n], better, key=_rank)
@@ -443,7 +448,7 @@ def _around(program: Program, best: Draft) -> Draft:
             slots = tuple(min(m, max(1, q + step)) for q in own[:-1]) + own[-1:]
             found |= dict.fromkeys(_cut_anew(program, n, slots, best.time, 0.0, own))
         for draft in sorted(found, key=_rank)[:_AROUND]:
-            best = min(best, improved(program.terms, draft, _WORK // 5)[0], key=_rank)
+            best = min(best, improved(program.terms, draft, _EACH)[0], key=_rank)
     return best
 
 
