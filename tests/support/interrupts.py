@@ -14,12 +14,18 @@ import torch
 
 
 class _Interrupt:
-    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals."""
+    """Ctrl-C at the n-th function that begins: there, above all, Python looks for signals.
+
+    Not in a generator expression: one that is left unfinished "begins" once more when it is
+    closed, where Python prints the error and goes on.
+    """
 
     def __init__(self, at: int) -> None:
         self.calls, self.at = 0, at
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_name == "<genexpr>":
+            return
         self.calls += 1
         if self.calls == self.at:
             raise KeyboardInterrupt
