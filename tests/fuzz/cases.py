@@ -117,8 +117,9 @@ def drawn_case(
     devices = [list(dict.fromkeys(devices)).index(k) for k in devices]
     has_copies &= len({*devices}) == stages and not model.ties
     replicas = [chance.randint(1, 3) if has_copies else 1 for _ in range(stages)]
-    # PyTorch refuses to write into what a policy has saved.
-    selective = [] if any(KINDS[kind].inplace for kind in model.layers) else [Selective(_SAVED)]
+    # PyTorch refuses to write into what a policy has saved, and operations that are other ones.
+    refused = any(KINDS[kind].inplace or kind == "late" for kind in model.layers)
+    selective = [] if refused else [Selective(_SAVED)]
     modes = [chance.choice([*_MODES, *selective]) for _ in range(stages)]
     chunks = chance.randint(1, 5)
     autocast = chance.choice(["cached", "anew"]) if chance.random() < 0.15 else ""
