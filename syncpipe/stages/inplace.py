@@ -8,8 +8,7 @@
 
 All other inputs are the cell's own. A layer may write in one call of a thousand, so what is lent is
 copied in each call, unless the layers that see it are of kinds that never write. ``inference_mode``
-counts no versions: there a layer writes into what it was lent, as in the plain model, and what is
-aliased is compared.
+counts no versions: there what is aliased is compared.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ def _hooked(module: nn.Module) -> bool:
 
 def entering(inputs: Any, target: Any) -> list[int]:
     """The marks of what comes from the caller, with its target."""
-    lent = 0 if torch.is_inference_mode_enabled() else LENT
     goals, tensors = tensors_in(target), tensors_in(inputs)
     return [
-        lent | mark | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
+        LENT | mark | (TARGET if any(overlap(tensor, goal) for goal in goals) else 0)
         for tensor, mark in zip(tensors, aliased(inputs), strict=True)
     ]
 
@@ -99,11 +97,10 @@ def handed_on(
     alone = type(given) is type(made) is Tensor and not (inputs[1] or outputs[1])
     if alone and storage_of(given) != storage_of(made):  # mostly it is so
         return []
-    wanted = TARGET if torch.is_inference_mode_enabled() else LENT | TARGET
     lent: dict[Any, int] = {}
     for tensor, mark in zip(tensors_in(inputs), marks or entering(inputs, target), strict=True):
         storage = storage_of(tensor)
-        lent[storage] = lent.get(storage, 0) | (mark | LENT if all_lent else mark) & wanted
+        lent[storage] = lent.get(storage, 0) | (mark | LENT if all_lent else mark) & (LENT | TARGET)
     found = [lent.get(storage_of(tensor), 0) for tensor in tensors_in(outputs)]
     return found if any(found) else []
 

@@ -113,8 +113,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
         place.backward(loss, xs)
     left = [x.detach().clone() for x in given]  # without a wait, which would hide others
     place.close([*xs, *given], output)
-    if call.driver != "inference_mode":  # where layers write into it, as in the plain model
-        assert_same([x.to("cpu") for x in left], made, "the caller's input ")
+    assert_same([x.to("cpu") for x in left], made, "the caller's input ")
     return seen(pipe, xs, output, loss, leaves(pipe))
 
 

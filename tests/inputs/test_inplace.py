@@ -262,7 +262,9 @@ class Repair(nn.Module):
 
 @every_mode
 @pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("driver", ["pipe", "train_batch", "eval_batch", "no_grad"])
+@pytest.mark.parametrize(
+    "driver", ["pipe", "train_batch", "eval_batch", "no_grad", "inference_mode"]
+)
 def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
     layers = *(nn.Identity() for _ in range(before)), Repair(), nn.Linear(3, 3)
     pipe = pipe_of(*layers, checkpoint=checkpoint)
@@ -273,7 +275,10 @@ def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
             return pipe.eval_batch(given)
         if driver == "train_batch":
             return pipe.train_batch(given, loss_fn=torch.mean, return_outputs=True)[1]
-        with torch.set_grad_enabled(driver == "pipe"):
+        with (
+            torch.inference_mode(driver == "inference_mode"),
+            torch.set_grad_enabled(driver == "pipe"),
+        ):
             return pipe(given)
 
     for scale in (0.1, 1.0, 1.0, 0.1, 1.0):
