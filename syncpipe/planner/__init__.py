@@ -3,14 +3,13 @@
 from syncpipe.planner.alternatives import Alternative
 from syncpipe.planner.machine import Machine
 from syncpipe.planner.planning import NoPlan, Plan, StagePlan, plan
-from syncpipe.planner.replicas import Replicas, replicated
+from syncpipe.planner.replicas import replicated
 
 __all__ = [
     "Alternative",
     "Machine",
     "NoPlan",
     "Plan",
-    "Replicas",
     "StagePlan",
     "plan",
     "replicated",

@@ -9,14 +9,12 @@ from itertools import pairwise
 
 from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import in_bytes
-from syncpipe.planner.chain import ends_of
 from syncpipe.planner.draft import Draft, Form, Terms
-from syncpipe.planner.replicas import replicated, runnable
-from syncpipe.planner.search import search
+from syncpipe.planner.search import TITLES, search, shared, variants
 from syncpipe.planner.words import count, duration, listed
 from syncpipe.schedules import gpipe
 
-__all__ = ["Alternative", "alternatives_of"]
+__all__ = ["Alternative", "alternatives_of", "other_schedules"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Alternative:
     Attributes:
         name: what it is.
         time: seconds for one mini-batch; None if it does not fit.
-        note: how it would be done, or why it does not fit.
+        note: how it would be done, and why it does not fit.
         pipeline: whether a pipe can run it.
     """
 
@@ -40,61 +38,72 @@ def alternatives_of(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
     """The even split, torchgpipe's way, one device, shared stages, data parallelism."""
     found: list[Alternative] = []
     if len(chosen.balance) > 1:
-        if chosen.form.slots or chosen.schedule == "gpipe":
-            found += _other_cuts(terms, chosen)
-        found.append(_one_device(terms))
-        found += _shared_stages(terms)
+        found = [*_other_cuts(terms, chosen), _one_device(terms), *_shared_stages(terms, chosen)]
     return (*found, *_data_parallel(terms))
+
+
+def other_schedules(terms: Terms, chosen: Draft) -> tuple[Alternative, ...]:
+    """The best under each of the other schedules, for as many devices and micro-batches; those that
+    fit first, the fastest first.
+    """
+    names = [name for name in TITLES if name not in (chosen.schedule, "1f1b")]
+    drafts = variants(terms, [chosen], names, [(chosen.form.devices, chosen.chunks)])
+    drafts.sort(key=lambda other: (other.excess > 1, other.time))
+    found = []
+    for draft in drafts:
+        bits = " (with other last bits of gradients)" * draft.form.split
+        found.append(_of(terms, f"schedule={draft.schedule!r}{bits}", draft))
+    return tuple(found)
+
+
+def _of(terms: Terms, name: str, draft: Draft, pipeline: bool = True) -> Alternative:
+    """What a draft takes, or which device is too small for it."""
+    machine, note = terms.machine, f"{in_bytes(max(draft.on_device))} at most"
+    for d, (needs, limit) in enumerate(zip(draft.on_device, machine.memory, strict=False)):
+        if needs > limit and draft.excess > 1:
+            note = f"{machine.name(d)} would need {in_bytes(needs, up=True)}"
+            break
+    note += f"; balance={listed(draft.balance)}, chunks={draft.chunks}"
+    recomputed = draft.modes.count("recompute")
+    note += f", recomputes {count(recomputed, 'stage')}" * bool(recomputed)
+    return Alternative(name, draft.time if draft.excess <= 1 else None, note, pipeline)
 
 
 def _other_cuts(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
     """An equal number of layers under the same schedule, and torchgpipe's way."""
-    n, m, limits = len(chosen.balance), chosen.chunks, terms.machine.memory
+    n, m = len(chosen.balance), chosen.chunks
+    if chosen.form.slots is None and chosen.schedule != "gpipe":
+        return
     times = [b - a for a, b in pairwise(terms.chain(m).sums["time"])]
-    equal = terms.draft(chosen.form, tuple(balance_cost([1] * len(times), n)))
-    even = terms.draft(Form(gpipe(m, n)), tuple(balance_cost(times, n)), ["recompute"] * n)
+    equal = terms.draft(chosen.form, balance_cost([1] * len(times), n))
+    even = terms.draft(Form(gpipe(m, n)), balance_cost(times, n), ["recompute"] * n)
     for name, draft in (
         ("an equal number of layers for each stage", equal),
         ("torchgpipe's way (even in time, GPipe, all but one micro-batch recomputed)", even),
     ):
         assert draft is not None
-        text = f"balance={listed(draft.balance)}"
-        if draft.excess > 1:
-            d = max(range(n), key=lambda d: draft.on_device[d] / limits[d])
-            text += f": stage {d} needs {in_bytes(draft.on_device[d])} of {in_bytes(limits[d])}"
-        yield Alternative(name, draft.time if draft.excess <= 1 else None, text)
+        yield _of(terms, name, draft)
 
 
 def _one_device(terms: Terms) -> Alternative:
     """The fastest of those into which all fits."""
-    machine = terms.machine
+    machine, found = terms.machine, list[Alternative]()
     kinds = {kind: d for d, kind in enumerate(zip(machine.memory, machine.speed, strict=True))}
-    found = [one for d in kinds.values() for one in search(terms.on(machine.ordered([d])))[:1]]
-    best = min(found, key=lambda one: one.time, default=None)
-    if best is None:
-        largest = in_bytes(max(machine.memory))
-        return Alternative("one device", None, f"does not fit into {largest}", False)
-    text = f"balance={listed(best.balance)}, chunks={best.chunks}"
-    text += ", recomputes stages [0]" * (best.modes[0] == "recompute")
-    return Alternative("one device", best.time, text, False)
+    for d in kinds.values():
+        alone = terms.on(machine.ordered([d]))
+        found += [_of(alone, "one device", draft, False) for draft in search(alone)[:1]]
+    none = Alternative("one device", None, f"{in_bytes(max(machine.memory))} is too little", False)
+    return min(found, key=lambda one: one.time or 0.0, default=none)
 
 
-def _shared_stages(terms: Terms) -> Iterator[Alternative]:
-    """PipeDream's stages on several devices each, as a pipe runs them."""
-    machine, batch = terms.machine, terms.batch_size
-    devices = len(machine)
-    if devices == 1 or not machine.uniform or batch < devices:
-        return
-    found = replicated(terms.profile, devices, machine.bandwidth[0][1], samples=batch // devices)
-    if max(found.replicas) == 1:
-        return
-    found = runnable(found, terms.profile, machine, batch, terms.param_scale)
-    name = f"stages with replicas, {found.configuration} (replicas=True)"
-    largest = in_bytes(max(found.memory))
-    if any(a > b for a, b in zip(found.memory, machine.memory, strict=True)):
-        yield Alternative(name, None, f"a device would need {largest}")
-    else:
-        yield Alternative(name, found.step, f"{largest} at most, chunks={found.chunks}")
+def _shared_stages(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
+    """PipeDream's stages on several devices each."""
+    devices, draft = len(terms.machine), None
+    if terms.machine.uniform and terms.batch_size >= devices > 1:
+        draft = shared(terms)
+    if draft is not None and draft.form.devices > draft.form.n and draft.form != chosen.form:
+        shape = "-".join(str(len(place)) for place in draft.form.places)
+        yield _of(terms, f"stages with replicas, {shape} (replicas=True)", draft)
 
 
 def _data_parallel(terms: Terms) -> list[Alternative]:
@@ -102,22 +111,22 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
 
     A ring all-reduce over ``d`` copies sends ``2 (d-1) / d`` of the gradients of a stage.
     """
-    machine, layers = terms.machine, terms.profile.layers
-    devices, found = len(machine), []
+    machine, found = terms.machine, []
+    devices, layers = len(machine), len(terms.profile.layers)
     for d in range(2, devices + 1) if machine.uniform else ():
         n = devices // d
-        if devices % d or terms.batch_size % d or n > len(layers):
+        if devices % d or terms.batch_size % d or n > layers:
             continue
         part = Terms(terms.profile, machine.head(n), terms.batch_size // d, terms.param_scale)
         name = f"data parallelism, {d} copies" + f" of a pipeline of {count(n, 'stage')}" * (n > 1)
-        share = search(part, stages=n)
-        if not share:
-            text = f"does not fit into {in_bytes(machine.memory[0])}"
-            found.append(Alternative(name, None, text, False))
-            continue
-        trained = [layer.parameter_bytes - layer.frozen_bytes for layer in layers]
-        largest = max(math.fsum(trained[i:j]) for i, j in ends_of(share[0].balance))
-        average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
-        note = f"{duration(average)} of it to average gradients, not overlapped"
-        found.append(Alternative(name, share[0].time + average, note, False))
+        best = next(iter(search(part, stages=n)), None)
+        time, note = None, f"does not fit into {in_bytes(machine.memory[0])}"
+        if best is not None:
+            largest = max(part.trained(i, j) for i, j in best.ends)
+            average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
+            time, note = (
+                best.time + average,
+                (f"{duration(average)} of it to average gradients, not overlapped"),
+            )
+        found.append(Alternative(name, time, note, False))
     return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]

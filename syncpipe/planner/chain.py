@@ -182,16 +182,15 @@ class Chain:
             found[stash + 1 : pop + 1, pop + 1 :] += size
         return found
 
-    def runs(self, i: slice, j: slice, first: bool) -> Run:
-        """What the layers between all starts ``i`` and ends ``j`` have, as tensors."""
-        x = self._tensors
+    def runs(self, at: Sequence[int], first: bool) -> Run:
+        """What the layers between each of these boundaries and each other one have, as tensors."""
+        x, i, j = self._tensors, torch.tensor(at[:-1])[:, None], torch.tensor(at)
         f, b, fixed, stored = (
-            x[what][j] - x[what][i, None] for what in ("forward", "backward", "fixed", "stored")
+            x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored")
         )
         transient = self._transient[i, j] if self.peaks else 0.0
         popped = self._popped[i, j] if self.skips else 0.0
-        stored = stored + x["shared"][i, None]
-        return Run(first, f, b, fixed, x["inputs"][i, None], stored, transient, popped)
+        return Run(first, f, b, fixed, x["inputs"][i], stored + x["shared"][i], transient, popped)
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], Run]:

@@ -40,7 +40,7 @@ Load = tuple[int, ...]
 
 
 class Form:
-    """A schedule without replicas, to be tried with many cuts; with its slots under 1F1B."""
+    """A schedule, to be tried with many cuts; with its slots under 1F1B without replicas."""
 
     def __init__(self, schedule: Schedule, slots: tuple[int, ...] | None = None) -> None:
         self.schedule, self.slots = schedule, slots
@@ -48,10 +48,10 @@ class Form:
         self.in_flight = slots or schedule.in_flight
         self.split = not slots and bool(schedule.splits)
         self.devices, stages = len(schedule.actions), range(self.n)
-        device_of = tuple(devices_of(schedule.device_of, j)[0] for j in stages)
-        self.device_of = device_of
-        #: For each device its stages.
-        self.stages_of = [[j for j in stages if device_of[j] == d] for d in range(self.devices)]
+        #: For each stage its devices, and the first of them; for each device its stages.
+        self.places = [devices_of(schedule.device_of, j) for j in stages]
+        self.device_of = tuple([place[0] for place in self.places])
+        self.stages_of = [[j for j in stages if d in self.places[j]] for d in range(self.devices)]
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
         """How many micro-batches each stage recomputes: under GPipe all but the last, which goes
@@ -149,6 +149,11 @@ class Draft:
         return self.form.m
 
     @property
+    def ends(self) -> list[tuple[int, int]]:
+        """For each stage its first layer and the layer after its last."""
+        return ends_of(self.balance)
+
+    @property
     def rank(self) -> tuple[float, float, int, float, int]:
         """The better of two drafts has the lesser one."""
         time = float(f"{self.time:.8e}")
@@ -179,6 +184,7 @@ class Terms:
             (_HALF if share is None else share) * own
             for share, own in zip(known, trained, strict=True)
         ]
+        self._trained = [0.0, *accumulate(x.parameter_bytes - x.frozen_bytes for x in layers)]
         self.guessed = any(a is None and b for a, b in zip(known, trained, strict=True))
 
     def chain(self, chunks: int, last: int = 0) -> Chain:
@@ -224,7 +230,8 @@ class Terms:
     def held(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Held:
         """What stage ``s`` with the layers ``[i, j)`` takes."""
         q, q0, speed = form.in_flight[s], form.in_flight[0], self.machine.speed[form.device_of[s]]
-        key = (form.m, q, q0, speed, i, j, mode, form.split)
+        shared = len(form.places[s]) > 1
+        key = (form.m, q, q0, speed, i, j, mode, form.split, shared)
         if key not in self._held:
             chain = self.chain(form.m)
             run = chain.run(i, j)
@@ -234,6 +241,8 @@ class Terms:
                 last = interpolate(self.profile.layers[-1].output_bytes, samples)
                 sent = zip((*chain.inputs[1:], last)[i:j], self.shares[i:j], strict=True)
                 found = found._replace(halves=sum(size for size, share in sent if share))
+            if shared:  # gradients of the other replicas, which arrive where the optimizer is
+                found = found._replace(fixed=found.fixed + self.trained(i, j))
             self._held[key] = found
         return self._held[key]
 
@@ -245,6 +254,16 @@ class Terms:
     def _on_device(self, form: Form, d: int, stages: Sequence[Held]) -> float:
         own = [stages[j] for j in form.stages_of[d]]
         return max(_total(load, own) for load in form.loads[d])
+
+    def trained(self, i: int, j: int) -> float:
+        """Bytes of the parameters that layers ``[i, j)`` train."""
+        return self._trained[j] - self._trained[i]
+
+    def _exchange(self, form: Form, balance: Sequence[int]) -> float:
+        """Seconds in which replicas are sent parameters and send back gradients, once a step."""
+        pairs = zip(form.places, ends_of(balance), strict=True)
+        sizes = [2 * (len(place) - 1) * self.trained(i, j) for place, (i, j) in pairs]
+        return max(sizes) / self.machine.bandwidth[0][-1]
 
     def link_time(self, m: float, stored: Any) -> Any:
         """Seconds in a step for so many bytes of each micro-batch to the host and back."""
@@ -280,8 +299,10 @@ class Terms:
         bound = max(python, self.bound(form, balance, costs, modes))
         if bound > at_most:
             return None
-        time = play(form.schedule.actions, form.m, form.device_of, costs, counts).makespan
-        time = bound if bound > time * (1 + 1e-9) else time
+        device_of = form.schedule.device_of
+        time = play(form.schedule.actions, form.m, device_of, costs, counts).makespan
+        exchange = self._exchange(form, balance)
+        time = (bound if bound > time * (1 + 1e-9) else time) + exchange
         stages = self.stages(form, balance, modes)
         on_device = tuple(self._on_device(form, d, stages) for d in range(form.devices))
         memory = [on_device[d] for d in form.device_of]
@@ -292,7 +313,7 @@ class Terms:
         shares = (a / b for a, b in zip(on_device, self.machine.memory, strict=False))
         draft = Draft(
             form, tuple(balance), modes, time, tuple(memory), on_device, max(1.0, *shares), python,
-            min(bound, time),
+            min(bound + exchange, time),
         )  # fmt: skip
         if cached:
             self._known[key] = draft
@@ -317,15 +338,17 @@ class Terms:
         bound = 0.0
         for own in form.stages_of:
             work = late = link = 0.0
-            for j in own:
+            for j in own:  # of a stage with replicas one has this mean at least
+                part = 1 / len(form.places[j])
                 for one, times, again in (
                     (costs, m - 1, min(counts[j], m - 1)), (last, 1, counts[j] == m),
                 ):  # fmt: skip
-                    work += times * (one.forward[j] + one.backward_input[j])
-                    work += again * one.recompute[j]
-                    late += times * one.backward_weight[j]
+                    work += part * times * (one.forward[j] + one.backward_input[j])
+                    work += part * again * one.recompute[j]
+                    late += part * times * one.backward_weight[j]
                 if modes[j] == "offload":
-                    link += self.link_time(m, self.chain(m).run(*ends_of(balance)[j]).stored)
+                    stored = self.chain(m).run(*ends_of(balance)[j]).stored
+                    link += part * self.link_time(m, stored)
             first = own[0]
             # Nothing waits for weight halves.
             after = max(tails[first], late) if form.split else tails[first] + late

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,8 @@ from string import Template
 from typing import Any
 
 from syncpipe.balance.profile import in_bytes
-from syncpipe.planner.chain import chunk_counts, ends_of, sizes_of
+from syncpipe.planner.alternatives import Alternative
+from syncpipe.planner.chain import chunk_counts, sizes_of
 from syncpipe.planner.draft import levels
 from syncpipe.planner.search import AUTO, TITLES
 from syncpipe.planner.words import columns, count, duration, layers_named, memory_of
@@ -99,32 +100,32 @@ def _spread(plan: Plan) -> str:
     return f" \u00b1{spread:.0%}" if spread > _SPREAD else ""
 
 
+def _others(plan: Plan) -> list[Alternative]:
+    """What else was looked at, the fastest first."""
+    every: list[Alternative] = [*plan.alternatives, *plan.compared]
+    return sorted(every, key=lambda one: math.inf if one.time is None else one.time)
+
+
 def _verdict(plan: Plan) -> tuple[str, bool]:
     """Whether this is the way to go, in words; and whether it is."""
     words, step = [], plan.step_time
-    pipes = [(a.time, f"{a.name[0].upper()}{a.name[1:]}") for a in plan.alternatives
-             if a.pipeline and a.time]  # fmt: skip
-    for other in plan.compared:
-        if other.excess <= 1:
-            bits = " (with other last bits of gradients)" * other.form.split
-            pipes.append((other.time, f"schedule={other.schedule!r}{bits}"))
-    time, name = min(pipes, default=(math.inf, ""))
-    if time * _WORTH < step:
-        words.append(f"{name} would be {step / time:.2f} times as fast.")
+    times = [(one.time, one) for one in _others(plan) if one.time]
+    time, other = next((pair for pair in times if pair[1].pipeline), (math.inf, None))
+    if other and time * _WORTH < step:
+        words.append(f"As a pipe, {other.name} would be {step / time:.2f} times as fast.")
     fewer = len(plan.balance) == 1 < len(plan.machine) and not plan.fixed
     if fewer:
         words.append("No pipeline that was found is faster than one of these devices alone.")
-    others = [(a.time, a.name) for a in plan.alternatives if not a.pipeline and a.time]
-    time, name = min(others, default=(math.inf, ""))
-    if time < step:
+    time, other = next((pair for pair in times if not pair[1].pipeline), (math.inf, None))
+    if other and time < step:
         faster = f"{step / time:.2f} times " * (step / time >= 1.005)
         instead = "no pipe at all"
-        if "pipeline" in name:
+        if "pipeline" in other.name:
             instead = "DistributedDataParallel around pipes"
-        elif "copies" in name:
+        elif "copies" in other.name:
             instead = "torch.nn.parallel.DistributedDataParallel, a process for each device"
         words.append(
-            f"The plain truth: {name} would be {faster}as fast as this plan "
+            f"The plain truth: {other.name} would be {faster}as fast as this plan "
             f"({duration(time)} a step). Use {instead}, unless something else speaks for a "
             "pipeline."
         )
@@ -216,38 +217,20 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "interpreter", duration(plan.interpreter_time), what
 
 
-def _others(plan: Plan) -> list[tuple[str, float | None, str]]:
-    """What else was looked at, the fastest first: its name, seconds if it fits, how or why not."""
-    rows = [(other.name, other.time, other.note) for other in plan.alternatives]
-    for other in plan.compared:
-        note = f"{in_bytes(max(other.on_device))} at most"
-        if other.excess > 1:
-            pairs = zip(other.on_device, plan.machine.memory, strict=False)
-            d = next(d for d, (needs, limit) in enumerate(pairs) if needs > limit)
-            needs = in_bytes(other.on_device[d], up=True)
-            note = f"{plan.machine.name(d)} would need {needs}"
-        shape = f"{count(len(other.balance), 'stage')}, {count(other.chunks, 'micro-batch', 'es')}"
-        again = other.modes.count("recompute")
-        shape += f", recomputes {count(again, 'stage')}" * bool(again)
-        time = other.time if other.excess <= 1 else None
-        rows.append((f"schedule={other.schedule!r}", time, f"{note}; {shape}"))
-    return sorted(rows, key=lambda row: math.inf if row[1] is None else row[1])
-
-
 def _alternatives(plan: Plan) -> list[str]:
     others = _others(plan)
     lines = ["Alternatives"][: len(others)]
-    for name, time, note in others:
+    for other in others:
         told = "     does not fit"
-        if time is not None:
-            told = f"{duration(time):>9}  {_more(time, plan.step_time):>6}"
-        words = f"{told}  {name}" + f": {note}" * bool(note)
+        if other.time is not None:
+            told = f"{duration(other.time):>9}  {_more(other.time, plan.step_time):>6}"
+        words = f"{told}  {other.name}" + f": {other.note}" * bool(other.note)
         lines += textwrap.wrap(words, _WIDTH, subsequent_indent=" " * 19)
     if len(plan.balance) == 1:
         return lines
     if not plan.compared:
         lines.append("plan.compare() says what the other schedules would take")
-    elif AUTO not in (plan.schedule, *(other.schedule for other in plan.compared)):
+    elif not any(repr(AUTO) in other.name for other in plan.compared) and plan.schedule != AUTO:
         lines.append(f"(schedule={AUTO!r} not tried for so many stages and micro-batches)")
     if plan.compared:
         lines.append("(plan(schedule=...) asks for one of these schedules, and looks longer)")
@@ -278,31 +261,30 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
     verdict, good = _verdict(plan)
     most = in_bytes(max(plan.chosen.on_device))
     figures = [*_figures(plan), ("memory", most, " on a device at most")]
-    head, *rows = [_HEADER, *_rows(plan)]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    page = template.substitute(
-        title=_clean(_title(plan)),
-        way=_clean(" ".join(_way(plan))),
-        source=_clean("; ".join(_source(plan))),
-        kind="good" if good else "bad",
-        verdict=_clean(verdict),
-        figures="".join(
-            f"<div>{name} <b>{_clean(number)}</b>{_clean(what)}</div>"
-            for name, number, what in figures
-        ),
-        layers="".join(_layers(plan)),
-        stages="".join([_cells("th", head), *(_cells("td", row) for row in rows)]),
-        notes=_clean(" ".join(_notes(plan))),
-        step=_picture(plan),
-        memory="".join(_lanes(plan)),
-        alternatives="".join(_bars(plan)),
-        text=_clean(text(plan)),
-    )
+    words = {
+        "title": _title(plan),
+        "way": " ".join(_way(plan)),
+        "source": "; ".join(_source(plan)),
+        "kind": "good" if good else "bad",
+        "verdict": verdict,
+        "notes": " ".join(_notes(plan)),
+    }
+    made = {
+        "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
+        "stages": (_row(*map(_clean, row)) for row in [_HEADER, *_rows(plan)]),
+        "layers": _layers(plan),
+        "step": [_picture(plan)],
+        "memory": _lanes(plan),
+        "alternatives": _bars(plan),
+    }
+    text = {name: _clean(text) for name, text in words.items()}
+    page = template.substitute(text, **{name: "".join(parts) for name, parts in made.items()})
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _cells(tag: str, row: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_clean(cell)}</{tag}>' for cell in row)}</tr>"
+def _row(*cells: str, look: str = "") -> str:
+    return f'<tr class="{look}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 def _layers(plan: Plan) -> Iterator[str]:
@@ -312,17 +294,15 @@ def _layers(plan: Plan) -> Iterator[str]:
     own = [max(0.0, s - t) for s, t in zip(x.stored, x.shared, strict=True)]
     sizes = [a + b for a, b in zip(x.fixed, own, strict=True)]
     longest, largest = max(times) or 1.0, max(sizes) or 1.0
-    for s, (i, j) in enumerate(ends_of(plan.balance)):
-        stage = plan.stages[s]
-        time = duration(stage.forward + stage.backward)
-        words = f"stage {s} on {stage.device}: {time} for a micro-batch"
+    for s, (stage, (i, j)) in enumerate(zip(plan.stages, plan.chosen.ends, strict=True)):
         mode = "" if stage.mode == "store" else f", {stage.mode}s"
-        yield f'<tr class="cut"><th colspan="3">{_clean(words + mode)}</th></tr>'
+        time = duration(stage.forward + stage.backward)
+        words = f"stage {s} on {stage.device}: {time} for a micro-batch{mode}"
+        yield f'<tr class="cut"><th colspan="3">{_clean(words)}</th></tr>'
         for k in range(i, j):
-            name = _clean(plan.profile.layers[k].name)
             time = _bar(duration(times[k]), longest, forward=x.forward[k], backward=x.backward[k])
             memory = _bar(in_bytes(sizes[k]), largest, fixed=x.fixed[k], stored=own[k])
-            yield f"<tr><td>{name}</td><td>{time}</td><td>{memory}</td></tr>"
+            yield _row(_clean(plan.profile.layers[k].name), time, memory)
 
 
 def _bar(words: str, whole: float, **parts: float) -> str:
@@ -364,16 +344,15 @@ def _lanes(plan: Plan) -> Iterator[str]:
 def _bars(plan: Plan) -> Iterator[str]:
     """A row for the plan and for everything that it was compared with, the fastest first."""
     own = f"{TITLES[plan.schedule]}, {in_bytes(max(plan.chosen.on_device))} at most"
-    rows = [("this plan", plan.step_time, own), *_others(plan)]
-    rows.sort(key=lambda row: math.inf if row[1] is None else row[1])
-    most = max(time for _, time, _ in rows if time is not None) or 1.0
-    for name, time, note in rows:
-        look = "mine" if name == "this plan" else "other"
-        said = "<em>does not fit</em>"
-        if time is not None:
-            said = _bar(f"{duration(time)}, {_more(time, plan.step_time)}", most, **{look: time})
-        cells = f"<td>{_clean(name)}</td><td>{said}</td><td>{_clean(note)}</td>"
-        yield f'<tr class="{look}">{cells}</tr>'
+    mine, others = Alternative("this plan", plan.step_time, own), _others(plan)
+    faster = [other for other in others if other.time and other.time < plan.step_time]
+    most = max(other.time or 0.0 for other in [mine, *others]) or 1.0
+    for one in [*faster, mine, *others[len(faster) :]]:
+        look, said = "mine" if one is mine else "other", "<em>does not fit</em>"
+        if one.time is not None:
+            words = f"{duration(one.time)}, {_more(one.time, plan.step_time)}"
+            said = _bar(words, most, **{look: one.time})
+        yield _row(_clean(one.name), said, _clean(one.note), look=look)
 
 
 def _clean(words: str) -> str:

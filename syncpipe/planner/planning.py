@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from numbers import Real
-from typing import Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,12 +20,10 @@ from syncpipe.balance import profile as measured
 from syncpipe.layers.listing import Layers
 from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
 from syncpipe.planner import page
-from syncpipe.planner.alternatives import Alternative, alternatives_of
-from syncpipe.planner.chain import ends_of
+from syncpipe.planner.alternatives import Alternative, alternatives_of, other_schedules
 from syncpipe.planner.draft import Draft, Terms
 from syncpipe.planner.machine import Machine, kind_of, machine_of
-from syncpipe.planner.replicas import Replicas, replicated, runnable
-from syncpipe.planner.search import ANY, AUTO, TITLES, NoPlan, check_schedule, choose, variants
+from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
 
@@ -34,37 +33,7 @@ __all__ = ["NoPlan", "Plan", "StagePlan", "count_of", "measured_for", "plan"]
 _ADAM = 4.0
 
 
-@overload
 def plan(
-    module: Layers | Profile, sample: Any = None, *, replicas: Literal[True], **options: Any
-) -> Replicas: ...
-
-
-@overload
-def plan(
-    module: Layers | Profile,
-    sample: Any = None,
-    *,
-    devices: Any,
-    batch_size: int,
-    memory: float | str | Sequence[float | str] | None = None,
-    bandwidth: float | str | Sequence[Sequence[float]] | None = None,
-    speed: Sequence[float] | None = None,
-    host_bandwidth: float | str | None = None,
-    chunks: int | Iterable[int] | None = None,
-    stages: int | None = None,
-    schedule: str | None = None,
-    param_scale: float | None = None,
-    optimizer: Callable[..., Any] | None = None,
-    on: str | DeviceSpec | None = None,
-    efficiency: float | None = None,
-    replicas: Literal[False] = False,
-    timeout: float = 5.0,
-    progress: bool | None = None,
-) -> Plan: ...
-
-
-def plan(  # type: ignore[misc]  # the options of the first one are those of the second one
     module: Layers | Profile,
     sample: Any = None,
     *,
@@ -84,7 +53,7 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
     replicas: bool = False,
     timeout: float = 5.0,
     progress: bool | None = None,
-) -> Plan | Replicas:
+) -> Plan:
     """Find how to run a model on several devices so that a step is as short as possible.
 
     The choice is of balance, number of micro-batches, slots, and for each stage whether it stores
@@ -129,9 +98,8 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
             ``syncpipe.balance.DEVICES``, or its figures. The model may be on ``meta``.
         efficiency: for that, the part of the device's peak that matrix products reach; by default
             a half.
-        replicas: return PipeDream's plan instead, a :class:`.Replicas`, in which several devices
-            may share a stage. Each device then takes mini-batches of ``batch_size / devices``
-            samples; see :func:`syncpipe.planner.replicated`.
+        replicas: find PipeDream's plan instead, in which several devices may share a stage; see
+            :func:`syncpipe.planner.replicated`.
         timeout: seconds to measure for.
         progress: show a bar while measuring; by default if it takes longer than a second and a
             terminal watches.
@@ -151,37 +119,29 @@ def plan(  # type: ignore[misc]  # the options of the first one are those of the
     if not isinstance(devices, int | str | Machine):
         devices = check_devices(devices)
     check_schedule(schedule)
-    choice: dict[str, Any] = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    for name, value in (choice | {"host_bandwidth": host_bandwidth}).items() if replicas else ():
+    for name, value in {"stages": stages, "schedule": schedule}.items() if replicas else ():
         if value is not None:
             raise ValueError(f"{name}={value!r}: a plan with replicas takes no {name}")
     scale = _scale(param_scale, optimizer)
     machine = machine_of(
         devices, memory=memory, bandwidth=bandwidth, speed=speed, host_bandwidth=host_bandwidth
     )
-    if efficiency is not None and on is None:
-        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
-    part = EFFICIENCY if efficiency is None else efficiency
-    layers = _profile(module, sample, devices, timeout, progress, on, part)
-    if speed is None and not isinstance(devices, Machine | str):
-        machine = _with_speed(machine, module, sample, devices, timeout)
-    if replicas:
-        if not machine.uniform:
-            raise ValueError("replicas=True is for devices that are alike, with links alike")
-        samples = None if layers.whole else max(1, batch_size // len(machine))
-        found = replicated(layers, len(machine), machine.bandwidth[0][-1], samples=samples)
-        return runnable(found, layers, machine, batch_size, scale)
+    if replicas and not machine.uniform:
+        raise ValueError("replicas=True is for devices that are alike, with links alike")
+    layers = _profile(module, sample, devices, timeout, progress, on, efficiency)
+    real = _real(devices)
+    if speed is None and real is not None:
+        machine = _with_speed(machine, module, sample, real, timeout)
     terms = Terms(layers, machine, batch_size, scale)
-    order, chosen = choose(terms, schedule, chunks=chunks, stages=stages)
-    terms, there = terms.on(machine.ordered(order)), _real(devices)
-    fixed = {name for name, value in choice.items() if value not in (None, ANY)}
-    if there is not None:
-        used = range(len(order)) if chosen.schedule == "1f1b" else chosen.form.device_of
-        there = tuple(there[order[d]] for d in used)
-    others = alternatives_of(terms, chosen)
-    return Plan(
-        terms.profile, terms.machine, batch_size, chosen, others, there, frozenset(fixed), scale
-    )
+    order, chosen = choose(terms, schedule, chunks=chunks, stages=stages, replicas=replicas)
+    terms = terms.on(machine.ordered(order))
+    if real is not None:
+        one_each = chosen.form.slots is not None
+        used = range(len(order)) if one_each else chain.from_iterable(chosen.form.places)
+        real = tuple([real[order[d]] for d in used])
+    choice = {"chunks": chunks, "stages": stages, "schedule": schedule}
+    fixed = frozenset(name for name, value in choice.items() if value not in (None, ANY))
+    return Plan(terms, chosen, alternatives_of(terms, chosen), real, fixed)
 
 
 def count_of(name: str, number: Any) -> int:
@@ -226,9 +186,11 @@ def _profile(
     timeout: float,
     progress: bool | None,
     on: str | DeviceSpec | None,
-    efficiency: float,
+    efficiency: float | None,
 ) -> Profile:
     """What the layers cost, with times."""
+    if efficiency is not None and on is None:
+        raise ValueError(f"efficiency={efficiency!r} is that of a device to estimate for: give on=")
     if isinstance(module, Profile):
         for name, given in (("the sample", sample), ("on", on)):
             if given is not None:
@@ -242,9 +204,9 @@ def _profile(
     elif sample is None:
         raise ValueError("to measure the layers, plan needs a sample: an input of a micro-batch")
     elif on is not None:
-        layers = estimated(
-            cast("Layers", module), sample, on=on, efficiency=efficiency, progress=progress
-        )
+        part = EFFICIENCY if efficiency is None else efficiency
+        module = cast("Layers", module)
+        layers = estimated(module, sample, on=on, efficiency=part, progress=progress)
     else:
         layers = measured_for(devices, module, sample, timeout=timeout, progress=progress)
     if not layers.timed:
@@ -260,27 +222,23 @@ def measured_for(
     devices: Any, module: Any, sample: Any, *, timeout: float, progress: bool | None = None
 ) -> Profile:
     """Measures layers for these devices, as :func:`plan` does: on the first, if they are real."""
-    device = threads = None
-    real = _real(devices)
-    if real is not None:
+    where: dict[str, Any] = {}
+    if (real := _real(devices)) is not None:
         workers = dict.fromkeys(resolve_workers(real, len(real)))
-        device = next(iter(workers)).device
-        if device.type == "cpu":  # as the workers share them out
-            threads = max(1, torch.get_num_threads() // len(workers))
-    return measured(
-        module, sample, timeout=timeout, device=device, threads=threads, progress=progress
-    )
+        where["device"] = next(iter(workers)).device
+        if where["device"].type == "cpu":  # as the workers share them out
+            where["threads"] = max(1, torch.get_num_threads() // len(workers))
+    return measured(module, sample, timeout=timeout, progress=progress, **where)
 
 
 def _with_speed(
-    machine: Machine, module: Any, sample: Any, devices: Any, timeout: float
+    machine: Machine, module: Any, sample: Any, real: tuple[Any, ...], timeout: float
 ) -> Machine:
     """The machine with the speed of its kinds of devices, as the layers run on them.
 
     Raises:
         ValueError: there are several kinds, and no layers to measure on them.
     """
-    real = _real(devices) or ()
     places = [worker.device for worker in resolve_workers(real, len(real))]
     kinds = {kind_of(place): place for place in reversed(places)}
     if len(kinds) == 1:
@@ -339,24 +297,33 @@ class Plan:
     """What :func:`syncpipe.plan` chose. ``print(plan)`` explains it.
 
     Attributes:
-        profile: what the layers cost.
-        machine: the devices.
-        batch_size: samples in a mini-batch.
+        terms: what it was made for: layers, devices, the mini-batch.
         chosen: the plan itself.
         alternatives: what else could be done, with what it would take.
         devices: the real devices to run on, as a pipe takes them; None if they were only described.
         fixed: what was not to be chosen, of ``"chunks"``, ``"stages"`` and ``"schedule"``.
-        param_scale: bytes for each byte of a parameter that is trained.
     """
 
-    profile: Profile
-    machine: Machine
-    batch_size: int
+    terms: Terms
     chosen: Draft
     alternatives: tuple[Alternative, ...]
     devices: tuple[Any, ...] | None = None
     fixed: frozenset[str] = frozenset()
-    param_scale: float = _ADAM
+
+    @property
+    def profile(self) -> Profile:
+        """What the layers cost."""
+        return self.terms.profile
+
+    @property
+    def machine(self) -> Machine:
+        """The devices."""
+        return self.terms.machine
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a mini-batch."""
+        return self.terms.batch_size
 
     @property
     def balance(self) -> list[int]:
@@ -395,16 +362,16 @@ class Plan:
         """For each stage the index of its device; some schedules want several stages on each."""
         return list(self.chosen.form.device_of)
 
+    @property
+    def replicas(self) -> list[int]:
+        """For each stage the number of its devices."""
+        return [len(place) for place in self.chosen.form.places]
+
     @cached_property
     def simulation(self) -> Simulation:
         """The schedule, played through with the times of the profile, in seconds."""
         form, costs = self.chosen.form, self.terms.costs(self.chosen.form, self.chosen.balance)
         return simulate(form.schedule, costs, form.recomputed(self.chosen.modes))
-
-    @cached_property
-    def terms(self) -> Terms:
-        """Layers and devices, as the search sees them."""
-        return Terms(self.profile, self.machine, self.batch_size, self.param_scale)
 
     @property
     def step_time(self) -> float:
@@ -447,30 +414,29 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """What each stage has and does."""
-        chosen, costs, layers = self.chosen, self.simulation.costs, self.profile.layers
-        sends, device_of = (*costs.transfer, 0.0), chosen.form.device_of
+        chosen, costs, name = self.chosen, self.simulation.costs, self.machine.name
         return tuple(
             StagePlan(
-                layers=tuple(layer.name for layer in layers[i:j]),
-                device=self.machine.name(device_of[s]),
+                layers=tuple(layer.name for layer in self.profile.layers[i:j]),
+                device=", ".join(map(name, chosen.form.places[s])),
                 forward=costs.forward[s],
                 backward=costs.backward_input[s] + costs.backward_weight[s],
-                send=sends[s],
+                send=(*costs.transfer, 0.0)[s],
                 in_flight=chosen.form.in_flight[s],
                 mode=chosen.modes[s],
                 memory=chosen.memory[s],
-                limit=self.machine.memory[device_of[s]],
-                gradients=sum(x.parameter_bytes - x.frozen_bytes for x in layers[i:j]),
+                limit=self.machine.memory[self.device_of[s]],
+                gradients=self.terms.trained(i, j),
             )
-            for s, (i, j) in enumerate(ends_of(chosen.balance))
+            for s, (i, j) in enumerate(chosen.ends)
         )
 
     @cached_property
-    def compared(self) -> tuple[Draft, ...]:
+    def compared(self) -> tuple[Alternative, ...]:
         """What :meth:`compare` found; empty before."""
         return ()
 
-    def compare(self) -> tuple[Draft, ...]:
+    def compare(self) -> tuple[Alternative, ...]:
         """Look for plans under the other schedules, for as many devices and micro-batches.
 
         It takes seconds. From then on the page and :meth:`as_dict` have them, too. Some may not fit
@@ -480,15 +446,11 @@ class Plan:
             The best for each schedule, those that fit first, the fastest first.
         """
         if not self.compared and len(self.balance) > 1:
-            names = [name for name in TITLES if name not in (self.schedule, "1f1b")]
-            sizes = [(self.chosen.form.devices, self.chunks)]
-            found = variants(self.terms, [self.chosen], names, sizes)
-            found.sort(key=lambda other: (other.excess > 1, other.time))
-            self.__dict__["compared"] = tuple(found)
+            self.__dict__["compared"] = other_schedules(self.terms, self.chosen)
         return self.compared
 
     def on(self, devices: Sequence[Any]) -> list[Any]:
-        """Return a device for each stage, as a pipe takes them::
+        """Return a device for each stage, or replica, as a pipe takes them::
 
         pipe = Pipe(model, **plan.options(), devices=plan.on(["cuda:0", "cuda:1"]))
 
@@ -498,11 +460,10 @@ class Plan:
         Raises:
             ValueError: these are too few.
         """
-        if len(devices) <= max(self.device_of):
-            raise ValueError(
-                f"devices={list(devices)}: this plan uses {max(self.device_of) + 1} devices"
-            )
-        return [devices[d] for d in self.device_of]
+        used = self.chosen.form.devices
+        if len(devices) < used:
+            raise ValueError(f"devices={list(devices)}: this plan uses {used} devices")
+        return [devices[d] for place in self.chosen.form.places for d in place]
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of a pipe that runs this plan::
@@ -513,7 +474,8 @@ class Plan:
         (:meth:`on`).
         """
         made = self.chosen.form.schedule
-        return {
+        shared = {"replicas": self.replicas} if max(self.replicas) > 1 else {}
+        return shared | {
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
@@ -523,7 +485,7 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """Return the simulated step, to be shown or saved as a picture or for Perfetto."""
-        names = [self.machine.name(d) for d in range(max(self.device_of) + 1)]
+        names = [self.machine.name(d) for d in range(self.chosen.form.devices)]
         rows = [f"{x} ({k})" if names.count(x) > 1 else x for k, x in enumerate(names)]
         title = f"{self.schedule}, {self.chunks} micro-batches, planned"
         return Timeline.of(self.simulation, title, rows=rows, unit="s")
@@ -546,8 +508,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings, for JSON. Times are in seconds, memory in bytes."""
         names = (
-            "batch_size balance chunks schedule slots device_of checkpoint step_time bubble bound "
-            "certificate interpreter_time"
+            "batch_size balance replicas chunks schedule slots device_of checkpoint step_time "
+            "bubble bound certificate interpreter_time"
         )
 
         def finite(number: float) -> float | None:
@@ -562,17 +524,7 @@ class Plan:
             ],
             "memory_of_devices": list(self.chosen.on_device),
             "alternatives": [vars(alternative) for alternative in self.alternatives],
-            "schedules": [
-                {
-                    "schedule": other.schedule,
-                    "time": other.time,
-                    "memory_of_devices": list(other.on_device),
-                    "fits": other.excess <= 1,
-                    "balance": list(other.balance),
-                    "chunks": other.chunks,
-                }
-                for other in self.compared
-            ],
+            "schedules": [vars(alternative) for alternative in self.compared],
         }
 
     def __str__(self) -> str:

@@ -1,70 +1,67 @@
-"""``search``: the cuts, micro-batches and slots with the shortest step.
+"""``search``: the cuts, micro-batches, slots and schedules with the shortest step.
 
-For 1F1B a program over boundaries finds the cut with the least bound, once for each family of
-slots: as many as fit hold more than the stages to the right can bear, and whoever goes forward too
-eagerly lets gradients wait. The player decides between what is found, and single layers and slots
-are moved as long as that helps.
+Whatever the schedule, there are drafts to begin with; the best are played and improved, by moving
+single layers and slots as long as that makes the played step shorter.
 
-The program goes from the right, stage by stage. For a stage with ``q`` slots let ``F`` and ``R`` be
-its forward and all that it does to go back, ``pre`` what happens to one micro-batch to its left,
-there and back, and ``D`` what happens to its right. Then
+Under 1F1B a program over boundaries, :class:`Program`, finds the cut with the least bound, once
+for each family of slots: as many as fit hold more than the stages to the right can bear, and
+whoever goes forward too eagerly lets gradients wait. For a stage with ``q`` slots let ``F`` and
+``R`` be its forward and all that it does to go back, ``pre`` what happens to one micro-batch to its
+left, there and back, and ``D`` what happens to its right. Then
 
     m > q:   T >= pre + m (F+R) + [D - (q-1) F]+ + [D - (q-1) R]+
     m <= q:  T >= pre + max( m (F+R),  F + D + B + (m-1) R,  m F + D + B )
 
-A label of a boundary is the least of the largest of these over the stages to its right, without
-what is to its left, and the time ``D`` of these stages. Of storing, recomputing and offloading a
-stage does what has the least bound.
+Of storing, recomputing and offloading a stage does what has the least bound.
 
 What is found for 1F1B says how many devices and micro-batches are worth a look under other
-schedules. For these the layers are cut anew, evenly at first, and moved one by one as long as the
-played step becomes shorter.
+schedules, and gives cuts to begin with, beside those that are even.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncpipe.balance import balance_cost
 from syncpipe.balance.profile import in_bytes
+from syncpipe.options import consecutive
 from syncpipe.planner.chain import Mode, chunk_counts, doubles, ends_of, sizes_of, stage_counts
 from syncpipe.planner.draft import Draft, Form, Terms, one_f_one_b_form
 from syncpipe.planner.machine import Machine
-from syncpipe.schedules import SCHEDULES, auto
+from syncpipe.planner.replicas import least_largest, replicated
+from syncpipe.schedules import SCHEDULES, auto, one_f_one_b
 
 __all__ = [
-    "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "Program", "check_schedule", "choose",
-    "families", "least_largest", "search", "search_orders", "shortage", "variants",
+    "ANY", "AUTO", "LAYOUTS", "TITLES", "NoPlan", "check_schedule", "choose", "search",
+    "search_orders", "shared", "shortage", "variants",
 ]  # fmt: skip
 
 #: So many actions are played for another schedule, and for a line of a comparison; and so many
 #: cells it has at most.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: So many of the best drafts for each number of stages are improved, with so many actions to play:
-#: at first one of each cut, and others of it with what is left.
-_IMPROVED, _WORK = 32, 400_000
-#: if they are at most so many times as slow as the best.
-_PROMISING = 1.2
+#: So many drafts for each number of stages are improved, one of each cut first, with so many
+#: actions to play, if they are at most so many times as slow as the best.
+_IMPROVED, _WORK, _PROMISING = 32, 400_000, 1.2
 #: So many of those that are cut anew near the best one are improved, with so many actions each.
 _AROUND, _EACH = 5, 200_000
 _MOST_DEVICES = 64
+#: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
+_BOUNDARIES = 256
 
 #: Differences below this, relative, are rounding.
 NOTICED = 1e-9
 #: A limit on memory as sums in another order may meet it.
 _ROUNDED = 1 + 1e-12
-#: How far above the lower bound cuts are looked for, step by step.
-_STEPS = (1.05, 1.3, 2.0, 4.0, math.inf)
 
 Slots = tuple[int, ...]
 Balance = tuple[int, ...]
@@ -79,29 +76,19 @@ def _rank(draft: Draft) -> tuple[float, ...]:
     return draft.rank
 
 
-class Cut(NamedTuple):
-    """Its bound (or share of memory), the balance, and the slots of each stage."""
-
-    value: float
-    balance: tuple[int, ...]
-    slots: tuple[int, ...]
+# -- 1F1B ------------------------------------------------------------------------------------------
 
 
 class Program:
-    """The program for one number of micro-batches."""
+    """Finds cuts for one number of micro-batches."""
 
     def __init__(self, terms: Terms, m: int) -> None:
         self.terms, self.count = terms, m
         self.chain, self.machine = terms.chain(m), terms.machine
         #: The last one may be smaller, and counts as the part of the others that it is.
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
-        self._sums = self.chain.sums["time"]
-        self._times = doubles(self._sums)
-        self._inputs = doubles((*self.chain.inputs, 0.0))
-        grows = all(a >= b for a, b in zip(self.chain.stored, self.chain.shared, strict=True))
-        least = zip(self.chain.sums["fixed"], self.chain.sums["stored"], strict=True)
-        #: What layers hold at least, before each boundary; empty if more layers may hold less.
-        self._least = [fixed + stored for fixed, stored in least] if grows else []
+        self._runs = lru_cache(maxsize=4)(self.chain.runs)
+        self._stage = lru_cache(maxsize=64)(self._bounds)
 
     def lowest(self, n: int) -> float:
         """Seconds that no cut into ``n`` stages falls short of.
@@ -110,194 +97,100 @@ class Program:
         goes on from it: of what is left to the right of ``pre`` it takes an m-th of the rest at
         most.
         """
-        speed, m = self.machine.speed[:n], self.m
-        shared = self._sums[-1] / max(speed) / (1 - (1 - 1 / m) ** n)
-        longest = max(b - a for a, b in pairwise(self._sums)) / max(speed)
-        return max(shared, m * longest, m * self._sums[-1] / sum(speed)) * (1 - NOTICED)
+        speed, m, sums = self.machine.speed[:n], self.m, self.chain.sums["time"]
+        share = sums[-1] / max(speed) / (1 - (1 - 1 / m) ** n)
+        longest = max(b - a for a, b in pairwise(sums)) / max(speed)
+        return max(share, m * longest, m * sums[-1] / sum(speed)) * (1 - NOTICED)
 
-    def minimise(
-        self, n: int, slots: Sequence[int], at_most: float = math.inf, low: float = 0.0
-    ) -> Cut | None:
-        """The cut into ``n`` stages with the least bound, for these slots (empty: as many as fit);
-        None if there is none within ``at_most`` seconds. ``low``: a bound that is known.
+    def cut(self, n: int, slots: Slots = ()) -> tuple[float, Balance]:
+        """The least bound of the cuts into ``n`` stages, and the cut with it.
+
+        By default as many micro-batches are in flight on each stage as fit. The bound is infinite
+        if nothing fits.
         """
-        low = max(low, self.lowest(n))
-        for step in _STEPS:
-            limit = min(at_most, step * low)
-            found = self._cut(n, slots, limit * (1 + NOTICED))
-            if found is not None or limit == at_most:
-                return found
-        return None
+        layers = len(self.chain)
+        step = -(-layers // _BOUNDARIES)
+        value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
+        if step > 1 and value < math.inf:
+            near = {end + k for end in ends for k in range(-2 * step, 2 * step + 1)}
+            value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
+        elif step > 1:
+            value, ends = self._cut(n, slots, tuple(range(layers + 1)))
+        return value, tuple(b - a for a, b in pairwise(ends))
 
-    def _windows(self, n: int, limit: float) -> list[tuple[int, int]]:
-        """Where stages can begin and end, if none of them has more work than the limit, and none
-        that begins later holds less than those to its right."""
-        sums, count = self._sums, len(self.chain)
-        speed, fastest, slack = self.machine.speed[:n], max(self.machine.speed[:n]), NOTICED
-        late, early = [0], [count]
-        for v in speed:
-            time = sums[late[-1]]  # that many seconds are gone before its first micro-batch
-            time += v * (limit - time / fastest) / self.m + slack * sums[-1]
-            late.append(min(count - (n - len(late)), bisect_right(sums, time) - 1))
-        for v, memory in zip(reversed(speed), reversed(self.machine.memory[:n]), strict=True):
-            end, rest = early[-1], 1 - v / (self.m * fastest)
-            time = (sums[end] - v * limit / self.m) / rest - slack * sums[-1] if rest > 0 else 0.0
-            start = bisect_left(sums, time)
-            if self._least:
-                held = self._least[end] - memory * (1 + slack) - self._least[-1] * slack
-                start = max(start, bisect_left(self._least, held))
-            early.append(max(n - len(early), min(start, end - 1)))
-        return [*zip(reversed(early), late, strict=True)]
+    def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
+        """The same at these boundaries: the bound, and those where stages begin and end."""
+        machine, inputs = self.machine, doubles((*self.chain.inputs, 0.0))[[*at[:-1]], None]
+        speed, memory = machine.speed[:n], machine.memory[:n]
 
-    def _cut(self, n: int, slots: Sequence[int], limit: float) -> Cut | None:
-        """One run of the program, within ``limit`` seconds."""
-        windows, count = self._windows(n, limit), len(self.chain)
-        if windows[0][0] > 0 or windows[n][1] < count or any(a > b for a, b in windows):
-            return None
-        value = right = doubles([0.0])
-        path: list[tuple[Tensor, Tensor]] = []
-        for s in reversed(range(n)):
-            i, j = (slice(low, high + 1) for low, high in windows[s : s + 2])
-            way = doubles([0.0])[:, None]
-            if s:
-                way = self._inputs[i, None] * self.machine.transfer(1.0, s - 1, s)
+        def ways(k: int) -> Tensor:
+            return inputs * (machine.transfer(1.0, n - k - 1, n - k) if k < n else 0.0)
+
+        def cost(k: int, _: int) -> Tensor:
+            s = n - k
+            left, right = max(speed[:s], default=1.0), max(speed[s + 1 :], default=1.0)
             asked = (slots[s], slots[0]) if slots else None
-            own, q, recomputed = self._stage(s, i, j, asked, right, s == n - 1)
-            once = (self._times[j] - self._times[i, None]) / self.machine.speed[s]
-            after = right + once + 2 * way + recomputed * (s == n - 1)
-            total = torch.maximum(value + once, own) + 2 * way
-            total = torch.maximum(total, after + (self.m - 1) * way)
-            left = self._times[i, None] / max(self.machine.speed[:s], default=1.0)
-            total = total.masked_fill(total + left > limit, math.inf)
+            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right)
+            least = doubles([self.chain.sums["time"][-1] / max(speed)])
+            return torch.maximum(own, least + (self.m - 1) * ways(k))
+
+        def both(own: Tensor, after: Tensor, k: int) -> Tensor:
             # Of equally good ones that where this stage has least.
-            arg = (total + 1e-7 * own).argmin(1)
-            rows = torch.arange(len(arg))
-            value, right = total[rows, arg], after[rows, arg]
-            if not value.isfinite().any():
-                return None
-            path.append((arg + windows[s + 1][0], q[rows, arg]))
-        if not value[0] <= limit:
-            return None
-        ends, found = [0], []
-        for (low, _), (end, q) in zip(windows, reversed(path), strict=False):
-            at = ends[-1] - low
-            found.append(int(q[at]))
-            ends.append(int(end[at]))
-        held = tuple(accumulate(found, min))  # more than the stage before has are of no use
-        return Cut(float(value[0]), tuple(b - a for a, b in pairwise(ends)), held)
+            return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
 
-    def _stage(
-        self, s: int, i: slice, j: slice, asked: tuple[int, int] | None, right: Tensor, last: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """For stage ``s`` from each ``i`` to each ``j`` the least bound without what is to its
-        left, the slots for it, and what it recomputes.
+        table, stages = least_largest(len(at) - 1, n, 1, cost, both)
+        value = float(table[n, 0])
+        return value, [0, *(at[j] for _, j, _ in stages(n))] if value < math.inf else []
 
-        ``asked``: its slots and those of stage 0, or None for as many as fit. ``right``: the time
-        of one micro-batch to the right of each end, there and back.
+    def _bounds(
+        self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
+        speed: float, left: float, right: float,
+    ) -> Tensor:  # fmt: skip
+        """What a step takes at least because of a stage from each boundary to each later one,
+        without transfers: infinite if it does not fit.
+
+        Args:
+            at: the boundaries.
+            asked: its slots and those of stage 0; None for as many as fit.
+            first: whether it is stage 0.
+            limit: bytes of its device.
+            speed: of its device; ``left`` and ``right`` are those of the fastest beside it.
         """
-        chain, m, speed = self.chain, self.m, self.machine.speed[s]
-        limit, run = self.machine.memory[s] * _ROUNDED, chain.runs(i, j, s == 0)
+        chain, m, run = self.chain, self.m, self._runs(at, first)
         f, b = run.forward / speed, run.backward / speed
-        boundaries = torch.arange(len(self._times))
-        cap = torch.full_like(f, asked[0] if asked else self.count)
-        best, slots, recomputed = torch.full_like(f, math.inf), torch.ones_like(f), f * 0
+        times = doubles(chain.sums["time"])[[*at]]
+        before, after = times[:-1, None] / left, (times[-1] - times) / right
+        best, taken = torch.full_like(f, math.inf), self.machine.host * f
+
+        def over(q: Tensor, mode: Mode) -> Tensor:
+            # Where any slots are possible no more skips wait than are sure to.
+            q0 = torch.full_like(q, asked[1]) if asked and not first else q
+            held = chain.held(run, q, q0, mode, taken)
+            found: Tensor = held.most(q) - limit * _ROUNDED
+            return found
+
         for mode in self.terms.modes if limit < math.inf else self.terms.modes[:1]:
-
-            def over(q: Tensor, mode: Mode = mode) -> Tensor:
-                # Where any slots are possible no more skips wait than are sure to.
-                q0 = torch.full_like(q, asked[1]) if s and asked else q
-                held = chain.held(run, q, q0, mode, self.machine.host * f)
-                found: Tensor = held.most(q) - limit
-                return found
-
-            q, more = cap, over(cap)
-            if not asked and bool((more > 0).any()):
-                one, least = torch.ones_like(f), over(torch.ones_like(f))
-                for _ in range(3):  # memory grows in two or three straight lines
-                    each = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
-                    fewer = torch.minimum(1 + (-least / each).floor(), q - 1).clamp(min=1)
-                    q = torch.where(more > 0, fewer, q)
-                    more = over(q)
-                    if bool((more <= 0).all()):
-                        break
-                q, more = torch.where(more > 0, one, q), torch.where(more > 0, least, more)
-            possible = more <= 0
+            q = torch.full_like(f, asked[0] if asked else self.count)
+            more, least = over(q, mode), over(torch.ones_like(f), mode)
+            for _ in range(0 if asked else 3):  # memory grows in two or three straight lines
+                each = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
+                fewer = torch.minimum(1 + (-least / each).floor(), q - 1).clamp(min=1)
+                q = torch.where(more > 0, fewer, q)
+                more = over(q, mode)
+            if not asked:
+                q, more = torch.where(more > 0, 1.0, q), torch.where(more > 0, least, more)
             r = b + f if mode == "recompute" else b
-            rest = right - f if mode == "recompute" and not last else right
+            rest = (after - f * (mode == "recompute")).clamp(min=0)
             waits = (rest - (q - 1) * f).clamp(min=0) + (rest - (q - 1) * r).clamp(min=0)
-            few = torch.maximum(f + (m - 1) * r, m * f) + right + b
+            few = torch.maximum(f + (m - 1) * r, m * f) + after + b
             work = m * (f + r)
             own = torch.where(q < self.count, work + waits, torch.maximum(work, few))
             if mode == "offload":
                 own = torch.maximum(own, self.terms.link_time(m, run.stored))
-            own = own.masked_fill(~possible, math.inf)
-            better = own < best
-            best, slots = torch.where(better, own, best), torch.where(better, q, slots)
-            recomputed = torch.where(better, r - b, recomputed)
-            if mode == "store" and bool((possible & (q == cap)).all()):
+            best = torch.where(more > 0, best, torch.minimum(best, own))
+            if mode == "store" and bool(((more <= 0) & (q == q.max())).all()):
                 break
-        return best.masked_fill(boundaries[j] <= boundaries[i, None], math.inf), slots, recomputed
-
-    def shares(self, n: int) -> list[Cut]:
-        """For each number of stages up to ``n`` the cut whose largest share of memory is least."""
-        count, host = len(self.chain), self.machine.host
-
-        def share(stage: int, _: int) -> Tensor:
-            speed, limit = self.machine.speed[stage - 1], self.machine.memory[stage - 1]
-            run = self.chain.runs(slice(0, count), slice(0, count + 1), stage == 1)
-            one, taken = torch.ones_like(run.forward), host * run.forward / speed
-            held = [self.chain.held(run, one, one, mode, taken) for mode in self.terms.modes]
-            return torch.stack([each.most(1) for each in held]).min(0)[0] / limit
-
-        values, stages = least_largest(count, n, 1, share)
-        return [
-            Cut(float(values[k, count]), tuple(j - i for i, j, _ in stages(k)), (1,) * k)
-            for k in range(1, n + 1)
-        ]
-
-
-def least_largest(
-    layers: int,
-    devices: int,
-    width: int,
-    cost: Callable[[int, int], Tensor],
-    both: Callable[[Tensor, Tensor], Tensor] = torch.maximum,
-) -> tuple[Tensor, Callable[[int], tuple[tuple[int, int, int], ...]]]:
-    """The cuts whose most costly stage costs least, by the number of devices that are used.
-
-    ``width`` devices at most share a stage. ``cost`` is that of stages that end with so many
-    devices used, on so many of these: ``[L, L + 1]``, of the layers from ``i`` up to ``j``;
-    ``both`` that of a stage and those before it.
-
-    Returns:
-        For each number of devices and each boundary the least cost, ``[devices + 1, L + 1]``; and
-        what tells the stages for a number of devices: first layer, end, devices.
-    """
-    empty = torch.ones(layers, layers + 1).tril().bool()
-    none = torch.full((layers + 1,), math.inf, dtype=torch.float64)
-    table, came = [none.index_fill(0, torch.tensor([0]), 0.0)], [(none, none)]
-    for k in range(1, devices + 1):
-        best, before, used = none, none, none
-        for d in range(1, min(k, width) + 1):
-            value, i = both(table[k - d][:-1, None], cost(k, d).masked_fill(empty, math.inf)).min(0)
-            better = value < best
-            best = torch.where(better, value, best)
-            before, used = torch.where(better, i, before), torch.where(better, d, used)
-        table.append(best)
-        came.append((before, used))
-
-    def stages(k: int) -> tuple[tuple[int, int, int], ...]:
-        found, j = [], layers
-        while j:
-            i, d = (int(column[j]) for column in came[k])
-            found.append((i, j, d))
-            j, k = i, k - d
-        return tuple(reversed(found))
-
-    return torch.stack(table), stages
-
-
-# -- 1F1B ------------------------------------------------------------------------------------------
+        return best + before
 
 
 def search(
@@ -333,8 +226,8 @@ def search(
             for draft in _drafts(programs[m], n, low):
                 found.setdefault(n, {})[draft] = low
                 fastest = min(fastest, draft.time)
-        elif cut := programs[m].minimise(n, (), at_most=fastest * (1 + 1e-6), low=low):
-            heapq.heappush(tasks, (max(low, _rounded(cut.value)), m, n, True))
+        elif (value := programs[m].cut(n)[0]) < math.inf:
+            heapq.heappush(tasks, (max(low, _rounded(value)), m, n, True))
     best = {n: min(drafts, key=_rank) for n, drafts in found.items()}
     left = 2 * _WORK
     for n in sorted(best, key=lambda n: best[n].rank):
@@ -361,7 +254,7 @@ def _rounded(bound: float) -> float:
     return float(f"{bound * (1 - NOTICED):.9e}")
 
 
-def families(n: int, m: int) -> list[Slots]:
+def _families(n: int, m: int) -> list[Slots]:
     """Slots of each stage: as many as fit (empty), those that hide transfers, the textbook's, half
     of these, a third, a quarter, and one.
     """
@@ -370,35 +263,29 @@ def families(n: int, m: int) -> list[Slots]:
 
 
 def _drafts(program: Program, n: int, low: float) -> Iterator[Draft]:
-    """What becomes of the cuts of all families, with the slots found and with those that suit."""
+    """What becomes of the cuts of all families."""
     fastest = math.inf
-    for family in dict.fromkeys(families(n, program.count)) if n > 1 else [(1,)]:
-        slots = family
-        for _ in range(2):
-            if fastest <= low * (1 + NOTICED):
-                return
-            own = _cut_anew(program, n, slots, fastest, low)
-            yield from own
-            if n == 1 or not own:
-                break
-            best = min(own, key=_rank)
-            fastest, slots = min(fastest, best.time), best.form.in_flight
+    for family in dict.fromkeys(_families(n, program.count)) if n > 1 else [(1,)]:
+        if fastest > low * (1 + NOTICED):
+            for draft in _cut_anew(program, n, family, fastest):
+                fastest = min(fastest, draft.time)
+                yield draft
 
 
-def _cut_anew(
-    program: Program, n: int, slots: Slots, at_most: float, low: float = 0.0, *others: Slots
-) -> list[Draft]:
+def _cut_anew(program: Program, n: int, slots: Slots, at_most: float, *more: Slots) -> list[Draft]:
     """The cut with the least bound for these slots: what fits of it with them, with others, and
     with those that suit it, as many of them as fit.
     """
     terms, m = program.terms, program.count
-    cut = program.minimise(n, slots, at_most=at_most, low=low)
-    if cut is None:
+    value, balance = program.cut(n, slots)
+    if value > at_most * (1 + NOTICED) or value == math.inf:
         return []
-    suiting = (*families(n, m)[1:3], _suiting(terms, cut.balance, m))
-    fitting = (_fitting(terms, cut.balance, m, modes, some) for some in suiting for modes in (1, 2))
-    every = dict.fromkeys((cut.slots, *others, *filter(None, fitting)))
-    drafts = (terms.draft(one_f_one_b_form(m, some), cut.balance) for some in every)
+    caps = (slots or (m,) * n, *_families(n, m)[1:3], _suiting(terms, balance, m), *more)
+    fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
+    drafts = (
+        terms.draft(one_f_one_b_form(m, some), balance)
+        for some in dict.fromkeys(filter(None, fitting))
+    )
     return [draft for draft in drafts if draft is not None and draft.excess <= 1]
 
 
@@ -418,9 +305,7 @@ def _suiting(terms: Terms, balance: Balance, m: int) -> Slots:
     return tuple(reversed(slots))
 
 
-def _fitting(
-    terms: Terms, balance: Balance, m: int, modes: int, limits: Sequence[int]
-) -> Slots | None:
+def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) -> Slots | None:
     """For each stage as many slots as fit where it stores, or recomputes if two modes are possible;
     never more than for the stage before.
     """
@@ -446,7 +331,7 @@ def _around(program: Program, best: Draft) -> Draft:
         before, found, own = best.time, dict[Draft, None](), best.form.in_flight
         for step in (0, 1, 2, -1):
             slots = tuple(min(m, max(1, q + step)) for q in own[:-1]) + own[-1:]
-            found |= dict.fromkeys(_cut_anew(program, n, slots, best.time, 0.0, own))
+            found |= dict.fromkeys(_cut_anew(program, n, slots, best.time, own))
         for draft in sorted(found, key=_rank)[:_AROUND]:
             best = min(best, improved(program.terms, draft, _EACH)[0], key=_rank)
     return best
@@ -527,47 +412,50 @@ def _neighbours(terms: Terms, draft: Draft) -> Iterator[tuple[Balance, Slots | N
 #: Asks for the fastest plan, whatever its schedule; and for a schedule made to measure.
 ANY, AUTO = "any", "auto"
 
-_Shape = Literal["line", "rounds", "v"]
+_LINE = "a stage on each device"
+_ROUNDS = "two stages or more on each device"
+_V = "two stages on each device"
 #: What schedules are called in the papers, and where they want their stages: one on each device,
 #: several going round, or two, there and back.
-LAYOUTS: dict[str, tuple[str, _Shape]] = {
-    "gpipe": ("GPipe", "line"),
-    "interleaved_1f1b": ("interleaved 1F1B", "rounds"),
-    "looped_bfs": ("looped BFS", "rounds"),
-    "zb_h1": ("ZB-H1", "line"),
-    "zb_h2": ("ZB-H2", "line"),
-    "interleaved_zero_bubble": ("interleaved zero bubble", "rounds"),
-    "zbv": ("ZBV", "v"),
-    "v_half": ("V-Half", "v"),
-    "v_min": ("V-Min", "v"),
-    "dualpipev": ("DualPipeV", "v"),
-    AUTO: ("made to measure", "line"),
-}
-_SHAPES = {
-    "line": "a stage on each device",
-    "rounds": "two stages or more on each device",
-    "v": "two stages on each device",
+LAYOUTS = {
+    "gpipe": ("GPipe", _LINE),
+    "interleaved_1f1b": ("interleaved 1F1B", _ROUNDS),
+    "looped_bfs": ("looped BFS", _ROUNDS),
+    "zb_h1": ("ZB-H1", _LINE),
+    "zb_h2": ("ZB-H2", _LINE),
+    "interleaved_zero_bubble": ("interleaved zero bubble", _ROUNDS),
+    "zbv": ("ZBV", _V),
+    "v_half": ("V-Half", _V),
+    "v_min": ("V-Min", _V),
+    "dualpipev": ("DualPipeV", _V),
+    AUTO: ("made to measure", _LINE),
 }
 TITLES = {"1f1b": "1F1B"} | {name: title for name, (title, _) in LAYOUTS.items()}
-_NAMES = ("1f1b", *LAYOUTS, ANY)
 
 
 def check_schedule(schedule: Any) -> None:
     """Refuses what there are no plans for: a TypeError for no name, a ValueError for another."""
-    if schedule is not None and schedule not in _NAMES:
+    names = (*TITLES, ANY)
+    if schedule is not None and schedule not in names:
         kind = ValueError if isinstance(schedule, str) else TypeError
-        raise kind(f"schedule={schedule!r}: plans are made for the names {', '.join(_NAMES)}")
+        raise kind(f"schedule={schedule!r}: plans are made for the names {', '.join(names)}")
 
 
 def choose(
-    terms: Terms, schedule: str | None, *, chunks: Chunks, stages: int | None
+    terms: Terms, schedule: str | None, *, chunks: Chunks, stages: int | None, replicas: bool
 ) -> tuple[tuple[int, ...], Draft]:
-    """The order of the devices, and the plan, under a schedule by name; None for 1F1B.
+    """The order of the devices, and the plan, under a schedule by name (None for 1F1B), or with
+    stages that several devices share.
 
     Raises:
         NoPlan: nothing fits into memory; it says what would.
         ValueError: an argument does not fit.
     """
+    if replicas:
+        order, best = tuple(range(len(terms.machine))), shared(terms, chunks)
+        if best.excess > 1:
+            raise NoPlan(_nearest("with replicas=True", terms.machine, best))
+        return order, best
     usual = schedule in (None, "1f1b")
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
     order, found = search_orders(terms, **choice)
@@ -582,24 +470,45 @@ def choose(
             wanted = f" stages={stages} with" if stages is not None else ""
             raise ValueError(
                 f"schedule={schedule!r} is not possible for{wanted} {len(machine)} devices and "
-                f"{len(terms.profile.layers)} layers: it needs {_SHAPES[LAYOUTS[schedule][1]]}, "
-                "none of them empty"
+                f"{len(terms.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none of "
+                "them empty"
             )
-    best = min(made, key=_rank, default=None)
-    if best is None or (best.excess > 1 and schedule == ANY):
+    if not made or (schedule == ANY and min(made, key=_rank).excess > 1):
         text = f"no plan fits {len(machine)} devices and batch_size={terms.batch_size}"
         raise NoPlan(shortage(terms, **choice) or text)
+    best = min(made, key=_rank)
     if best.excess > 1:
-        d = max(range(best.form.devices), key=lambda d: best.on_device[d] / machine.memory[d])
-        needs, has = best.on_device[d], machine.memory[d]
-        raise NoPlan(
-            f"no plan under schedule={schedule!r} that was looked at fits into memory. Nearest "
-            f"comes balance={list(best.balance)} with chunks={best.chunks}: {machine.name(d)} "
-            f"needs {in_bytes(needs, up=True)}, {in_bytes(needs - has, up=True)} more than its "
-            f"{in_bytes(has)}. Leave out the schedule: 1F1B takes the least, and a shortage is "
-            "explained there"
-        )
+        raise NoPlan(_nearest(f"under schedule={schedule!r}", machine, best))
     return order, best
+
+
+def _nearest(how: str, machine: Machine, best: Draft) -> str:
+    """By how much the best misses."""
+    d = max(range(best.form.devices), key=lambda d: best.on_device[d] / machine.memory[d])
+    needs, has = best.on_device[d], machine.memory[d]
+    return (
+        f"no plan {how} that was looked at fits into memory. Nearest comes "
+        f"balance={list(best.balance)} with chunks={best.chunks}: {machine.name(d)} needs "
+        f"{in_bytes(needs, up=True)}, {in_bytes(needs - has, up=True)} more than its "
+        f"{in_bytes(has)}. Leave that out: plain 1F1B takes the least, and a shortage is explained "
+        "there"
+    )
+
+
+def shared(terms: Terms, chunks: Chunks = None) -> Draft:
+    """PipeDream's stages (:func:`.replicated`) under 1F1B, for devices that are alike: what fits
+    first, then what is fastest. Single layers are moved if that helps.
+    """
+    devices, batch = len(terms.machine), terms.batch_size
+    rate, samples = terms.machine.bandwidth[0][-1], max(1, batch // devices)
+    stages = replicated(terms.profile, devices, rate, samples=samples)
+    place = consecutive([r for *_, r in stages])
+    counts = chunk_counts(terms.profile, devices, batch, chunks)[0]
+    drafts = [
+        terms.draft(Form(one_f_one_b(m, place)), [j - i for i, j, _ in stages])
+        for m in [m for m in counts if m >= max(r for *_, r in stages)] or counts[-1:]
+    ]
+    return improved(terms, min(filter(None, drafts), key=_rank), _SHORT)[0]
 
 
 def variants(
@@ -616,23 +525,16 @@ def variants(
     ``found`` are plans under 1F1B, the fastest first; ``sizes`` the numbers of devices and
     micro-batches to try. For each schedule so many actions may be played.
     """
-    found = [draft for draft in found if len(draft.balance) > 1]
-    known: dict[str, Draft | None] = {}
-
-    def best(name: str) -> Draft | None:
-        if name not in known and name != AUTO:
-            forms = _forms(terms, name, sizes, stages)
-            known[name] = _best_cut(terms, forms, found, work)
-        elif name not in known:
-            named = [best(other) for other in LAYOUTS if other != AUTO]
-            fitting = sorted((one for one in named if one and one.excess <= 1), key=_rank)
-            starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
-            small = all(one.chunks * one.form.n * 50 <= work for one in starts)
-            made = [one for start in starts if small for one in _made_to_measure(terms, start)]
-            known[name] = min(made, key=_rank, default=None)
-        return known[name]
-
-    return [draft for name in names if (draft := best(name)) is not None]
+    names, found = [*names], [draft for draft in found if len(draft.balance) > 1]
+    every = [name for name in LAYOUTS if name != AUTO and (name in names or AUTO in names)]
+    best = {name: _named(terms, name, found, sizes, work, stages) for name in every}
+    if AUTO in names:
+        fitting = sorted((one for one in best.values() if one and one.excess <= 1), key=_rank)
+        starts = [one for one in [*found[:1], *fitting[:2]] if stages in (None, one.form.n)]
+        small = all(one.chunks * one.form.n * 50 <= work for one in starts)
+        made = [one for start in starts if small for one in _made_to_measure(terms, start)]
+        best[AUTO] = min(made, key=_rank, default=None)
+    return [draft for name in names if (draft := best[name]) is not None]
 
 
 def _sizes(
@@ -659,53 +561,41 @@ def _sizes(
     return sorted(set(sizes), key=lambda size: (-size[0], size[1]))
 
 
-def _forms(
-    terms: Terms, name: str, sizes: Iterable[tuple[int, int]], stages: int | None
-) -> Iterator[Form]:
-    """A schedule in all sizes that can be laid out on the devices."""
+def _named(
+    terms: Terms,
+    name: str,
+    found: Sequence[Draft],
+    sizes: Sequence[tuple[int, int]],
+    work: int,
+    stages: int | None,
+) -> Draft | None:
+    """The best cut for a schedule, in all sizes that can be laid out on the devices."""
+    drafts: list[Draft] = []
     for p, m in sizes:
         line = tuple(range(p))
-        shapes = {"line": [line], "v": [line + line[::-1]], "rounds": [line * 2, line * 3]}
+        shapes = {_LINE: [line], _V: [line + line[::-1]], _ROUNDS: [line * 2, line * 3]}
         for device_of in shapes[LAYOUTS[name][1]]:
             if len(device_of) <= len(terms.profile.layers) and stages in (None, len(device_of)):
-                yield Form(SCHEDULES[name](m, device_of))
+                form = Form(SCHEDULES[name](m, device_of))
+                cuts = dict.fromkeys(_starts(terms, form, found))
+                own = (terms.draft(form, balance) for balance in cuts)
+                drafts.append(min(filter(None, own), key=_rank))
+    tried = sorted(drafts, key=_rank)[:3]
+    return min((improved(terms, one, work // 3)[0] for one in tried), key=_rank, default=None)
 
 
-def _best_cut(
-    terms: Terms, forms: Iterable[Form], found: Sequence[Draft], work: int
-) -> Draft | None:
-    """The best cut for the most promising forms."""
-    tried: list[Draft] = []
-    forms = list(forms)
-    for starts, most in ((_even, 2), (_extended, 1)):
-        drafts = []
-        for form in forms:
-            cuts = (terms.draft(form, balance) for balance in starts(terms, form, found))
-            drafts += sorted((one for one in cuts if one is not None), key=_rank)[:1]
-        tried += sorted(drafts, key=_rank)[:most]
-    work //= max(1, len(tried))
-    return min((improved(terms, one, work)[0] for one in tried), key=_rank, default=None)
-
-
-def _even(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
-    """Cuts of even time, of even memory, and what the search found."""
-    sums = terms.chain(form.m).sums
-    yield tuple(balance_cost([b - a for a, b in pairwise(sums["time"])], form.n))
-    if form.n == form.devices:
-        yield from {draft.balance for draft in found if len(draft.balance) == form.n}
-    held = list(map(sum, zip(sums["fixed"], sums["stored"], strict=True)))
-    if held == sorted(held) and held[-1] > 0:
-        yield tuple(balance_cost([b - a for a, b in pairwise(held)], form.n))
-
-
-def _extended(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
-    """What the search found for as many devices, and a layer for each stage that is left: so what
-    takes long to send crosses no more often than there.
+def _starts(terms: Terms, form: Form, found: Sequence[Draft]) -> Iterator[Balance]:
+    """Cuts of even time and of even memory; what the search found for as many devices, with a layer
+    for each stage that is left: so what takes long to send crosses no more often than there.
     """
-    layers, n = len(terms.profile.layers), form.n
-    for balance in {draft.balance for draft in found}:
-        if len(balance) == form.devices < n:
-            ends = [*accumulate(balance), *[layers] * (n - len(balance))]
+    sums, n, layers = terms.chain(form.m).sums, form.n, len(terms.profile.layers)
+    held = list(map(sum, zip(sums["fixed"], sums["stored"], strict=True)))
+    yield tuple(balance_cost([b - a for a, b in pairwise(sums["time"])], n))
+    if held == sorted(held) and held[-1] > 0:
+        yield tuple(balance_cost([b - a for a, b in pairwise(held)], n))
+    for draft in found:
+        if len(draft.balance) == form.devices:
+            ends = [*accumulate(draft.balance), *[layers] * (n - form.devices)]
             ends = [min(end, layers - n + k) for k, end in enumerate(ends, 1)]
             yield tuple(b - a for a, b in pairwise([0, *ends]))
 
@@ -740,6 +630,26 @@ def _made_to_measure(terms: Terms, start: Draft) -> Iterator[Draft]:
 # -- nothing fits ----------------------------------------------------------------------------------
 
 
+def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
+    """The largest share of memory that a stage takes of its device, with one slot each, in the cut
+    into ``n`` where that is least; and the cut.
+    """
+    chain, machine, count = terms.chain(m), terms.machine, len(terms.profile.layers)
+
+    @lru_cache
+    def needs(first: bool, speed: float) -> Tensor:
+        run = chain.runs(range(count + 1), first)
+        one, taken = torch.ones_like(run.forward), machine.host * run.forward / speed
+        held = [chain.held(run, one, one, mode, taken).most(1) for mode in terms.modes]
+        return torch.stack(held).amin(0)
+
+    def share(k: int, _: int) -> Tensor:
+        return needs(k == n, machine.speed[n - k]) / machine.memory[n - k]
+
+    table, stages = least_largest(count, n, 1, share)
+    return float(table[n, 0]), tuple(j - i for i, j, _ in stages(n))
+
+
 def shortage(
     terms: Terms, *, chunks: Chunks = None, stages: int | Iterable[int] | None = None
 ) -> str | None:
@@ -753,22 +663,26 @@ def shortage(
     Raises:
         ValueError: an argument does not fit.
     """
-    machine, layers = terms.machine, terms.profile.layers
+    machine, layers, batch = terms.machine, terms.profile.layers, terms.batch_size
     counts = stage_counts(len(layers), len(machine), stages)
+    wanted = chunk_counts(terms.profile, len(machine), batch, chunks)[0] if chunks else ()
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
         """The share of memory, micro-batches and balance of what comes nearest."""
         smaller = Terms(terms.profile, machine, batch_size, terms.param_scale)
-        asked = wanted and tuple(m for m in wanted if batch_size % m == 0)
+        asked = [m for m in wanted if batch_size % m == 0] or None
         m = max(sum(chunk_counts(terms.profile, len(machine), batch_size, asked), ()))
-        found = Program(smaller, m).shares(max(counts))
-        cut = min((found[n - 1] for n in counts), key=lambda cut: cut.value)
-        return cut.value, m, cut.balance
+        share, balance = min(_least_share(smaller, m, n) for n in counts)
+        return share, m, balance
 
-    wanted = None
-    if chunks is not None:
-        wanted = chunk_counts(terms.profile, len(machine), terms.batch_size, chunks)[0]
-    value, m, balance = nearest(terms.batch_size)
+    def smallest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+        """The first number after ``low`` that fits; ``high`` if none before does."""
+        while high - low > 1:
+            k = (low + high) // 2
+            low, high = (low, k) if fits(k) else (k, high)
+        return high
+
+    value, m, balance = nearest(batch)
     if value <= 1:
         return None
     draft = terms.draft(one_f_one_b_form(m, (1,) * len(balance)), balance)
@@ -783,16 +697,14 @@ def shortage(
         more = in_bytes(draft.excess * machine.memory[0] * (1 + 1e-9), up=True)
         ways.append(f"{more} on each device")
     if machine.uniform and stages is None:
-        many = Machine.even(_MOST_DEVICES, machine.memory[0], host=machine.host)
-        found = Program(terms.on(many), m).shares(min(_MOST_DEVICES, len(layers)))
-        enough = [len(cut.balance) for cut in found if cut.value <= 1]
-        ways += [f"{n} such devices" for n in enough[:1]]
+        many = terms.on(Machine.even(_MOST_DEVICES, machine.memory[0], host=machine.host))
+        most = min(_MOST_DEVICES, len(layers))
+        n = smallest(0, most + 1, lambda n: _least_share(many, m, n)[0] <= 1)
+        ways += [f"{n} such devices"] * (n <= most)
+    # Memory grows with the mini-batch: the first that does not fit, counted in micro-batches.
     step = max(wanted or (1,))
-    low, high = 0, -(-terms.batch_size // step)
-    while high - low > 1:  # memory grows with the mini-batch
-        k = (low + high) // 2
-        low, high = (k, high) if nearest(k * step)[0] <= 1 else (low, k)
-    ways += [f"batch_size={low * step}"] * (low > 0)
+    k = smallest(0, -(-batch // step), lambda k: nearest(k * step)[0] > 1) - 1
+    ways += [f"batch_size={k * step}"] * (k > 0)
     ways.append("a smaller param_scale (an optimizer with less state)")
     ways += ["the devices in another order"] * (not machine.uniform)
     needs, has = draft.memory[s], machine.memory[s]

@@ -53,10 +53,6 @@ assert_type(pipe[0], nn.Module)
 assert_type(pipe[1:], nn.Sequential)
 assert_type(data_parallel(pipe), Pipe)
 assert_type(syncpipe.plan(layers, x, devices="2 x 1GB, 1GB/s", batch_size=8), syncpipe.Plan)
-assert_type(
-    syncpipe.plan(layers, x, devices="2 x 1GB, 1GB/s", batch_size=8, replicas=True),
-    syncpipe.planner.Replicas,
-)
 assert_type(syncpipe.balance.balance_by_time(2, layers, x), list[int])
 Pipe(layers, chunk=2)  # type: ignore[call-arg]
 pipe.train_batch(x, y, F.cross_entropy)  # type: ignore[call-overload]
