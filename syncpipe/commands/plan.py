@@ -20,7 +20,7 @@ from torch import nn
 from syncpipe.balance import DEVICES, EFFICIENCY, Profile, estimated
 from syncpipe.commands.arguments import file_to_write, whole_number
 from syncpipe.layers.conversion.sequential import sequential
-from syncpipe.planner import NoPlan, Plan, plan
+from syncpipe.planner import NoPlan, plan
 from syncpipe.planner.machine import machine_of
 from syncpipe.planner.planning import measured_for
 from syncpipe.planner.search import ANY, TITLES
@@ -95,18 +95,15 @@ def _run(args: argparse.Namespace) -> None:
     wrong = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
     with _refusing(*wrong, what=f"--devices {args.devices}: "):  # before minutes go by
         machine_of(args.devices, memory=args.memory, bandwidth=args.bandwidth)
-    for option in ("picture", "save"):
-        if args.replicas and getattr(args, option) is not None:
-            raise _Refused(f"--{option}: a plan with replicas has no schedule to draw")
     layers = _read(args) if args.model is None else _measured(args)
     with _refusing(TypeError, ValueError):
         options = {name: getattr(args, name) for name in _PASSED}
         found = plan(layers, devices=args.devices, **options)
     print(json.dumps(found.as_dict(), indent=1) if args.json else found)
     with _refusing(ImportError, OSError):
-        if isinstance(found, Plan) and args.picture is not None:
+        if args.picture is not None:
             found.timeline().save(args.picture)
-        if isinstance(found, Plan) and args.save is not None:
+        if args.save is not None:
             found.save(args.save)
 
 

@@ -98,11 +98,11 @@ def _one_device(terms: Terms) -> Alternative:
 
 def _shared_stages(terms: Terms, chosen: Draft) -> Iterator[Alternative]:
     """PipeDream's stages on several devices each."""
-    devices, draft = len(terms.machine), None
+    devices, draft = len(terms.machine), chosen
     if terms.machine.uniform and terms.batch_size >= devices > 1:
         draft = shared(terms)
-    if draft is not None and draft.form.devices > draft.form.n and draft.form != chosen.form:
-        shape = "-".join(str(len(place)) for place in draft.form.places)
+    if max(draft.form.replicas) > max(chosen.form.replicas):
+        shape = "-".join(map(str, draft.form.replicas))
         yield _of(terms, f"stages with replicas, {shape} (replicas=True)", draft)
 
 
@@ -117,7 +117,9 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
         n = devices // d
         if devices % d or terms.batch_size % d or n > layers:
             continue
-        part = Terms(terms.profile, machine.head(n), terms.batch_size // d, terms.param_scale)
+        part = Terms(
+            terms.profile, machine.ordered(range(n)), terms.batch_size // d, terms.param_scale
+        )
         name = f"data parallelism, {d} copies" + f" of a pipeline of {count(n, 'stage')}" * (n > 1)
         best = next(iter(search(part, stages=n)), None)
         time, note = None, f"does not fit into {in_bytes(machine.memory[0])}"

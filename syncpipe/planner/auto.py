@@ -24,8 +24,8 @@ from syncpipe.balance.profile import in_bytes
 from syncpipe.checkpoints import reader
 from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
 from syncpipe.layers.conversion.sequential import call_input, sequential
-from syncpipe.layers.placement import check_devices, default_devices, move_layers, resolve_workers
-from syncpipe.planner.machine import RESERVE, machine_of
+from syncpipe.layers.placement import check_devices, default_devices, move_layers
+from syncpipe.planner.machine import RESERVE, machine_of, places_of, real_devices
 from syncpipe.planner.planning import NoPlan, Plan, count_of, plan
 from syncpipe.planner.words import count
 from syncpipe.runtime.interrupts import undone
@@ -174,12 +174,11 @@ class Room:
     """
 
     def __init__(self, devices: Any, memory: Any, model: nn.Module) -> None:
-        if devices is None or isinstance(devices, int):
-            number = _CPU_WORKERS if devices is None else devices
-            devices = default_devices(number)[: devices or None]
-        devices = check_devices(devices)
+        if devices is None:
+            devices = default_devices(_CPU_WORKERS)
+        devices = real_devices(devices) or check_devices(devices)
         limits = machine_of(devices, memory=memory, bandwidth=1.0, host_bandwidth=1.0).memory
-        places = [worker.device for worker in resolve_workers(devices, len(devices))]
+        places = places_of(devices)
         own = {place: _bytes_on(model, place) for place in places if place.type != "cpu"}
         self.others = {p: torch.accelerator.memory_allocated(p) - n for p, n in own.items()}
         if memory is None:  # what the model takes now will be free

@@ -44,6 +44,9 @@ __all__ = [
 #: What a stage does with its activations until their backward.
 Mode = Literal["store", "recompute", "offload"]
 
+#: Of a layer's backward, where its halves were not measured: both products of a linear layer's
+#: backward have as many multiplications.
+_HALF = 0.5
 #: So many inputs at most have arrived at a stage that has not begun with them.
 _AHEAD = 2
 
@@ -89,11 +92,12 @@ class Chain:
     Attributes:
         forward: seconds.
         backward: seconds.
-        inputs: bytes that enter.
+        inputs: bytes that enter; after those of the last layer what it gives, if that is known.
         stored: bytes that it stores for backward.
         shared: the part of these that the layer before it stores already.
         fixed: bytes that stay: parameters, gradients, the optimizer's state, buffers.
         skips: ``(layer that stashes, layer that pops, bytes)``.
+        weight: seconds of its backward that gradients of parameters take.
         interpreter: seconds that its forward holds the interpreter's lock.
         peaks: bytes that are alive at most while it runs (``LayerProfile.peak_bytes``); empty where
             they are unknown.
@@ -107,6 +111,7 @@ class Chain:
     shared: tuple[float, ...]
     fixed: tuple[float, ...]
     skips: tuple[tuple[int, int, float], ...] = ()
+    weight: tuple[float, ...] = ()
     interpreter: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
     batch: float = 0.0
@@ -123,14 +128,17 @@ class Chain:
             values = (getattr(layer, what) for layer in layers)
             return tuple(interpolate(value, samples) if value else 0.0 for value in values)
 
-        given = profile.input_bytes
+        given, backward = profile.input_bytes, numbers("backward")
+        shares = [_HALF if x.weight_share is None else x.weight_share for x in layers]
+        trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
         return cls(
             forward=numbers("forward"),
-            backward=numbers("backward"),
-            inputs=(interpolate(given, samples) if given else 0.0, *numbers("output_bytes")[:-1]),
+            backward=backward,
+            inputs=(interpolate(given, samples) if given else 0.0, *numbers("output_bytes")),
             stored=numbers("stored_bytes"),
             shared=numbers("shared_bytes"),
             fixed=tuple(layer.memory(param_scale) for layer in layers),
+            weight=tuple(b * x * y for b, x, y in zip(backward, shares, trained, strict=True)),
             interpreter=tuple(layer.interpreter for layer in layers),
             peaks=numbers("peak_bytes") if all(layer.peak_bytes for layer in layers) else (),
             batch=interpolate(given, batch_size) if given else 0.0,
@@ -152,6 +160,7 @@ class Chain:
             "backward": self.backward,
             "fixed": self.fixed,
             "stored": [a - b for a, b in zip(self.stored, self.shared, strict=True)],
+            "weight": self.weight or (0.0,) * len(self),
             "interpreter": self.interpreter or (0.0,) * len(self),
         }
         found = {what: tuple(accumulate(each, initial=0.0)) for what, each in columns.items()}
@@ -160,7 +169,7 @@ class Chain:
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        starts = {"shared": (*self.shared, 0.0), "inputs": (*self.inputs, 0.0)}
+        starts = {"shared": self.shared, "inputs": self.inputs}
         return {what: doubles(each) for what, each in (self.sums | starts).items()}
 
     @cached_property
@@ -201,12 +210,10 @@ class Chain:
         if (i, j) not in self._runs:
             names = ("forward", "backward", "fixed", "stored")
             f, b, fixed, stored = (self.sums[what][j] - self.sums[what][i] for what in names)
-            stored, transient, popped = stored + self.shared[i], 0.0, 0.0
-            if self.peaks:
-                transient = float(self._transient[i, j])
-            if self.skips:
-                popped = float(self._popped[i, j])
-            self._runs[i, j] = Run(i == 0, f, b, fixed, self.inputs[i], stored, transient, popped)
+            transient = float(self._transient[i, j]) if self.peaks else 0.0
+            popped = float(self._popped[i, j]) if self.skips else 0.0
+            stored, inputs = stored + self.shared[i], self.inputs[i]
+            self._runs[i, j] = Run(i == 0, f, b, fixed, inputs, stored, transient, popped)
         return self._runs[i, j]
 
     def held(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:
@@ -245,26 +252,34 @@ def ends_of(balance: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(balance, initial=0)))
 
 
-def costs_of(chain: Chain, machine: Machine, balance: Sequence[int]) -> Costs:
+def costs_of(chain: Chain, machine: Machine, balance: Sequence[int], split: bool = False) -> Costs:
     """What a player needs to know of a cut; stage ``s`` is on device ``s`` of the machine.
 
-    All of a backward stands as its input half, so that the gradient goes on when it is over.
+    A backward that is not split stands as its input half, so that the gradient goes on when it is
+    over.
     """
-    stages = ends_of(balance)
-    runs = [(chain.run(i, j), v) for (i, j), v in zip(stages, machine.speed, strict=False)]
+    stages = list(zip(ends_of(balance), machine.speed, strict=False))
+
+    def seconds(what: str) -> tuple[float, ...]:
+        sums = chain.sums[what]
+        return tuple((sums[j] - sums[i]) / v for (i, j), v in stages)
+
     skips: dict[tuple[int, int], float] = {}
-    if chain.skips:
-        stage_of = [s for s, number in enumerate(balance) for _ in range(number)]
-        for stash, pop, size in chain.skips:
-            a, b = stage_of[stash], stage_of[pop]
-            if a != b:
-                skips[a, b] = skips.get((a, b), 0.0) + machine.transfer(size, a, b)
-    sent = [machine.transfer(chain.inputs[i], s - 1, s) for s, (i, _) in enumerate(stages) if s]
+    stage_of = [s for s, number in enumerate(balance) for _ in range(number)] * bool(chain.skips)
+    for stash, pop, size in chain.skips:
+        a, b = stage_of[stash], stage_of[pop]
+        if a != b:
+            skips[a, b] = skips.get((a, b), 0.0) + machine.transfer(size, a, b)
+    sent = [machine.transfer(chain.inputs[i], s - 1, s) for s, ((i, _), _) in enumerate(stages)]
+    backward, weight = seconds("backward"), (0.0,) * len(stages)
+    if split:
+        weight = tuple(map(min, seconds("weight"), backward))
+        backward = tuple(a - b for a, b in zip(backward, weight, strict=True))
     return Costs(
-        forward=tuple(run.forward / v for run, v in runs),
-        backward_input=tuple(run.backward / v for run, v in runs),
-        backward_weight=(0.0,) * len(stages),
-        transfer=tuple(sent),
+        forward=seconds("forward"),
+        backward_input=backward,
+        backward_weight=weight,
+        transfer=tuple(sent[1:]),
         skips=skips,
     )
 

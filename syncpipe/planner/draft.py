@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
-from syncpipe.balance.profile import Profile, interpolate
+from syncpipe.balance.profile import Profile
 from syncpipe.planner.chain import Chain, Held, Mode, costs_of, ends_of, sizes_of
 from syncpipe.planner.machine import Machine
 from syncpipe.runtime.worker import has_lock
@@ -29,10 +29,6 @@ from syncpipe.schedules.player import Costs, Simulation, play
 from syncpipe.schedules.schedule import KINDS, Kind, Schedule, devices_of
 
 __all__ = ["Draft", "Form", "Terms", "levels", "one_f_one_b_form"]
-
-#: Of a layer's backward, where its halves were not measured: both products of a linear layer's
-#: backward have as many multiplications.
-_HALF = 0.5
 
 #: Of a device, three numbers for each of its stages: micro-batches held, of these those that go
 #: back, of these those between their halves.
@@ -51,6 +47,7 @@ class Form:
         #: For each stage its devices, and the first of them; for each device its stages.
         self.places = [devices_of(schedule.device_of, j) for j in stages]
         self.device_of = tuple([place[0] for place in self.places])
+        self.replicas = list(map(len, self.places))
         self.stages_of = [[j for j in stages if d in self.places[j]] for d in range(self.devices)]
 
     def recomputed(self, modes: Sequence[Mode]) -> list[int]:
@@ -177,15 +174,8 @@ class Terms:
         #: What a stage can do with its activations.
         self.modes: tuple[Mode, ...] = ("store", "recompute")
         self.modes += ("offload",) if machine.host else ()
-        layers, known = self.profile.layers, [x.weight_share for x in self.profile.layers]
-        trained = [x.parameter_bytes > x.frozen_bytes for x in layers]
-        #: For each layer what its weight half is of its backward; whether some were not measured.
-        self.shares = [
-            (_HALF if share is None else share) * own
-            for share, own in zip(known, trained, strict=True)
-        ]
-        self._trained = [0.0, *accumulate(x.parameter_bytes - x.frozen_bytes for x in layers)]
-        self.guessed = any(a is None and b for a, b in zip(known, trained, strict=True))
+        trained = (x.parameter_bytes - x.frozen_bytes for x in self.profile.layers)
+        self._trained = list(accumulate(trained, initial=0.0))
 
     def chain(self, chunks: int, last: int = 0) -> Chain:
         """The layers, for one of so many micro-batches, or the last, which may be smaller."""
@@ -208,39 +198,22 @@ class Terms:
     def costs(self, form: Form, balance: Sequence[int]) -> Costs:
         """What the stages of a cut take."""
         places, last = self._placed(form.device_of), self.batch_size % form.m > 0
-        found = [costs_of(self.chain(form.m, which), places, balance) for which in range(1 + last)]
-        if form.split:
-            found = [self._halved(costs, form.m, balance) for costs in found]
+        chains = [self.chain(form.m, which) for which in range(1 + last)]
+        found = [costs_of(chain, places, balance, form.split) for chain in chains]
         return replace(found[0], last=found[1]) if last else found[0]
-
-    def _halved(self, costs: Costs, m: int, balance: Sequence[int]) -> Costs:
-        """Costs of whole backwards as those of both halves."""
-        chain = self.chain(m)
-        products = zip(chain.backward, self.shares, strict=True)
-        later = [0.0, *accumulate(b * share for b, share in products)]
-        whole = chain.sums["backward"]
-        parts = [(later[j] - later[i]) / (whole[j] - whole[i] or 1.0) for i, j in ends_of(balance)]
-        both = list(zip(costs.backward_input, parts, strict=True))
-        return replace(
-            costs,
-            backward_input=tuple(b * (1 - part) for b, part in both),
-            backward_weight=tuple(b * part for b, part in both),
-        )
 
     def held(self, form: Form, s: int, i: int, j: int, mode: Mode) -> Held:
         """What stage ``s`` with the layers ``[i, j)`` takes."""
         q, q0, speed = form.in_flight[s], form.in_flight[0], self.machine.speed[form.device_of[s]]
-        shared = len(form.places[s]) > 1
+        shared = form.replicas[s] > 1
         key = (form.m, q, q0, speed, i, j, mode, form.split, shared)
         if key not in self._held:
             chain = self.chain(form.m)
             run = chain.run(i, j)
             found = chain.held(run, q, q0, mode, self.machine.host * run.forward / speed)
             if form.split:
-                samples = sizes_of(self.batch_size, form.m)[0]
-                last = interpolate(self.profile.layers[-1].output_bytes, samples)
-                sent = zip((*chain.inputs[1:], last)[i:j], self.shares[i:j], strict=True)
-                found = found._replace(halves=sum(size for size, share in sent if share))
+                sent = zip(chain.inputs[i + 1 : j + 1], chain.weight[i:j], strict=True)
+                found = found._replace(halves=sum(size for size, later in sent if later))
             if shared:  # gradients of the other replicas, which arrive where the optimizer is
                 found = found._replace(fixed=found.fixed + self.trained(i, j))
             self._held[key] = found
@@ -261,8 +234,8 @@ class Terms:
 
     def _exchange(self, form: Form, balance: Sequence[int]) -> float:
         """Seconds in which replicas are sent parameters and send back gradients, once a step."""
-        pairs = zip(form.places, ends_of(balance), strict=True)
-        sizes = [2 * (len(place) - 1) * self.trained(i, j) for place, (i, j) in pairs]
+        pairs = zip(form.replicas, ends_of(balance), strict=True)
+        sizes = [2 * (r - 1) * self.trained(i, j) for r, (i, j) in pairs]
         return max(sizes) / self.machine.bandwidth[0][-1]
 
     def link_time(self, m: float, stored: Any) -> Any:
@@ -329,30 +302,30 @@ class Terms:
         """
         m, last, counts = form.m, costs.last or costs, form.recomputed(modes)
         back: Kind = "backward_input" if form.split else "backward"
-        heads, tails = [0.0], [0.0]
-        for j in range(form.n - 1):
-            apart = form.device_of[j] != form.device_of[j + 1]
-            way = min(costs.transfer[j], last.transfer[j]) * apart
+
+        def whole(part: str) -> list[float]:
+            """Seconds for all micro-batches; one of several replicas has its share at least."""
+            both = zip(getattr(costs, part), getattr(last, part), form.replicas, strict=True)
+            return [((m - 1) * one + end) / r for one, end, r in both]
+
+        work = list(map(sum, zip(whole("forward"), whole("backward_input"), strict=True)))
+        late, heads, tails = whole("backward_weight"), [0.0], [0.0]
+        for j, (count, r) in enumerate(zip(counts, form.replicas, strict=True)):
+            again = min(count, m - 1) * costs.recompute[j] + (count == m) * last.recompute[j]
+            work[j] += again / r
+        for j, way in enumerate(map(min, costs.transfer, last.transfer)):
+            way *= form.device_of[j] != form.device_of[j + 1]
             heads.append(heads[j] + min(x.times["forward"][j] for x in (costs, last)) + way)
             tails.append(tails[j] + min(x.times[back][j] for x in (costs, last)) + way)
         bound = 0.0
         for own in form.stages_of:
-            work = late = link = 0.0
-            for j in own:  # of a stage with replicas one has this mean at least
-                part = 1 / len(form.places[j])
-                for one, times, again in (
-                    (costs, m - 1, min(counts[j], m - 1)), (last, 1, counts[j] == m),
-                ):  # fmt: skip
-                    work += part * times * (one.forward[j] + one.backward_input[j])
-                    work += part * again * one.recompute[j]
-                    late += part * times * one.backward_weight[j]
-                if modes[j] == "offload":
-                    stored = self.chain(m).run(*ends_of(balance)[j]).stored
-                    link += part * self.link_time(m, stored)
-            first = own[0]
+            stored = [self.chain(m).run(*ends_of(balance)[j]).stored / form.replicas[j]
+                      for j in own if modes[j] == "offload"]  # fmt: skip
+            after = sum(late[j] for j in own)
             # Nothing waits for weight halves.
-            after = max(tails[first], late) if form.split else tails[first] + late
-            bound = max(bound, heads[first] + work + after, heads[first] + link + tails[first])
+            after = max(tails[own[0]], after) if form.split else tails[own[0]] + after
+            link = self.link_time(m, sum(stored)) + tails[own[0]] if stored else 0.0
+            bound = max(bound, heads[own[0]] + max(sum(work[j] for j in own) + after, link))
         return bound
 
     def _modes(self, form: Form, balance: Sequence[int], costs: Costs) -> list[Mode]:

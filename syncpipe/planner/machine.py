@@ -22,7 +22,7 @@ from itertools import chain, permutations
 from numbers import Real
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,8 @@ from syncpipe.layers.placement import check_devices, default_devices, resolve_wo
 from syncpipe.runtime.streams import AcceleratorStreams, same_memory
 
 __all__ = [
-    "RESERVE", "Machine", "clear_cache", "kind_of", "link_bandwidth", "machine_of",
-    "measure_bandwidth", "measure_memory", "parse_bandwidth", "parse_bytes",
+    "BYTES", "RATE", "RESERVE", "Machine", "clear_cache", "kind_of", "link_bandwidth",
+    "machine_of", "measure_bandwidth", "measure_memory", "number_of", "places_of", "real_devices",
 ]  # fmt: skip
 
 EXAMPLE = "8 x 16GB, 12GB/s"
@@ -69,7 +69,7 @@ class Machine:
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        memory = tuple(_size(f"memory[{d}]", one) for d, one in enumerate(self.memory))
+        memory = tuple(number_of(f"memory[{d}]", one, BYTES) for d, one in enumerate(self.memory))
         n, rows = len(memory), [tuple(row) for row in self.bandwidth]
         if n == 0:
             raise ValueError("memory=() names no device; a pipeline needs at least one")
@@ -79,15 +79,18 @@ class Machine:
                 f"devices: give one number for all, or {n} rows of {n}"
             )
         bandwidth = tuple(
-            tuple(_rate(f"bandwidth[{a}][{b}]", row[b]) if a != b else math.inf for b in range(n))
+            tuple(
+                number_of(f"bandwidth[{a}][{b}]", row[b], RATE) if a != b else math.inf
+                for b in range(n)
+            )
             for a, row in enumerate(rows)
         )
-        speed = tuple(_positive(f"speed[{d}]", v, finite=True) for d, v in enumerate(self.speed))
+        speed = tuple(number_of(f"speed[{d}]", v, FACTOR) for d, v in enumerate(self.speed))
         speed = speed or (1.0,) * n
         _check_count("speed", speed, n)
         _check_count("names", self.names or speed, n)
         if self.host != 0:
-            _rate("host", self.host)
+            number_of("host", self.host, RATE)
         fields = {"memory": memory, "bandwidth": bandwidth, "names": tuple(self.names)}
         for name, value in (fields | {"speed": speed}).items():
             object.__setattr__(self, name, value)
@@ -98,18 +101,6 @@ class Machine:
     ) -> Machine:
         """``n`` equal devices, and equal links between all of them; the others as attributes."""
         return cls((memory,) * n, ((bandwidth,) * n,) * n, host=host)
-
-    @classmethod
-    def linked(cls, parts: Sequence[Machine], bandwidth: float) -> Machine:
-        """Several machines side by side, with so many bytes per second between two of them."""
-        rows: list[tuple[float, ...]] = []
-        count = sum(map(len, parts))
-        for part in parts:
-            left = len(rows)
-            right = count - left - len(part)
-            rows += [(bandwidth,) * left + row + (bandwidth,) * right for row in part.bandwidth]
-        memory = tuple(size for part in parts for size in part.memory)
-        return cls(memory, tuple(rows), speed=tuple(v for part in parts for v in part.speed))
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -125,12 +116,6 @@ class Machine:
         """Whether all devices and all links between two are alike."""
         links = {w for a, row in enumerate(self.bandwidth) for b, w in enumerate(row) if a != b}
         return len(set(self.memory)) == 1 and len(links) <= 1 and len(set(self.speed)) == 1
-
-    def head(self, n: int) -> Machine:
-        """The first ``n`` devices."""
-        if not 1 <= n <= len(self):
-            raise ValueError(f"n={n}: there are {len(self)} devices")
-        return self.ordered(range(n))
 
     def ordered(self, devices: Sequence[int]) -> Machine:
         """Some of the devices, or all, in another order; each keeps what it is called."""
@@ -161,76 +146,58 @@ class Machine:
 
 # -- numbers and text ------------------------------------------------------------------------------
 
+
+class Unit(NamedTuple):
+    """What a number is of: how text says it, such as what, and in words."""
+
+    pattern: re.Pattern[str]
+    example: str
+    of: str
+
+
 _NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*"
 _PREFIX = r"(?:([kmgt])(i?))?"
-_SIZE = re.compile(rf"{_NUMBER}{_PREFIX}B\s*", re.IGNORECASE)
-_RATE = re.compile(rf"{_NUMBER}{_PREFIX}(bits?|B)\s*(?:/\s*s(?:ec)?|ps)\s*", re.IGNORECASE)
-_SPEED = re.compile(_NUMBER, re.IGNORECASE)
+#: "16GB" is 16e9, "16GiB" 16 * 2**30; "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9. Case and
+#: spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could be either.
+BYTES = Unit(
+    re.compile(rf"{_NUMBER}{_PREFIX}B\s*", re.IGNORECASE),
+    "'16GB' (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB)",
+    " of bytes (16e9, '16GB')",
+)
+RATE = Unit(
+    re.compile(rf"{_NUMBER}{_PREFIX}(bits?|B)\s*(?:/\s*s(?:ec)?|ps)\s*", re.IGNORECASE),
+    "'12GB/s' for bytes or '100Gbit/s' for bits",
+    " of bytes per second (12e9, '12GB/s')",
+)
+FACTOR = Unit(re.compile(_NUMBER, re.IGNORECASE), "2.0", "")
+
+
+def number_of(what: str, given: Any, unit: Unit) -> float:
+    """A positive number, which may be written as text.
+
+    Raises:
+        ValueError: it cannot be read, or is none; the message begins with ``what``.
+    """
+    if not isinstance(given, str):
+        known = isinstance(given, Real) and not isinstance(given, bool)
+        if not (known and float(given) > 0) or (unit is FACTOR and given == math.inf):
+            raise ValueError(f"{what}={given!r} must be a positive number{unit.of}")
+        return float(given)
+    found = unit.pattern.fullmatch(given)
+    number, prefix, binary, one = (*(found.groups("") if found else ()), "", "", "", "")[:4]
+    if found is None or (one == "b" and not prefix.isupper()):
+        raise ValueError(f"{what}={given!r} cannot be read: write it like {unit.example}")
+    power = " KMGT".index(prefix.upper() or " ")
+    value = float(number) * (1024 if binary else 1000) ** power / (1 if one in ("", "B") else 8)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{what}={given!r} is {value:g}: it must be greater than 0, and finite")
+    return float(value)
+
+
 #: How many, and either machines with links of their own, or memory and speed of a device.
 _DEVICES = re.compile(
     r"\s*(?:([^()]*?)\s*[x\u00d7*])?\s*(?:\((.*)\)|([^()@]*)(?:@([^()]*))?)\s*", re.IGNORECASE
 )
-
-
-def parse_bytes(text: str, what: str = "memory") -> float:
-    """Bytes from text: "16GB" is 16e9, "16GiB" 16 * 2**30; B, kB, MB and TB as well.
-
-    Case and spaces do not matter.
-
-    Raises:
-        ValueError: it cannot be read, or is 0 or infinite; the message begins with ``what``.
-    """
-    units = "'16GB' (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB)"
-    return _read(_SIZE, text, what, units)
-
-
-def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
-    """Bytes per second from text: "12GB/s" is 12e9, "100Gbit/s" or "100Gb/s" 12.5e9.
-
-    Case and spaces do not matter, but where bits and bytes differ by nothing else: "12gb/s" could
-    be either, and is refused.
-
-    Raises:
-        ValueError: it cannot be read, or is 0 or infinite; the message begins with ``what``.
-    """
-    return _read(_RATE, text, what, "'12GB/s' for bytes or '100Gbit/s' for bits")
-
-
-def _read(pattern: re.Pattern[str], text: str, what: str, expected: str) -> float:
-    """A number times its unit."""
-    found = pattern.fullmatch(text)
-    number, prefix, binary, unit = (*(found.groups("") if found else ()), "", "", "", "")[:4]
-    if found is None or (unit == "b" and not prefix.isupper()):
-        raise ValueError(f"{what}={text!r} cannot be read: write it like {expected}")
-    power = " KMGT".index(prefix.upper() or " ")
-    value = float(number) * (1024 if binary else 1000) ** power / (1 if unit in ("", "B") else 8)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{what}={text!r} is {value:g}: it must be greater than 0, and finite")
-    return float(value)
-
-
-def _size(what: str, given: Any) -> float:
-    if isinstance(given, str):
-        return parse_bytes(given, what)
-    return _positive(what, given, " of bytes (16e9, '16GB')")
-
-
-def _rate(what: str, given: Any) -> float:
-    if isinstance(given, str):
-        return parse_bandwidth(given, what)
-    return _positive(what, given, " of bytes per second (12e9, '12GB/s')")
-
-
-def _positive(what: str, given: Any, unit: str = "", finite: bool = False) -> float:
-    known = isinstance(given, Real) and not isinstance(given, bool)
-    if not (known and float(given) > 0) or (finite and given == math.inf):
-        raise ValueError(f"{what}={given!r} must be a positive number{unit}")
-    return float(given)
-
-
-def _check_count(what: str, given: Sequence[Any], n: int) -> None:
-    if len(given) != n:
-        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
 
 
 def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
@@ -250,10 +217,10 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
         if inside is not None:
             part = _described(inside, whole=whole or text)
         else:
-            size = parse_bytes(memory, f"{what}: memory")
-            factor = 1.0 if speed is None else _read(_SPEED, speed, f"{what}: speed", "2.0")
+            size = number_of(f"{what}: memory", memory, BYTES)
+            factor = number_of(f"{what}: speed", speed or "1", FACTOR)
             part = Machine((size,), ((math.inf,),), speed=(factor,))
-        number = _read(_SPEED, count or "1", f"{what}: number of devices", EXAMPLE)
+        number = number_of(f"{what}: number of devices", count or "1", FACTOR)
         most = (_MOST_DEVICES - sum(map(len, parts))) // len(part)
         if not 1 <= number <= most or not number.is_integer():
             raise ValueError(
@@ -266,11 +233,55 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
             f"{what}: {text!r} does not say what goes from device to device in a second: add it "
             f"({text.strip() + ', 12GB/s'!r}), or give bandwidth='12GB/s'"
         )
-    link = parse_bandwidth(rate, f"{what}: bandwidth") if comma else 1.0
-    return Machine.linked(parts, link)
+    link = number_of(f"{what}: bandwidth", rate, RATE) if comma else 1.0
+    rows, left, count = [], 0, sum(map(len, parts))
+    for part in parts:  # inside of it links are its own
+        right = count - left - len(part)
+        rows += [(link,) * left + row + (link,) * right for row in part.bandwidth]
+        left += len(part)
+    memory = tuple(size for part in parts for size in part.memory)
+    return Machine(memory, tuple(rows), speed=tuple(v for part in parts for v in part.speed))
+
+
+def _check_count(what: str, given: Sequence[Any], n: int) -> None:
+    if len(given) != n:
+        raise ValueError(f"{what} is for {len(given)} devices, but there are {n}")
 
 
 # -- what is given, described, or here and measured ------------------------------------------------
+
+
+def real_devices(devices: Any) -> tuple[Any, ...] | None:
+    """Devices that are here, of a list or so many, as a pipe takes them; None for described ones.
+
+    Raises:
+        TypeError, ValueError: they are no devices, or not here.
+    """
+    if isinstance(devices, Machine):
+        return None
+    if isinstance(devices, str):
+        with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
+            check_devices(str(torch.device(devices.strip())))
+        return None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if not 1 <= devices <= _MOST_DEVICES:
+            raise ValueError(f"devices={devices}: plans are made for 1 to {_MOST_DEVICES}")
+        here = default_devices(devices)
+        if len(here) < devices:
+            raise ValueError(
+                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
+                f"plan for others, describe them: devices={EXAMPLE!r}"
+            )
+        return tuple(here[:devices])
+    given = check_devices(devices)
+    if not given:
+        raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
+    return tuple(given)
+
+
+def places_of(real: Sequence[Any]) -> list[torch.device]:
+    """The device of each, of which some may be workers."""
+    return [worker.device for worker in resolve_workers(real, len(real))]
 
 
 def machine_of(
@@ -290,25 +301,23 @@ def machine_of(
         TypeError, ValueError: a description that cannot be read, a device that is not here, a
             number that is none, or something that is not said and cannot be measured.
     """
-    if isinstance(devices, str):
-        with suppress(RuntimeError):  # "cuda:0": a list of devices is meant, and this says so
-            check_devices(str(torch.device(devices.strip())))
-        devices = _described(devices, bandwidth)
+    given = real_devices(devices)
+    real = places_of(given) if given is not None else []
     known = devices if isinstance(devices, Machine) else None
-    real = [] if known else _places(devices)
+    if isinstance(devices, str):
+        known = _described(devices, bandwidth)
     places: list[Any] = list(range(len(known))) if known else list(real)
-    n = len(places)
     if isinstance(memory, (str, Real)):
-        size = _size("memory", memory)
+        size = number_of("memory", memory, BYTES)
         memory = [size / places.count(place) for place in places]
     elif memory is None:
         memory = known.memory if known else _measured_memory(real)
     elif not isinstance(memory, Iterable):
         raise TypeError(f"memory={memory!r} is neither bytes (16e9, '16GB') nor a list of them")
     memory = tuple(memory)
-    _check_count("memory", memory, n)
+    _check_count("memory", memory, len(places))
     if isinstance(bandwidth, (str, Real)):
-        rate = _rate("bandwidth", bandwidth)
+        rate = number_of("bandwidth", bandwidth, RATE)
         bandwidth = [[math.inf if a == b else rate for b in places] for a in places]
     elif bandwidth is None:
         measured = ((link_bandwidth(a, b) for b in real) for a in real)
@@ -325,7 +334,7 @@ def machine_of(
             f"speed={speed!r} must be a list with a factor for each device, as [2.0, 1]"
         )
     if host_bandwidth is not None:
-        host = _rate("host_bandwidth", host_bandwidth)
+        host = number_of("host_bandwidth", host_bandwidth, RATE)
     elif known:
         host = known.host
     else:
@@ -333,24 +342,6 @@ def machine_of(
         host = min((link_bandwidth(a, torch.device("cpu")) for a in accelerators), default=0.0)
     names = known.names if known else tuple(map(str, real))
     return Machine(memory, rows, names, tuple(speed), host)
-
-
-def _places(devices: Any) -> list[torch.device]:
-    """The devices of a list or a number."""
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if not 1 <= devices <= _MOST_DEVICES:
-            raise ValueError(f"devices={devices}: plans are made for 1 to {_MOST_DEVICES}")
-        here = default_devices(devices)
-        if len(here) < devices:
-            raise ValueError(
-                f"devices={devices}, but {len(here)} are here ({', '.join(map(str, here))}): to "
-                f"plan for others, describe them: devices={EXAMPLE!r}"
-            )
-        return here[:devices]
-    given = check_devices(devices)
-    if not given:
-        raise ValueError(f"devices is empty: give at least one, or a description ({EXAMPLE!r})")
-    return [worker.device for worker in resolve_workers(given, len(given))]
 
 
 def _measured_memory(places: Sequence[torch.device]) -> tuple[float, ...]:

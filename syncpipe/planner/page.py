@@ -179,7 +179,7 @@ def _notes(plan: Plan) -> list[str]:
         words += f", what is transient (up to {in_bytes(most)})"
         words += f" and inputs that came early (up to {in_bytes(early)})" * bool(early)
     else:
-        widest = max(a + b for a, b in pairwise([*chain.inputs, 0.0]))
+        widest = max(map(sum, pairwise(chain.inputs)))
         words += (
             f"; gradients of activations come on top for a moment, {in_bytes(widest)} in the "
             "widest layer"
@@ -234,7 +234,10 @@ def _alternatives(plan: Plan) -> list[str]:
         lines.append(f"(schedule={AUTO!r} not tried for so many stages and micro-batches)")
     if plan.compared:
         lines.append("(plan(schedule=...) asks for one of these schedules, and looks longer)")
-    if plan.terms.guessed and (plan.chosen.form.split or plan.compared):
+    guessed = any(
+        x.weight_share is None and x.parameter_bytes > x.frozen_bytes for x in plan.profile.layers
+    )
+    if guessed and (plan.chosen.form.split or plan.compared):
         lines.append("(halves of backwards are estimated: half for each layer that has weights)")
     return lines
 

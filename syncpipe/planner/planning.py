@@ -18,11 +18,11 @@ from torch import nn
 from syncpipe.balance import EFFICIENCY, DeviceSpec, Profile, estimated, param_scale_of
 from syncpipe.balance import profile as measured
 from syncpipe.layers.listing import Layers
-from syncpipe.layers.placement import check_devices, default_devices, resolve_workers
+from syncpipe.layers.placement import resolve_workers
 from syncpipe.planner import page
 from syncpipe.planner.alternatives import Alternative, alternatives_of, other_schedules
 from syncpipe.planner.draft import Draft, Terms
-from syncpipe.planner.machine import Machine, kind_of, machine_of
+from syncpipe.planner.machine import Machine, kind_of, machine_of, places_of, real_devices
 from syncpipe.planner.search import ANY, AUTO, NoPlan, check_schedule, choose
 from syncpipe.schedules.player import Simulation, simulate
 from syncpipe.timeline.timeline import Timeline
@@ -116,8 +116,8 @@ def plan(
         chunks = [count_of("chunks", number) for number in chunks]
     elif chunks is not None:
         chunks = count_of("chunks", chunks)
-    if not isinstance(devices, int | str | Machine):
-        devices = check_devices(devices)
+    real = real_devices(devices)
+    devices = devices if real is None else real
     check_schedule(schedule)
     for name, value in {"stages": stages, "schedule": schedule}.items() if replicas else ():
         if value is not None:
@@ -129,7 +129,6 @@ def plan(
     if replicas and not machine.uniform:
         raise ValueError("replicas=True is for devices that are alike, with links alike")
     layers = _profile(module, sample, devices, timeout, progress, on, efficiency)
-    real = _real(devices)
     if speed is None and real is not None:
         machine = _with_speed(machine, module, sample, real, timeout)
     terms = Terms(layers, machine, batch_size, scale)
@@ -168,15 +167,6 @@ def _scale(param_scale: float | None, optimizer: Callable[..., Any] | None) -> f
             "bytes; 2 with its gradient, 4 with Adam"
         )
     return float(scale)
-
-
-def _real(devices: Any) -> tuple[Any, ...] | None:
-    """The devices that a pipe can be given; None if they were only described."""
-    if isinstance(devices, str | Machine):
-        return None
-    if isinstance(devices, int):
-        return tuple(default_devices(devices)[:devices])
-    return tuple(devices)
 
 
 def _profile(
@@ -223,7 +213,7 @@ def measured_for(
 ) -> Profile:
     """Measures layers for these devices, as :func:`plan` does: on the first, if they are real."""
     where: dict[str, Any] = {}
-    if (real := _real(devices)) is not None:
+    if (real := real_devices(devices)) is not None:
         workers = dict.fromkeys(resolve_workers(real, len(real)))
         where["device"] = next(iter(workers)).device
         if where["device"].type == "cpu":  # as the workers share them out
@@ -239,7 +229,7 @@ def _with_speed(
     Raises:
         ValueError: there are several kinds, and no layers to measure on them.
     """
-    places = [worker.device for worker in resolve_workers(real, len(real))]
+    places = places_of(real)
     kinds = {kind_of(place): place for place in reversed(places)}
     if len(kinds) == 1:
         return machine
@@ -365,7 +355,7 @@ class Plan:
     @property
     def replicas(self) -> list[int]:
         """For each stage the number of its devices."""
-        return [len(place) for place in self.chosen.form.places]
+        return list(self.chosen.form.replicas)
 
     @cached_property
     def simulation(self) -> Simulation:

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ __all__ = [
 #: So many actions are played for another schedule, and for a line of a comparison; and so many
 #: cells it has at most.
 _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
-#: So many drafts for each number of stages are improved, one of each cut first, with so many
-#: actions to play, if they are at most so many times as slow as the best.
-_IMPROVED, _WORK, _PROMISING = 32, 400_000, 1.2
+#: So many drafts are improved, one of each cut first, with so many actions to play, if they are at
+#: most so many times as slow as the best.
+_IMPROVED, _WORK, _PROMISING = 32, 600_000, 1.2
 #: So many of those that are cut anew near the best one are improved, with so many actions each.
 _AROUND, _EACH = 5, 200_000
 _MOST_DEVICES = 64
@@ -120,7 +121,7 @@ class Program:
 
     def _cut(self, n: int, slots: Slots, at: tuple[int, ...]) -> tuple[float, list[int]]:
         """The same at these boundaries: the bound, and those where stages begin and end."""
-        machine, inputs = self.machine, doubles((*self.chain.inputs, 0.0))[[*at[:-1]], None]
+        machine, inputs = self.machine, doubles(self.chain.inputs)[[*at[:-1]], None]
         speed, memory = machine.speed[:n], machine.memory[:n]
 
         def ways(k: int) -> Tensor:
@@ -218,31 +219,25 @@ def search(
         python = terms.interpreter(m, (layers,), [0])
         tasks += [(_rounded(max(program.lowest(n), python)), m, n, False) for n in counts]
     heapq.heapify(tasks)
-    found: dict[int, dict[Draft, float]] = {}
-    fastest = math.inf
+    found: dict[Draft, float] = {}
+    fastest, work = math.inf, _WORK
     while tasks and tasks[0][0] < fastest * (1 - NOTICED):
         low, m, n, bounded = heapq.heappop(tasks)
         if bounded:
             for draft in _drafts(programs[m], n, low):
-                found.setdefault(n, {})[draft] = low
+                found[draft] = low
                 fastest = min(fastest, draft.time)
         elif (value := programs[m].cut(n)[0]) < math.inf:
             heapq.heappush(tasks, (max(low, _rounded(value)), m, n, True))
-    best = {n: min(drafts, key=_rank) for n, drafts in found.items()}
-    left = 2 * _WORK
-    for n in sorted(best, key=lambda n: best[n].rank):
-        work = min(_WORK, left)
-        left -= work
-        ranked = sorted(found[n], key=_rank)[:_IMPROVED]
-        cuts: dict[tuple[int, Balance], Draft] = {}
-        for draft in ranked:
-            cuts.setdefault((draft.chunks, draft.balance), draft)
-        for draft in dict.fromkeys([*cuts.values(), *ranked]):
-            if draft.time < fastest * _PROMISING and found[n][draft] < fastest * (1 - NOTICED):
-                better, work = improved(terms, draft, work)
-                best[n] = min(best[n], better, key=_rank)
-                fastest = min(fastest, better.time)
-        left += work
+    pool, cuts, best = sorted(found, key=_rank), dict[Any, Draft](), dict[int, Draft]()
+    for draft in pool:
+        cuts.setdefault((draft.chunks, draft.balance), draft)
+        best.setdefault(len(draft.balance), draft)
+    for draft in [*dict.fromkeys([*cuts.values(), *pool])][:_IMPROVED]:
+        if draft.time < fastest * _PROMISING and found[draft] < fastest * (1 - NOTICED):
+            better, work = improved(terms, draft, work)
+            n, fastest = len(draft.balance), min(fastest, better.time)
+            best[n] = min(best[n], better, key=_rank)
     if best:
         n = min(best, key=lambda n: best[n].rank)
         best[n] = _around(programs[best[n].chunks], best[n])
@@ -541,24 +536,17 @@ def _sizes(
     terms: Terms, found: Sequence[Draft], chunks: Chunks, stages: int | None
 ) -> list[tuple[int, int]]:
     """Devices and micro-batches to try: those of the plans found, some fewer and more."""
-    usual, extra = chunk_counts(terms.profile, len(terms.machine), terms.batch_size, chunks)
-    counts, most = sorted(usual), len(terms.machine)
-    devices = [*(draft.form.devices for draft in found[:2] if draft.form.n > 1), most]
+    every = chunk_counts(terms.profile, len(terms.machine), terms.batch_size, chunks)
+    most, counts = len(terms.machine), sorted(sum(every, ()))
+    devices = {most, *(draft.form.devices for draft in found[:2])}
     if stages is not None:  # of which a device may have several
-        devices = [p for p in range(most, 0, -1) if stages % p == 0]
-    near = {*counts[-2:], *extra[:3]}
-    if chunks is not None:
-        near = set(counts)
-    elif found:
-        before = [draft.chunks for draft in found[:2]]
-        near = {m for b in before for m in (b, *[m for m in counts if m < b][-2:])}
-        near |= {m for b in before for m in [m for m in counts if m > b][:1]}
-    sizes = []
-    for p in dict.fromkeys(devices):
-        cells = [m for m in (*counts, *extra) if m * p <= _CELLS]
-        for m in near if p > 1 or most == 1 else ():
-            sizes.append((p, m if chunks is not None else min(m, max(cells, default=m))))
-    return sorted(set(sizes), key=lambda size: (-size[0], size[1]))
+        devices = {p for p in range(1, most + 1) if stages % p == 0}
+    if chunks is None:
+        counts = [m for m in counts if m * most <= _CELLS] or counts[:1]
+        near = [bisect_left(counts, draft.chunks) for draft in found[:2]] or [len(counts)]
+        counts = [m for k, m in enumerate(counts) if any(at - 2 <= k <= at + 1 for at in near)]
+    few = sorted((p for p in devices if p > 1 or most == 1), reverse=True)
+    return [*product(few, counts)]
 
 
 def _named(

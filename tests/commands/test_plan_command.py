@@ -151,7 +151,6 @@ def test_a_plan_of_any_kind_is_printed_saved_and_drawn(
                 ("--param-scale", "0", "param_scale=0.0: must be"),
             )
         ),
-        ("factory", ["--sample", "8x3", "--save", "p.html", "--replicas"], "--save"),
         ("factory", ["--sample", "8x3", "--on", "H100", "--efficiency", "nan"], "nan"),
         ("ready", ["--sample", "8x3", "--schedule", "zbv"], "two stages on each device"),
         *(

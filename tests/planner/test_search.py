@@ -19,7 +19,7 @@ from syncpipe import plan
 from syncpipe.balance.profile import LayerProfile, Profile, SkipProfile
 from syncpipe.planner.chain import Chain, Mode, chunk_counts, costs_of, stage_counts
 from syncpipe.planner.draft import Draft, Terms, one_f_one_b_form
-from syncpipe.planner.machine import Machine, parse_bytes
+from syncpipe.planner.machine import BYTES, Machine, number_of
 from syncpipe.planner.search import search, search_orders, shortage
 from syncpipe.schedules import one_f_one_b, simulate
 
@@ -105,7 +105,7 @@ def test_more_is_never_slower(kind: str, seed: int, more: float) -> None:
     assert smaller is not None
     assert smaller.time <= found.time * 1.005
     n = len(machine)
-    if n > 1 and (fewer := best(profile, machine.head(n - 1), batch)) is not None:
+    if n > 1 and (fewer := best(profile, machine.ordered(range(n - 1)), batch)) is not None:
         assert found.time <= fewer.time * 1.005
 
 
@@ -240,7 +240,7 @@ def test_a_shortage_comes_nearest_and_its_advice_is_right(
     assert nearest == pytest.approx(min(every), rel=1e-3)
     more = [nearest * 1.001 * limit for limit in machine.memory]
     if each := re.search(r"([\d.]+ [kMG]?B) on each device", text):
-        more = [parse_bytes(each[1])] * len(machine)
+        more = [number_of("memory", each[1], BYTES)] * len(machine)
     assert best(profile, replace(machine, memory=more), batch)
     if devices := re.search(r"(\d+) such devices", text):
         for n in (int(devices[1]) - 1, int(devices[1])):
@@ -370,7 +370,7 @@ def test_a_chain_has_what_lies_between_the_sizes_that_were_measured() -> None:
     chain = Chain.of(skip_profile(), 3, param_scale=4)
     assert chain.forward == (1.5, 2, 5.5)
     assert chain.backward == (3, 2, 1)
-    assert chain.inputs == (18, 30, 12)
+    assert chain.inputs == (18, 30, 12, 3)
     assert chain.fixed == (0, 400, 4 * 6 + 4 + 3)
     assert chain.skips == ((0, 2, 10.5),)
 
