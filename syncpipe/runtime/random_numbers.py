@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import zip_longest
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -233,26 +234,27 @@ class Turn:
         own = states_of(self._generators) if held else []
         if held:
             put_back_states(self._generators, self._before)
+        counts: list[Any] = []
         try:
-            for lock in self._locks if held else ():
-                lock.release()
+            for lock in self._locks if held else ():  # also for the turns around this one
+                counts.append(lock._release_save())
             _here.turn = self._outer
             return run()
         finally:
             if held:
-                self._lock_again()
+                self._lock_again(counts)
                 self._before = states_of(self._generators)
                 put_back_states(self._generators, own)
             _here.turn = self
             if looking:
                 sys.setprofile(profile)
 
-    def _lock_again(self) -> None:
+    def _lock_again(self, counts: list[Any]) -> None:
         interrupt: BaseException | None = None
-        for lock in self._locks:
+        for lock, count in zip_longest(self._locks, counts):
             while not lock._is_owned():
                 try:
-                    lock.acquire()
+                    lock._acquire_restore(count) if count else lock.acquire()
                 except BaseException as error:  # Ctrl-C; whoever took the lock will release it
                     interrupt = error
         if interrupt is not None:
@@ -362,7 +364,7 @@ def fingerprint(output: Any) -> list[list[int]]:
         return found
     with NoDispatch(), NoFunctions():
         for tensor in tensors_in(output):
-            plain = type(tensor) is Tensor and tensor.device.type == "cpu"
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
             if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
                 continue
             if tensor.is_conj() or tensor.is_neg():

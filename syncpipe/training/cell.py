@@ -165,6 +165,8 @@ def detached(value: Any) -> Any:
 
 def _end(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
+    if node is None and not torch.is_grad_enabled():  # a parameter itself, and nothing goes back
+        return _gradient_edge((_NODE, 0, None))
     if node is None or isinstance(node, _PythonNode):  # which its Python object does not keep alive
         return get_gradient_edge(tensor)
     return _gradient_edge((node, tensor.output_nr, None))

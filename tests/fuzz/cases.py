@@ -126,8 +126,6 @@ def drawn_case(
     calls = []
     for _ in range(chance.randint(1, 3)):
         driver = chance.choice(DRIVERS)
-        if driver == "forward" and "noisy_hook" in model.layers:
-            driver = "train"  # hooks in the backward of `pipe(x)` draw in autograd's order
         schedule = _schedule(chance, devices, model, max(replicas) > 1)
         sizes = [chunks if chance.random() < 0.3 else chance.randint(1, 9)]
         if driver == "iterator":
@@ -150,7 +148,7 @@ def drawn_case(
         chance.random() < 0.3,
     )
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
-    lone = not {"fork", "twice"} & {*model.layers}  # what these make is one argument
+    lone = not {"fork", "twice", "weighs"} & {*model.layers}  # what these make is one argument
     unpack = lone and chance.random() < 0.2
     return replace(case, checkpoint=checkpoint, unpack=unpack)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from syncpipe import is_recomputing
+from syncpipe import Pipe, is_recomputing
 from tests.support.models import CHANNELS, LENGTH, Inner, on_x
 
 
@@ -159,6 +159,59 @@ class TensorHook(OnX):
         if y.requires_grad:
             y.register_hook(self.hook)
         return y
+
+
+class Slope(OnX):
+    """The gradient of a scalar network: autograd inside of forward, as in energy models."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(LENGTH, LENGTH), *layers, nn.Tanh())
+
+    def act(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return x * 1
+        with torch.enable_grad():
+            # (Not of its input itself, which may have a hook of the layer before.)
+            x = x.clone() if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(self.net(x).square().sum(), x, create_graph=True)[0]
+
+
+class Recurrent(OnX):
+    """An LSTM, which has its weights in a plain list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(LENGTH, LENGTH, batch_first=True)
+
+    def act(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y
+
+
+def piped(*layers: nn.Module) -> nn.Module:
+    """A pipe of two stages inside of a layer."""
+    devices = ["cpu:0", "cpu:1"]
+    linear = nn.Linear(LENGTH, LENGTH)
+    return Inner(Pipe(nn.Sequential(linear, *layers), [1, len(layers)], devices=devices, chunks=2))
+
+
+class Weighs(nn.Module):
+    """From a tensor to a tree with a parameter itself in it, as learned queries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(LENGTH) + 1)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": x, "weight": self.weight}
+
+
+class Weighed(nn.Module):
+    """From the tree of Weighs back to a tensor."""
+
+    def forward(self, tree: dict[str, Any]) -> Tensor:
+        return tree["x"] * tree["weight"]
 
 
 class Twice(nn.Module):

@@ -30,11 +30,16 @@ from tests.fuzz.layers import (
     ParameterViews,
     Plus,
     ReadsStatistics,
+    Recurrent,
+    Slope,
     Stateful,
     TensorHook,
     Twice,
+    Weighed,
+    Weighs,
     closure,
     on_current_device,
+    piped,
 )
 from tests.support.models import (
     CHANNELS,
@@ -85,6 +90,18 @@ def _parameter_hook() -> nn.Module:
     return Inner(layer)
 
 
+def _noisy_parameter_hook() -> nn.Module:
+    layer = _linear()
+    layer.weight.register_hook(_noisy)
+    return Inner(layer)
+
+
+def _forked(grad: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return grad * torch.rand(LENGTH).to(grad)
+
+
 def _noisy(grad: Tensor) -> Tensor:
     return grad + torch.randn_like(grad)
 
@@ -130,6 +147,14 @@ KINDS: dict[str, Kind] = {
     "gelu": Kind(lambda: Inner(nn.GELU())),
     "frozen": Kind(_frozen),
     "tied": Kind(Tied),
+    "attention": Kind(
+        lambda: Inner(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)), once=False
+    ),
+    "lstm": Kind(Recurrent, stores=True, once=False),
+    "slope": Kind(Slope, once=False),
+    "pipe": Kind(
+        lambda: piped(nn.BatchNorm1d(CHANNELS), nn.Tanh()), stores=True, counts=True, cpu=True
+    ),
     "counter": Kind(Counter, counts=True),
     "two_counters": Kind(_two_counters, counts=True),
     "assigned": Kind(  # whose memory belongs to a stream that nobody knows
@@ -198,12 +223,18 @@ KINDS: dict[str, Kind] = {
     "reentrant_dropout": Kind(
         lambda: Checkpointed(reentrant=True, dropout=True), stores=True, draws=True
     ),
+    "slope_dropout": Kind(lambda: Slope(nn.Dropout(0.4)), once=False, draws=True),
+    "pipe_dropout": Kind(lambda: piped(nn.Dropout(0.4)), draws=True),
     "noisy_hook": Kind(lambda: TensorHook(_noisy), stores=True, draws=True),
+    "noisy_parameter_hook": Kind(_noisy_parameter_hook, draws=True),
+    "fork_rng_hook": Kind(lambda: TensorHook(_forked), stores=True, draws=True),
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
     "join": Kind(Join),
     "twice": Kind(Twice, passes=True, once=False),
     "meet": Kind(Meet),
+    "weighs": Kind(Weighs, passes=True),
+    "weighed": Kind(Weighed),
     # skips
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
@@ -213,7 +244,7 @@ KINDS: dict[str, Kind] = {
 }
 #: Those that are functions only.
 _FUNCTIONS = {"expand", "transposed", "view", "slice", "mul_", "add_"}
-_ENDS = {"fork": "join", "twice": "meet"}
+_ENDS = {"fork": "join", "twice": "meet", "weighs": "weighed"}
 
 
 def _isolated(kind: str, space: Namespace) -> nn.Module:
@@ -245,6 +276,11 @@ class Model:
     def draws(self) -> bool:
         """Whether it draws random numbers in training."""
         return any(KINDS[kind].draws for kind in self.layers)
+
+    @property
+    def draws_in_backward(self) -> bool:
+        """Whether it goes on drawing there, other numbers each time."""
+        return any(kind.startswith("noisy") for kind in self.layers)
 
     @property
     def counts(self) -> bool:
@@ -362,9 +398,9 @@ def drawn_model(chance: random.Random, *, most: int, kinds: Sequence[str] | None
 
     def fits(name: str) -> bool:
         kind = KINDS[name]
-        if (name.startswith("receive") and not waiting) or (name == "meet" and tree != "twice"):
+        if name in _ENDS.values() and name != _ENDS.get(tree):
             return False
-        if (name == "join" and tree != "fork") or (name in _ENDS and tree):
+        if (name.startswith("receive") and not waiting) or (name in _ENDS and tree):
             return False
         return (writable or not kind.inplace) and (kind.once or not shared)
 

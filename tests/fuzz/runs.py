@@ -224,7 +224,7 @@ def check(case: Case) -> None:
     found = through(pipe, case)
     if not case.model.draws:
         wanted = expected(case, schedules, rounded=rounded)
-    elif "noisy_hook" in case.model.layers:
+    elif case.model.draws_in_backward:
         wanted = through(case.pipe(), replace(case, by_hand=True))
     else:
         calls = tuple(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import drawn_case
+from tests.fuzz.cases import Call, Case, drawn_case
+from tests.fuzz.models import Model
 from tests.fuzz.runs import check
 
 
@@ -18,3 +21,20 @@ def test_a_random_pipe_computes_what_the_plain_model_computes(chance: random.Ran
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, of layers that checkpoint what has no gradient
         check(drawn_case(chance))
+
+
+@pytest.mark.parametrize(
+    ("layers", "checkpoint", "driver"),
+    [
+        # It hands on a parameter, which has no node in inference mode.
+        (("weighs",), "never", "inference_mode"),
+        # It draws, and is given a parameter: the second time that is a tensor.
+        (("weighs", "dropout"), (0, 1), "train"),
+        # A backward inside of a layer recomputes a pipe that gives up the generators.
+        (("slope_dropout", "pipe_dropout"), ((0, 1),), "train"),
+    ],
+)
+def test_models_that_failed_once(layers: tuple[str, ...], checkpoint: Any, driver: str) -> None:
+    call = Call(driver, "1f1b", "mean", (4,), "", True, False, True)
+    model, whole = Model(layers, 0), (len(layers),)
+    check(Case(model, whole, (0,), (1,), 2, checkpoint, False, True, (call, call)))
