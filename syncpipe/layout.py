@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -15,10 +16,9 @@ from syncpipe.balance.balances import balance_named
 from syncpipe.hints import outside
 from syncpipe.layers import placement
 from syncpipe.layers.batchnorm import defer_batch_norm
-from syncpipe.layers.building import Initialization, build_specs, materialize
+from syncpipe.layers.building import Initialization, build_layers, or_as_before
 from syncpipe.layers.conversion.sequential import batch_input
-from syncpipe.layers.listing import has_specs
-from syncpipe.layers.ties import check_memory, check_replicas, find_ties
+from syncpipe.layers.ties import check_memory, check_replicas, find_ties, move_layers
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.options import ReplicasLike, StageMode, check_slots, counts_of, modes_of_stages
 from syncpipe.runtime.streams import same_memory
@@ -51,15 +51,20 @@ class Layout:
         sample: Any = None,
         **asked: Any,
     ) -> Layout:
-        """Another layout, with the layers cut and moved accordingly; or an error, and this one."""
+        """Another layout, with the layers cut and moved accordingly; or an error, and this one.
+
+        What can be refused is so before layers are moved.
+        """
         new = dataclasses.replace(self, **asked)
         if "layers" in asked:
             layers = new.sequential()
             placement.check_module(layers)
-            if not has_specs(layers):
-                verify_skippables(layers)
             new = dataclasses.replace(new, balance=_sizes(new, layers, sample))
-        return _laid_out(new, how or Initialization(), training, self)
+        served = _served(new)
+        check_slots(new.schedule, list(map(len, served)))
+        partitions = _partitions(new, training, self)
+        new = dataclasses.replace(new, served=served, partitions=partitions)
+        return or_as_before(partitions, partial(_placed, new, how or Initialization()))
 
     def with_checkpoint(self, checkpoint: Any) -> Layout:
         """The same but for what is recomputed."""
@@ -171,44 +176,36 @@ def _served(asked: Layout) -> list[tuple[Worker, ...]]:
     return found
 
 
-def _laid_out(asked: Layout, how: Initialization, training: bool, before: Layout | None) -> Layout:
-    """Cuts the layers and moves them. Everything that can be refused is so before that."""
-    served = _served(asked)
-    replicas = list(map(len, served))
-    check_slots(asked.schedule, replicas)
-    partitions = _partitions(asked, training, before)
-    workers = [those[0] for those in served]
-    build_specs(partitions, workers, how)
-    layers = dict(chain.from_iterable(partition._modules.items() for partition in partitions))
-    new = dataclasses.replace(asked, layers=layers, served=served, partitions=partitions)
-    new = new.with_checkpoint(asked.checkpoint)
-    ties = find_ties(partitions)
-    check_replicas(ties, replicas)
-    if not all(same_memory(worker.device, workers[0].device) for worker in workers):
+def _placed(layout: Layout, how: Initialization) -> Layout:
+    """Has the layers built, checked and moved."""
+    partitions, devices = layout.partitions, [worker.device for worker in layout.workers]
+    build_layers(partitions, devices, how)
+    layers = chain.from_iterable(partition._modules.items() for partition in partitions)
+    layout = dataclasses.replace(layout, layers=dict(layers)).with_checkpoint(layout.checkpoint)
+    verify_skippables(layout.sequential())
+    check_replicas(find_ties(partitions), list(map(len, layout.served)))
+    if not all(same_memory(device, devices[0]) for device in devices):
         check_memory(partitions)
-    if materialize(partitions, workers, how):  # which makes other tensors
-        ties = find_ties(partitions)
-    if asked.defers:
-        defer_batch_norm(new.sequential())
-    placement.move_layers(partitions, workers, ties)
-    for j, partition in enumerate(partitions):
-        places = [place for tie in ties for place in tie.places if place.stage == j]
-        partition.tied = frozenset(place.full_name for place in places)
-    return new
+    if layout.defers:
+        defer_batch_norm(layout.sequential())
+    move_layers(partitions, devices)
+    for place in chain.from_iterable(tie.places for tie in find_ties(partitions)):
+        partitions[place.stage].tied |= {place.full_name}
+    return layout
 
 
-def _partitions(asked: Layout, training: bool, before: Layout | None) -> list[Partition]:
-    same = before is not None and before.balance == asked.balance
-    if before is not None and not same:
+def _partitions(asked: Layout, training: bool, before: Layout) -> list[Partition]:
+    same = before.balance == asked.balance
+    if not same:
         placement.check_no_hooks(before.partitions)
     layers = iter(asked.layers.items())
     found = []
     for j, size in enumerate(asked.balance):
         partition = Partition()
-        if same and before is not None:  # hooks, which are on the partitions that people have seen
+        if same:  # hooks, which are on the partitions that people have seen
             partition.__dict__.update({**before.partitions[j].__dict__, "_modules": {}})
         partition._modules.update(islice(layers, size))
         partition.training, partition.defers = training, asked.defers
-        partition.unpack = asked.unpack
+        partition.unpack, partition.tied = asked.unpack, frozenset()
         found.append(partition)
     return found

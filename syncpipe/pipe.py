@@ -43,7 +43,6 @@ from syncpipe.runtime.interrupts import forkable
 from syncpipe.runtime.thread_state import INLINE, driven
 from syncpipe.schedules.named import ScheduleLike, shown
 from syncpipe.schedules.stream import Versions
-from syncpipe.skip.skippable import unwrap_keys
 from syncpipe.stages.pipeline import Pipeline
 from syncpipe.timeline.trace import Trace
 from syncpipe.training.forward import forward
@@ -768,7 +767,6 @@ class Pipe(ModelNames):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         translate_keys(state_dict, prefix, self)
-        unwrap_keys(state_dict, prefix, self)
         if local_metadata.get("assign_to_params_buffers", False):
             for partition, worker in zip(self.partitions, self._layout.workers, strict=True):
                 own = tuple(f"{prefix}{name}." for name in partition._modules)

@@ -32,12 +32,12 @@ from syncpipe.balance.balances import balance_named
 from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import Run, schedule_of
-from syncpipe.layers.building import Initialization, build_specs, materialize, on_meta
+from syncpipe.layers.building import Initialization, build_layers, on_meta, or_as_before
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import batch_input
 from syncpipe.layers.listing import Layers, as_sequential, type_name
-from syncpipe.layers.placement import check_balance, move_layers, resolve_workers
-from syncpipe.layers.ties import check_modes, find_ties
+from syncpipe.layers.placement import check_balance, resolve_workers
+from syncpipe.layers.ties import check_modes, find_ties, move_layers
 from syncpipe.layers.unpack import unpacks
 from syncpipe.options import checked_chunks
 from syncpipe.runtime.errors import annotate
@@ -272,11 +272,10 @@ class Stages(ModelNames):
                 part = StageModule(items[span], where, passing[j : j + 2], self.device)
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
-        parts, workers = list(self.parts.values()), [worker] * len(self.parts)
+        parts, devices = list(self.parts.values()), [worker.device] * len(self.parts)
         firsts = [spans[j].start for j in self.parts]
-        build_specs(parts, workers, how, list(zip(self.parts, firsts, strict=True)))
-        materialize(parts, workers, how, firsts)
-        move_layers(parts, workers, [])
+        or_as_before(parts, lambda: build_layers(parts, devices, how, firsts))
+        move_layers(parts, devices)
         for part in parts:
             self._modules.update(part._modules)
             part.training = self.training = module.training

@@ -14,15 +14,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from syncpipe.data import places_of
 from syncpipe.layers.listing import LayerSpec, as_sequential, has_specs
-from syncpipe.layers.placement import move_layers
+from syncpipe.layers.ties import move_layers
 from syncpipe.runtime.errors import annotate
 from syncpipe.runtime.random_numbers import Generators, run_seeded
-from syncpipe.runtime.worker import Worker
-from syncpipe.skip import verify_skippables
 
 __all__ = [
-    "Initialization", "build_alone", "build_specs", "give_values", "materialize", "on_meta",
+    "Initialization", "build_alone", "build_layers", "give_values", "on_meta", "or_as_before",
     "waiting",
 ]  # fmt: skip
 
@@ -64,61 +63,77 @@ class Initialization:
                 )
         return cls(init_fn, seed)
 
-    def run(self, layer: int, device: torch.device, make: Callable[[], _T], note: str) -> _T:
-        """Calls what builds a layer, with the generators as they should be for it."""
-        try:
-            if self.seed is None:
-                return make()
-            # Seeds that are neighbours must not give neighbouring layers the same numbers.
-            key = (random.Random(self.seed).getrandbits(63), layer, 0)
-            all_of, run = Generators(device), lambda _: make()
-            made, _ = run_seeded(all_of, all_of.all, key, run, None, observe=False)
-            return cast("_T", made)
-        except BaseException as error:
-            annotate(error, note)
-            raise
+    def run(self, layer: int, device: torch.device, make: Callable[[], _T]) -> _T:
+        """Calls what makes a layer, with the generators as they should be for it."""
+        if self.seed is None:
+            return make()
+        # Seeds that are neighbours must not give neighbouring layers the same numbers.
+        key = (random.Random(self.seed).getrandbits(63), layer, 0)
+        all_of, run = Generators(device), lambda _: make()
+        made, _ = run_seeded(all_of, all_of.all, key, run, None, observe=False)
+        return cast("_T", made)
+
+
+def build_layers(
+    partitions: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    how: Initialization,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """Builds specs, and gives layers on ``meta`` memory and values, one layer after another.
+
+    Each comes to be on the device of its partition; on a stage on ``meta`` it stays there.
+
+    Args:
+        partitions: layers by name; what is built takes the place of its spec.
+        devices: one for each partition.
+        how: where their values are from.
+        firsts: the indices of the first layers of partitions that are not all of a model.
+
+    Raises:
+        BaseException: what a layer raised, with a note that names it.
+    """
+    owners: dict[Any, nn.Module] = {}  # by key the first layer with a ``TiedLayerSpec``
+    for layer in chain.from_iterable(partition.children() for partition in partitions):
+        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
+            owners.setdefault(tie[0], layer)
+    owned: dict[int, tuple[Tensor, Tensor]] = {}
+    stay: set[int] = set()  # what a stage on meta has, and others share with it
+    sizes = [len(partition._modules) for partition in partitions]
+    firsts = list(accumulate(sizes, initial=0)) if firsts is None else firsts
+    for first, partition, device in zip(firsts, partitions, devices, strict=False):
+        layers: dict[str, Any] = partition._modules
+        for index, (name, layer) in enumerate(layers.items(), first):
+            here = set(map(id, waiting(layer)))
+            verb, shown = "initialising", type(layer).__name__
+            if isinstance(layer, LayerSpec):
+                verb, shown = "building", repr(layer)
+                make = partial(_built, layer, device, how.init_fn, owners)
+            elif device.type == "meta" or here <= stay:
+                stay |= here
+                continue
+            else:
+                make = partial(give_values, layer, device, how.init_fn, owned)
+            try:
+                layers[name] = how.run(index, device, make)
+            except BaseException as error:
+                annotate(error, f"while {verb} layer {index} ({name!r}: {shown}) on {device}")
+                raise
+
+
+def or_as_before(partitions: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
+    """Calls what gives layers on ``meta`` values; if it fails, they are there again."""
+    every = chain.from_iterable(map(places_of, partitions))
+    before = [(module, name, tensor) for module, _, name, tensor in every if tensor.is_meta]
+    try:
+        return run()
+    except BaseException:
+        for place in before:
+            setattr(*place)
+        raise
 
 
 # Specs
-
-
-def build_specs(
-    partitions: Sequence[nn.Sequential],
-    workers: Sequence[Worker],
-    how: Initialization,
-    stages: Sequence[tuple[int, int]] | None = None,
-) -> None:
-    """Builds the specs of partitions, each on the device of its stage, one after another.
-
-    ``stages`` has for each partition its stage and the index of its first layer, if these are not
-    all partitions of a model. An exception of a constructor comes as itself, with a note that names
-    the layer.
-    """
-    if not any(map(has_specs, partitions)):
-        return
-    owners: dict[Any, nn.Module] = {}  # by key the first layer with a ``TiedLayerSpec``
-    for layer in chain.from_iterable(partitions):
-        if (tie := vars(layer).get("_syncpipe_tie")) is not None:
-            owners.setdefault(tie[0], layer)
-
-    def build(layers: Any, name: str, spec: LayerSpec, device: torch.device) -> None:
-        layers[name] = made = build_alone(spec, device)
-        if how.init_fn is not None:
-            with torch.no_grad(), torch.device(_memory_of(device)):
-                made.apply(how.init_fn)
-        key, attributes = vars(made).get("_syncpipe_tie", (None, ()))
-        for attribute in attributes:
-            _share(made, owners.setdefault(key, made), key, attribute)
-
-    places = stages or list(enumerate(accumulate(map(len, partitions), initial=0)))
-    for (j, first), partition, worker in zip(places, partitions, workers, strict=False):
-        for index, (name, spec) in enumerate(partition._modules.items(), first):
-            if isinstance(spec, LayerSpec):
-                device, what = worker.device, f"layer {index} ({name!r}: {spec!r})"
-                run = partial(build, partition._modules, name, spec, device)
-                how.run(index, device, run, f"while building {what} of stage {j} on {device}")
-    if stages is None:
-        verify_skippables(nn.Sequential(*chain.from_iterable(partitions)))
 
 
 def on_meta(layers: Any) -> nn.Sequential:
@@ -132,7 +147,7 @@ def on_meta(layers: Any) -> nn.Sequential:
         return module
     made = nn.Sequential()
     made._modules = dict(module._modules)
-    build_specs([made], [Worker.shared(torch.device("meta"))], Initialization(seed=0), [(0, 0)])
+    build_layers([made], [torch.device("meta")], Initialization(seed=0))
     return made
 
 
@@ -145,75 +160,48 @@ def build_alone(spec: LayerSpec, device: torch.device) -> nn.Module:
     if layer is None:
         with torch.device("cpu" if device.type == "meta" else _memory_of(device)):
             layer = spec.build()
-    move_layers([layer], [Worker.shared(device)], [])  # what the constructor put elsewhere
+    move_layers([layer], [device])  # what the constructor put elsewhere
     return layer
 
 
-def _share(layer: nn.Module, owner: nn.Module, key: Any, attribute: str) -> None:
-    """Lets a layer have a parameter or buffer of the owner in place of its own."""
-    found, kinds = [], []
-    for module in (layer, owner):
-        try:
-            tensor = operator.attrgetter(attribute)(module)
-        except AttributeError:
-            tensor = None
-        if not any(tensor is own for own in _tensors(module)):
-            raise AttributeError(
-                f"tied_weight_attr={attribute!r}: {type(module).__name__} has no parameter and no "
-                "buffer there"
+def _built(
+    spec: LayerSpec, device: torch.device, init_fn: InitFn | None, owners: dict[Any, nn.Module]
+) -> nn.Module:
+    """One layer, which shares what it is told to with the owner of its key."""
+    layer = build_alone(spec, device)
+    if init_fn is not None:
+        with torch.no_grad(), torch.device(_memory_of(device)):
+            layer.apply(init_fn)
+    key, attributes = vars(layer).get("_syncpipe_tie", (None, ()))
+    for attribute in attributes:
+        owner = owners.setdefault(key, layer)
+        (mine, kind), (other, other_kind) = (_found(each, attribute) for each in (layer, owner))
+        if kind != other_kind:
+            raise ValueError(
+                f"{attribute!r} of this {type(layer).__name__} is {kind}, and that of the "
+                f"{type(owner).__name__} with which it is tied by the key {key!r} is {other_kind}: "
+                "they must be alike"
             )
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        found.append(tensor)
-        kinds.append(f"a {kind} {tensor.dtype} {list(tensor.shape)}")
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"{attribute!r} of this {type(layer).__name__} is {kinds[0]}, and that of "
-            f"the {type(owner).__name__} with which it is tied by the key {key!r} is "
-            f"{kinds[1]}: they must be alike"
-        )
-    for name, tensor in _named(layer):
-        if tensor is found[0]:
-            _set(layer, name, found[1])
+        for module, _, name, tensor in list(places_of(layer)):
+            if tensor is mine:
+                setattr(module, name, other)
+    return layer
+
+
+def _found(layer: nn.Module, attribute: str) -> tuple[Tensor, str]:
+    """A parameter or buffer of a layer, and of what kind it is."""
+    with suppress(AttributeError):
+        tensor = operator.attrgetter(attribute)(layer)
+        if any(tensor is own for own in _tensors(layer)):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            return tensor, f"a {kind} {tensor.dtype} {list(tensor.shape)}"
+    raise AttributeError(
+        f"tied_weight_attr={attribute!r}: {type(layer).__name__} has no parameter and no buffer "
+        "there"
+    )
 
 
 # Values for what is on meta
-
-
-def materialize(
-    partitions: Sequence[nn.Sequential],
-    workers: Sequence[Worker],
-    how: Initialization,
-    firsts: Sequence[int] | None = None,
-) -> bool:
-    """Gives layers on ``meta`` memory and values on the device of their stage, layer by layer.
-
-    ``firsts`` are the indices of the first layers of partitions that are not all of a model.
-
-    Returns:
-        Whether there were any.
-    """
-    before = [
-        (layer, *named) for layer in partitions for named in _named(layer) if named[1].is_meta
-    ]
-    firsts = list(accumulate(map(len, partitions), initial=0)) if firsts is None else firsts
-    owned: dict[int, tuple[Tensor, Tensor]] = {}
-    stay: set[int] = set()  # what a stage on meta has, and others share with it
-    try:
-        for first, partition, worker in zip(firsts, partitions, workers, strict=False):
-            for index, layer in enumerate(partition, first):
-                here, device = set(map(id, waiting(layer))), worker.device
-                if device.type == "meta":
-                    stay |= here
-                elif here - stay:
-                    run = partial(give_values, layer, device, how.init_fn, owned)
-                    kind = type(layer).__name__
-                    note = f"while initialising layer {index} ({kind}) on {device}"
-                    how.run(index, device, run, note)
-    except BaseException:
-        for layer, name, tensor in before:
-            _set(layer, name, tensor)
-        raise
-    return bool(owned)
 
 
 def give_values(
@@ -223,7 +211,7 @@ def give_values(
     owned: dict[int, tuple[Tensor, Tensor]],
     *,
     zeros: bool = False,
-) -> None:
+) -> nn.Module:
     """Gives the tensors of a layer that are on ``meta`` memory and values, in place.
 
     All of its modules get their ``reset_parameters()``, children first, and then ``init_fn``, but
@@ -236,32 +224,32 @@ def give_values(
     order: list[nn.Module] = []
     layer.apply(order.append)
     new = [m for m in dict.fromkeys(order) if 0 < len(_tensors(m)) == len(waiting(m))]
-    places = [(name, tensor) for name, tensor in _named(layer) if tensor.is_meta]
-    memory = {id(tensor): _empty(tensor, device, zeros) for _, tensor in places}
-    for name, tensor in places:
-        _set(layer, name, memory[id(tensor)])
+    places = [(module, name, old) for module, _, name, old in places_of(layer) if old.is_meta]
+    memory = {id(old): _empty(old, device, zeros) for *_, old in places}
+    for module, name, old in places:  # not into its dict: an RNN has them in a list, too
+        setattr(module, name, memory[id(old)])
     with torch.device(_memory_of(device)), torch.no_grad():
         for module in new:
             if reset := next((n for n in _RESETS if hasattr(module, n)), None):
                 getattr(module, reset)()
         for module in new if init_fn is not None else ():
             cast("InitFn", init_fn)(module)
-    for name, old in places:
-        path, _, own = name.rpartition(".")
-        module = layer.get_submodule(path)
-        value = getattr(module, own)
+    for module, name, old in places:
+        value = getattr(module, name)
         if value is memory[id(old)] and not zeros and _unset(value):
             kind = type(module).__name__
+            path = next(path for path, each in layer.named_modules() if each is module)
             raise ValueError(
-                f"{kind}{f' at {path!r}' if path else ''} has {own!r} on meta, without values, and "
-                f"nothing sets all of it: write a {_RESETS[0]}() for {kind} that sets all its "
+                f"{kind}{f' at {path!r}' if path else ''} has {name!r} on meta, without values, "
+                f"and nothing sets all of it: write a {_RESETS[0]}() for {kind} that sets all its "
                 "parameters and buffers (it is called where all of them are on meta), give Pipe an "
                 "init_fn= that does, or build the layer by a LayerSpec instead"
             )
-        _set(layer, name, owned.setdefault(id(old), (old, value))[1])
+        setattr(module, name, owned.setdefault(id(old), (old, value))[1])
     for module in new:
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+    return layer
 
 
 def waiting(module: nn.Module) -> list[Tensor]:
@@ -276,17 +264,6 @@ def _memory_of(device: torch.device) -> torch.device:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    found = (module.named_parameters, module.named_buffers)
-    return [named for each in found for named in each(remove_duplicate=False)]
-
-
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Not into the dict of the owner: an RNN has its parameters in a list, too."""
-    path, _, own = name.rpartition(".")
-    setattr(module.get_submodule(path), own, tensor)
 
 
 def _empty(tensor: Tensor, device: torch.device, zeros: bool) -> Any:

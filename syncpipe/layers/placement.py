@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, flatten, places_of
+from syncpipe.data import NoChunk, flatten
 from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.sequential import Converted
-from syncpipe.layers.ties import Tie
 from syncpipe.layers.unpack import PipeSequential
 from syncpipe.runtime.streams import accelerators, checked_device, same_memory
 from syncpipe.runtime.worker import Worker
 
 __all__ = [
     "check_balance", "check_devices", "check_input", "check_module", "check_no_hooks",
-    "default_devices", "missing_balance", "move_layers", "moves", "own_call", "placed_balance",
+    "default_devices", "missing_balance", "moves", "own_call", "placed_balance",
     "resolve_workers",
 ]  # fmt: skip
 
@@ -214,38 +212,6 @@ def check_input(input: Any, device: torch.device) -> None:
                 f"the input is on {tensor.device}, but the first partition is on {device}: "
                 f"move it there with input.to({str(device)!r})"
             )
-
-
-def move_layers(
-    partitions: Sequence[nn.Module], workers: Sequence[Worker], ties: Sequence[Tie]
-) -> None:
-    """Moves partitions to the devices of their workers, in place; tied tensors to their owner's."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for _, tensors, name, tensor in chain.from_iterable(map(places_of, partitions)):
-        places.setdefault(id(tensor), []).append((tensors, name))
-    for j, (partition, worker) in enumerate(zip(partitions, workers, strict=True)):
-        owners = [tie.places[0] for tie in ties if tie.owner != j]
-        foreign = [owner.tensors[owner.name] for owner in owners]  # as they are by now
-        grads = [tensor.grad for tensor in foreign if tensor.is_leaf]
-        _move(partition, worker.device, {id(t) for t in (*foreign, *grads)})
-    # What was one tensor stays one: where a move makes another one (always of a buffer), all of
-    # its places get that.
-    for (tensors, name), *others in places.values():
-        for there, other_name in others:
-            there[other_name] = tensors[name]
-
-
-def _move(module: nn.Module, device: torch.device, stay: set[int]) -> None:
-    if getattr(module, "_syncpipe_skips_are_internal", False):
-        return  # a pipe has devices of its own
-    for child in module.children():
-        _move(child, device, stay)
-    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
-    if not all(id(tensor) in stay or same_memory(tensor.device, device) for tensor in tensors):
-        module._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: tensor if id(tensor) in stay else tensor.to(device), recurse=False
-        )
 
 
 def moves(fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]) -> bool:

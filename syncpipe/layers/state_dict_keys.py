@@ -7,7 +7,8 @@ Their keys say in which partition a layer was:
 
 The last one also took layers apart that are an ``nn.Sequential`` themselves. So keys are matched
 by the layers' names where that gives just the keys of the model, and otherwise by their order,
-which is the same in all of them whatever the balance was.
+which is the same in all of them whatever the balance was. torchgpipe's decorator put a wrapper
+around each layer with skips: ``0.module.conv.weight`` where ours says ``0.conv.weight``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from syncpipe.layers.conversion.layer import index_keys
+from syncpipe.skip.skippable import is_skippable
 
 __all__ = ["translate_keys"]
 
@@ -32,29 +34,40 @@ def translate_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -
     ``prefix`` is what stands before the keys of ``module``, whose children are the layers.
     """
     index_keys(state_dict, prefix, module)
-    if "partitions" in module._modules:
-        return
-    old: dict[str, tuple[str, Any]] = {}  # names without partitions, and values
+    wrapped = [
+        path
+        for path, layer in module.named_modules()
+        if is_skippable(layer)
+        and "module" not in {*layer._modules, *layer._parameters, *layer._buffers}
+    ]
+    names: list[str] = []  # of keys with a partition: the names of the layers, and the values
+    values: list[Any] = []
     before = list(state_dict)
-    for key in (key for key in before if key.startswith(prefix)):
-        if (found := _OLD_KEY.fullmatch(key, len(prefix))) is not None:
-            owner, _, last = key.rpartition(".")
-            accumulates = last in _ACCUMULATORS and f"{owner}.running_mean" in before
-            value = state_dict.pop(key)
-            if not accumulates:
-                old[key] = found[1], value
-    if not old:
-        return
-    names, values = [name for name, _ in old.values()], [value for _, value in old.values()]
-    own = module.state_dict()
-    in_order = len(values) == len(own) and all(
-        name.rpartition(".")[2] == mine.rpartition(".")[2]
-        and getattr(value, "shape", None) == getattr(tensor, "shape", None)
-        for name, value, (mine, tensor) in zip(names, values, own.items(), strict=True)
-    )
-    # torchgpipe puts a ``module.`` before the keys of a skippable layer.
-    if in_order and {n.replace("module.", "") for n in names} != {
-        n.replace("module.", "") for n in own
-    }:
-        names = list(own)
+    for key in [key for key in before if key.startswith(prefix)]:
+        found = None if "partitions" in module._modules else _OLD_KEY.fullmatch(key, len(prefix))
+        name = found[1] if found else key.removeprefix(prefix)
+        for path in wrapped:
+            if name.startswith(f"{path}.module."):
+                name = path + name.removeprefix(f"{path}.module")
+        owner, _, last = key.rpartition(".")
+        if found is None:
+            if prefix + name not in state_dict:
+                state_dict[prefix + name] = state_dict.pop(key)
+        elif last in _ACCUMULATORS and f"{owner}.running_mean" in before:
+            del state_dict[key]
+        else:
+            names.append(name)
+            values.append(state_dict.pop(key))
+    own = module.state_dict() if names else {}
+    if len(names) == len(own) and {*names} != own.keys():
+        old, new = zip(names, values, strict=True), own.items()
+        if all(map(_alike, old, new)):
+            names = list(own)
     state_dict.update({prefix + n: value for n, value in zip(names, values, strict=True)})
+
+
+def _alike(old: tuple[str, Any], new: tuple[str, Any]) -> bool:
+    """Whether names end alike, and values have the same shape."""
+    (a, value), (b, tensor) = old, new
+    same_name = a.rpartition(".")[2] == b.rpartition(".")[2]
+    return same_name and getattr(value, "shape", None) == getattr(tensor, "shape", None)

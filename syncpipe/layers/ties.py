@@ -7,9 +7,9 @@ it. What the others compute with is for ``stages.sharing`` to say; here is who s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,25 +17,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from syncpipe.data import extent, storage_of
+from syncpipe.data import extent, places_of, storage_of
+from syncpipe.runtime.streams import same_memory
+from syncpipe.skip.layout import modules_outside_pipes
 
 __all__ = [
-    "Place", "Tie", "check_memory", "check_modes", "check_replicas", "find_ties", "overlapping",
+    "Place", "Tie", "check_memory", "check_modes", "check_replicas", "find_ties", "move_layers",
+    "overlapping",
 ]  # fmt: skip
 
 
 class Place(NamedTuple):
-    """Where a tensor is: the stage, the modules on the way, its name there and its full name."""
+    """Where a parameter or buffer is: the stage, the module that holds it, and its names."""
 
     stage: int
-    way: tuple[nn.Module, ...]
-    name: str
-    full_name: str
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that holds it."""
-        return self.way[-1]
+    module: nn.Module
+    name: str  #: in the module
+    full_name: str  #: in the wrapped module
 
     @property
     def is_parameter(self) -> bool:
@@ -43,9 +41,13 @@ class Place(NamedTuple):
         return self.name in self.module._parameters
 
     @property
-    def tensors(self) -> dict[str, Any]:
-        """The dict of the module that holds it."""
-        return self.module._parameters if self.is_parameter else self.module._buffers
+    def tensor(self) -> Tensor:
+        """What is there."""
+        held: Any = self.module._parameters if self.is_parameter else self.module._buffers
+        return held[self.name]  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return f"{self.full_name!r} (stage {self.stage})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,76 +65,94 @@ class Tie:
 
     def __str__(self) -> str:
         """Its names."""
-        names = dict.fromkeys(f"{p.full_name!r} (stage {p.stage})" for p in self.places)
-        return " and ".join(names)
+        return " and ".join(dict.fromkeys(map(str, self.places)))
+
+
+def _places(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
+    """All parameters and buffers of partitions, in the order of layers."""
+    for j, partition in enumerate(partitions):
+        paths = {module: f"{path}." if path else "" for path, module in partition.named_modules()}
+        for module, _, name, tensor in places_of(partition):
+            yield Place(j, module, name, paths[module] + name), tensor
 
 
 def find_ties(partitions: Sequence[nn.Module]) -> list[Tie]:
-    """What several partitions share, by the names in the wrapped module."""
-    shared = _shared(partitions)
-    if not shared:
-        return []
+    """What several partitions share, by the names in the wrapped module. Runs in each call."""
+    homes: dict[int, int] = {}
+    shared = {
+        id(tensor)
+        for j, partition in enumerate(partitions)
+        for *_, tensor in places_of(partition)
+        if homes.setdefault(id(tensor), j) != j
+    }
     found: dict[int, tuple[Tensor, list[Place]]] = {}
-    for j, partition in enumerate(partitions):
-        for prefix, way in _ways((partition,), "", set()):
-            for name, tensor in chain(way[-1]._parameters.items(), way[-1]._buffers.items()):
-                if tensor is not None and id(tensor) in shared:
-                    place = Place(j, way, name, prefix + name)
-                    found.setdefault(id(tensor), (tensor, []))[1].append(place)
+    for place, tensor in _places(partitions) if shared else ():
+        if id(tensor) in shared:
+            found.setdefault(id(tensor), (tensor, []))[1].append(place)
     ties = [
         Tie(tensor, tuple(places), tuple(dict.fromkeys(place.stage for place in places)))
         for tensor, places in found.values()
     ]
     for tie in ties:
-        _check(tie)
+        _check(tie, partitions)
     return ties
 
 
-def _ways(
-    way: tuple[nn.Module, ...], prefix: str, seen: set[int]
-) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """All modules, each once, with the way there; by the names that they have in each other."""
-    if id(way[-1]) in seen:
-        return
-    seen.add(id(way[-1]))
-    yield prefix, way
-    for name, child in way[-1]._modules.items():
-        if child is not None:
-            yield from _ways((*way, child), f"{prefix}{name}.", seen)
+def move_layers(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Moves partitions to devices, in place. What is one tensor stays one, where it is first."""
+    times = Counter(id(tensor) for each in partitions for *_, tensor in places_of(each))
+    now: dict[int, tuple[Tensor, Tensor]] = {}  # of what is in several places: it, and what it is
+    for partition, device in zip(partitions, devices, strict=True):
+        for _, module in modules_outside_pipes(partition):  # a pipe has devices of its own
+            _move(module, device, times, now)
 
 
-def _shared(partitions: Sequence[nn.Module]) -> set[int]:
-    """The tensors, by identity, that more than one partition has. Runs in each call."""
-    homes: dict[int, int] = {}
-    shared: set[int] = set()
-    for j, partition in enumerate(partitions):
-        pending: list[nn.Module | None] = [partition]
-        seen: set[int] = set()
-        while pending:
-            module = pending.pop()
-            if module is None or id(module) in seen:
-                continue
-            seen.add(id(module))
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is not None and homes.setdefault(id(tensor), j) != j:
-                    shared.add(id(tensor))
-            pending.extend(module._modules.values())
-    return shared
+def _move(
+    module: nn.Module,
+    device: torch.device,
+    times: Counter[int],
+    now: dict[int, tuple[Tensor, Tensor]],
+) -> None:
+    held = module._parameters, module._buffers
+    own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
+    stay: set[int] = set()
+    for name, tensor in own:
+        if id(tensor) in now:
+            there = now[id(tensor)][1]
+            stay |= {id(there), id(there.grad) if there.is_leaf else 0}
+            if there is not tensor:
+                setattr(module, name, there)
+    # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
+    if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
+        module._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if id(tensor) in stay else tensor.to(device), recurse=False
+        )
+    for name, tensor in own:
+        if times[id(tensor)] > 1 and id(tensor) not in now:
+            new = getattr(module, name)
+            now[id(tensor)] = now[id(new)] = tensor, new
 
 
-def _check(tie: Tie) -> None:
+def _check(tie: Tie, partitions: Sequence[nn.Module]) -> None:
     if is_lazy(tie.tensor):
         raise ValueError(
             f"{tie} are one parameter that has no value yet, in stages that may want different "
             "shapes: run the plain model once before it is made a Pipe"
         )
-    for module in chain.from_iterable(place.way for place in tie.places):
+    nested = {
+        inner
+        for partition in partitions
+        for module in partition.modules()
+        if getattr(module, "_syncpipe_skips_are_internal", False)
+        for inner in module.modules()
+    }
+    for module in [place.module for place in tie.places]:
         why = ""
         if isinstance(module, torch.jit.ScriptModule):
             why = (
                 f"{type(module).__name__} is TorchScript, which computes with its own tensors only"
             )
-        if getattr(module, "_syncpipe_skips_are_internal", False):
+        if module in nested:
             why = "one of them inside of another Pipe, which keeps its layers where they are"
         if why:
             raise ValueError(
@@ -168,32 +188,20 @@ def check_modes(ties: Sequence[Tie]) -> None:
                 )
 
 
-class _Named(NamedTuple):
-    """A tensor of a stage, by its name there."""
-
-    stage: int
-    name: str
-    tensor: Tensor
-
-    def __str__(self) -> str:
-        return f"{self.name!r} in stage {self.stage}"
-
-
-def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[_Named, _Named]]:
+def overlapping(partitions: Sequence[nn.Module]) -> Iterator[tuple[Place, Place]]:
     """Pairs of different parameters and buffers of partitions that have memory in common."""
-    found: dict[int, dict[int, _Named]] = {}
-    for j, partition in enumerate(partitions):
-        for name, tensor in chain(partition.named_parameters(), partition.named_buffers()):
-            if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
-                group = found.setdefault(storage_of(tensor), {})
-                group.setdefault(id(tensor), _Named(j, name, tensor))
+    found: dict[int, dict[int, tuple[Place, Tensor]]] = {}
+    for place, tensor in _places(partitions):
+        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
+            found.setdefault(storage_of(tensor), {}).setdefault(id(tensor), (place, tensor))
     for group in found.values():
-        near: list[_Named] = []
-        for a in sorted(group.values(), key=lambda named: extent(named.tensor)):
-            near = [b for b in near if extent(b.tensor)[1] > extent(a.tensor)[0]]
-            for b in near:
+        near: list[tuple[Place, int]] = []  # and where they end
+        for a, tensor in sorted(group.values(), key=lambda pair: extent(pair[1])):
+            start, end = extent(tensor)
+            near = [(b, b_end) for b, b_end in near if b_end > start]
+            for b, _ in near:
                 yield (a, b) if a.stage < b.stage else (b, a)
-            near.append(a)
+            near.append((a, end))
 
 
 def check_memory(partitions: Sequence[nn.Module]) -> None:

@@ -24,12 +24,12 @@ from syncpipe.balance.profile import in_bytes
 from syncpipe.checkpoints import reader
 from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
 from syncpipe.layers.conversion.sequential import call_input, sequential
-from syncpipe.layers.placement import check_devices, default_devices, move_layers
+from syncpipe.layers.placement import check_devices, default_devices
+from syncpipe.layers.ties import move_layers
 from syncpipe.planner.machine import RESERVE, machine_of, places_of, real_devices
 from syncpipe.planner.planning import NoPlan, Plan, count_of, plan
 from syncpipe.planner.words import count
 from syncpipe.runtime.interrupts import undone
-from syncpipe.runtime.worker import Worker
 from syncpipe.state import unchanged
 
 __all__ = ["auto"]
@@ -94,7 +94,7 @@ def auto(
     samples_in(input)  # refuses what has no batch
     if weights is not None:
         init_fn = reader(layers, weights, init_fn=init_fn)
-    homes = [Worker.shared(_home(layer)) for layer in layers]
+    homes = list(map(_home, layers))
     options: dict[str, Any] = {
         "devices": room.devices, "batch_size": batch_size, "param_scale": scale, "progress": False
     }  # fmt: skip
@@ -123,7 +123,7 @@ def auto(
             used = _tried(pipe, input, target, loss_fn, batch_size, scale, room)
         except BaseException as error:
             pipe, failed = None, str(error).partition("\n")[0]
-            move_layers(list(layers), homes, [])
+            move_layers(list(layers), homes)
             if not _is_out_of_memory(error):
                 raise
         else:

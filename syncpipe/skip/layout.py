@@ -29,7 +29,7 @@ def layer_skips(layer: nn.Module) -> LayerSkips:
     """
     stashed: Counter[SkipKey] = Counter()
     popped: Counter[SkipKey] = Counter()
-    for _, module in _own_modules(layer):
+    for _, module in modules_outside_pipes(layer):
         both = {*stashes(module)} & {*pops(module)}
         stashed.update(key for key in stashes(module) if key not in both)
         popped.update(key for key in pops(module) if key not in both)
@@ -41,18 +41,10 @@ def layer_skips(layer: nn.Module) -> LayerSkips:
     )
 
 
-def _own_modules(
-    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
+def modules_outside_pipes(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """A layer and its submodules with their paths, each once, nested pipes left out."""
-    seen = set() if seen is None else seen
-    if module in seen or getattr(type(module), "_syncpipe_skips_are_internal", False):
-        return
-    seen.add(module)
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _own_modules(child, f"{path}.{name}" if path else name, seen)
+    seen = {m for m in module.modules() if getattr(type(m), "_syncpipe_skips_are_internal", False)}
+    return module.named_modules(seen)  # type: ignore[no-any-return]
 
 
 class SkipLayout(NamedTuple):
@@ -131,7 +123,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 def _faults_inside(layer: nn.Module) -> Iterator[str]:
     """What is wrong with a layer whatever the others do."""
-    for path, module in _own_modules(layer):
+    for path, module in modules_outside_pipes(layer):
         where = f", in its submodule {path!r} ({type(module).__name__})," if path else ""
         for key in stashes(module):
             if key in pops(module):

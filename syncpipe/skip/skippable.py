@@ -240,16 +240,3 @@ def _cross_off(
         f"{cls} {does} {command.name!r} without having declared it: "
         f"add it to the decorator, @skippable({verb}={[*declared, command.name]!r})"
     )
-
-
-def unwrap_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Renames in place what torchgpipe wrote, whose decorator put a wrapper around each layer with
-    skips: ``0.module.conv.weight`` where ours says ``0.conv.weight``."""
-    for path, layer in module.named_modules():
-        own = {*layer._modules, *layer._parameters, *layer._buffers}
-        old = f"{prefix}{path}.module."
-        if is_skippable(layer) and "module" not in own:
-            for key in [key for key in state_dict if key.startswith(old)]:
-                new = f"{prefix}{path}.{key.removeprefix(old)}"
-                if new not in state_dict:
-                    state_dict[new] = state_dict.pop(key)

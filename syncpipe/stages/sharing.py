@@ -41,8 +41,7 @@ from torch.nn.parameter import is_lazy
 
 from syncpipe.data import place_of, places_of
 from syncpipe.layers.batchnorm import ORIGINAL, DeferredBatchNorm
-from syncpipe.layers.placement import move_layers
-from syncpipe.layers.ties import Tie, check_modes, find_ties
+from syncpipe.layers.ties import Tie, check_modes, find_ties, move_layers
 from syncpipe.runtime.interrupts import Swap, forkable
 from syncpipe.runtime.recomputation import version_of
 from syncpipe.runtime.streams import Lane, same_memory
@@ -208,7 +207,7 @@ class SharedTensors:
         ties = find_ties(self._partitions)
         places = {(place.stage, place.full_name) for tie in ties for place in tie.places}
         if places != self._places:
-            move_layers(self._partitions, self._workers, ties)
+            move_layers(self._partitions, [worker.device for worker in self._workers])
             self._places = places
         if not ties:
             self._shallow = {}

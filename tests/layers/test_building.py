@@ -217,7 +217,7 @@ def test_init_fn_comes_after_reset_parameters_children_first_where_nothing_has_v
     before = given.weight.clone()
     half = nn.Sequential(norm, *meta([linear]))
     pipe = Pipe([given, *meta([Outer, Mask]), LayerSpec(Block, WIDTH), half], [2, 3], init_fn=init)
-    assert seen == ["BatchNorm1d", "Linear", "Block", "Linear", "Outer", "Mask", "Linear"]
+    assert seen == ["Linear", "Outer", "Mask", "BatchNorm1d", "Linear", "Block", "Linear"]
     assert torch.equal(pipe[0].weight, before)
     assert (pipe[1].inner.bias == 7).all()
     assert (pipe[2].mask == 3).all()
@@ -367,8 +367,9 @@ def test_they_are_balanced_and_measured_as_layers_would_be() -> None:
     ("layer", "balances", "note"),
     [
         (LayerSpec(Broken), [[1, 1], "parameters", "uniform", "type:linear"],
-         "while building layer 1 ('1': LayerSpec(Broken)) of stage "),
-        (meta([lambda: Raises(3, 3)])[0], [[1, 1]], "while initialising layer 1 (Raises) on cpu"),
+         "while building layer 1 ('1': LayerSpec(Broken)) on "),
+        (meta([lambda: Raises(3, 3)])[0], [[1, 1]],
+         "while initialising layer 1 ('1': Raises) on cpu"),
     ],
     ids=["constructor", "reset"],
 )  # fmt: skip
@@ -451,6 +452,13 @@ def test_what_gets_no_value_is_named_and_the_model_is_as_it_was(what: str) -> No
     assert "layer 1 (" in "".join(caught.value.__notes__)
     after = model.state_dict(keep_vars=True)
     assert all(after[name] is value for name, value in before.items())
+
+
+def test_what_is_refused_after_layers_got_values_leaves_them_on_meta() -> None:
+    model = meta([linear, lambda: nn.SyncBatchNorm(WIDTH)])
+    with pytest.raises(TypeError, match="SyncBatchNorm"):
+        Pipe(model, [1, 1], deferred_batch_norm=True)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
 # --- shared weights ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ layer that is an ``nn.Sequential`` itself is replaced by its children (``_assemb
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from itertools import chain, product
 from typing import Any
@@ -17,41 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from syncpipe.skip import pop, skippable, stash
 from tests.support.models import assert_same_tree
+from tests.support.skips import Receive, SendConv
+from tests.support.skips import make as make_skippable
 
 State = dict[str, Tensor]
-
-
-@skippable(stash=["skip"])
-class Remember(nn.Module):
-    """A skippable layer with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return self.conv(x)
-
-
-@skippable(pop=["skip"])
-class Add(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.scale * (yield pop("skip"))
-
-
-class HasSum(nn.Module):
-    """A layer with a buffer of its own called sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sum", torch.randn(3))
 
 
 def linear() -> nn.Module:
@@ -71,17 +42,23 @@ def model() -> nn.Sequential:
     )
 
 
+def has_sum() -> nn.Sequential:
+    """A layer with a buffer of its own called sum."""
+    layer = nn.Module()
+    layer.register_buffer("sum", torch.randn(3))
+    return nn.Sequential(linear(), layer)
+
+
 def old_state(writer: str, module: nn.Sequential, balance: list[int]) -> State:
     """The ``state_dict`` of an older pipe."""
-    layers, partitions, first = list(module.named_children()), nn.ModuleList(), 0
+    layers, partitions = iter(module.named_children()), nn.ModuleList()
     for size in balance:
-        own = layers[first : first + size]
+        own = [next(layers) for _ in range(size)]
         if writer == "torchgpipe":
             partitions.append(nn.Sequential(OrderedDict(own)))
         else:
             flat = [m.children() if isinstance(m, nn.Sequential) else [m] for _, m in own]
             partitions.append(nn.Sequential(*chain.from_iterable(flat)))
-        first += size
     return nn.ModuleDict({"partitions": partitions}).state_dict()
 
 
@@ -95,19 +72,20 @@ WHOLE: dict[str, tuple[Any, list[list[int]]]] = {
         [[2], [1, 1]],
     ),
     "skips": (
-        lambda: named(remember=Remember(), act=nn.ReLU(), add=Add()),
+        lambda: named(send=SendConv(), act=nn.ReLU(), add=Receive()),
         [[3], [1, 1, 1], [2, 1]],
     ),
-    "sum": (lambda: nn.Sequential(linear(), HasSum()), [[1, 1], [2]]),
+    "sum": (has_sum, [[1, 1], [2]]),
 }
 
 
 def loaded(module: nn.Module, state: State, expected: nn.Module) -> None:
-    """Loads a state and compares with the model that wrote it."""
+    """Loads a state, which stays as it is, and compares with the model that wrote it."""
+    keys = list(state)
     result = module.load_state_dict(state)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
+    assert not [*result.missing_keys, *result.unexpected_keys]
     assert_same_tree(dict(module.state_dict()), dict(expected.state_dict()), "state")
+    assert list(state) == keys
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -117,16 +95,14 @@ def test_an_old_checkpoint_loads_whatever_the_balances(what: str, writer: str) -
     for theirs, mine in product(balances, balances):
         old, outer = make(), linear()
         state = old_state(writer, old, theirs)
-        keys = list(state)
-        assert all(key.startswith("partitions.") for key in keys)
+        assert all(key.startswith("partitions.") for key in state)
         loaded(Pipe(make(), mine), state, old)
-        assert list(state) == keys, "the caller's dict was changed"
         both = nn.ModuleDict({"net": Pipe(make(), mine), "outer": linear(), "other": make()})
         inside = {f"net.{key}": value for key, value in state.items()}
         inside |= {f"outer.{key}": value for key, value in outer.state_dict().items()}
         inside |= {f"other.{key}": value for key, value in old.state_dict().items()}
         loaded(both, inside, nn.ModuleDict({"net": old, "outer": outer, "other": old}))
-        if what == "skips":  # torchgpipe gave such layers a prefix
+        if what == "skips":  # torchgpipe put a wrapper around such layers
             parts = {key: key.split(".", 3) for key in state}
             prefixed = {".".join([*p[:3], "module", p[3]]): state[key] for key, p in parts.items()}
             loaded(Pipe(make(), mine), prefixed, old)
@@ -153,8 +129,8 @@ def test_the_accumulators_of_torchgpipes_deferred_batch_norm_are_left_out(deferr
     for make, balance, norm in ((model, [2, 4], "1.norm"), (blocks, [1, 1], "0.0.1")):
         old = make()
         state = old_state("torchgpipe", old, balance)
-        state[f"partitions.{norm}.sum"] = torch.zeros(3)
-        state[f"partitions.{norm}.sum_squares"] = torch.zeros(3)
+        for name in ("sum", "sum_squares"):
+            state[f"partitions.{norm}.{name}"] = torch.zeros(3)
         loaded(Pipe(make(), balance, deferred_batch_norm=deferred), state, old)
 
 
@@ -164,21 +140,41 @@ def test_assign_takes_the_tensors_and_keeps_the_devices(writer: str) -> None:
     state = old_state(writer, old, [2, 4]) if writer in WRITERS else dict(old.state_dict())
     pipe = Pipe(model(), [3, 3], devices=["cpu", "meta"])
     pipe.load_state_dict(state, assign=True)
-    assert [t.device.type for t in pipe[:3].state_dict().values()] == ["cpu"] * 7
-    assert [t.device.type for t in pipe[3:].state_dict().values()] == ["meta"] * 4
+    assert [t.device.type for t in pipe.state_dict().values()] == ["cpu"] * 7 + ["meta"] * 4
     assert pipe.stem.weight.data_ptr() == old.stem.weight.data_ptr()
 
 
-def test_new_keys_and_those_of_a_layer_called_partitions_load_strictly() -> None:
+def test_keys_of_today_load_strictly_also_those_of_layers_with_the_old_names() -> None:
     def odd() -> nn.Sequential:
         inner = nn.Sequential(nn.Sequential(linear()), nn.Sequential(linear()))
         return named(partitions=inner, head=linear())
 
-    for make in (model, odd):
+    def member() -> nn.Sequential:
+        send = SendConv()
+        send.module = nn.Linear(2, 2)
+        return nn.Sequential(send, Receive())
+
+    for make in (model, odd, member):
         old = make()
         loaded(Pipe(make(), "uniform", devices=["cpu:0", "cpu:1"]), dict(old.state_dict()), old)
     with pytest.raises(RuntimeError, match="Missing key"):
         Pipe(model(), [3, 3]).load_state_dict({})
+
+
+def test_wrappers_inside_of_wrappers_go_and_what_is_there_already_is_not_replaced() -> None:
+    outer = make_skippable(popped=["skip"])
+    outer.inner = SendConv()
+    pipe = Pipe(nn.Sequential(outer, SendConv(), Receive()), [3])
+    old = dict(pipe.state_dict())
+    for prefix in ("0.inner.", "0.", "1."):
+        old = {re.sub(f"^{prefix}", f"{prefix}module.", key): old[key] for key in old}
+    assert "0.module.inner.module.conv.weight" in old
+    loaded(pipe, old, plain := nn.Sequential(*pipe))
+    state = dict(pipe.state_dict())
+    loaded(pipe, state, plain)
+    for extra in ("1.module.conv.extra", "1.module.conv.bias"):
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            pipe.load_state_dict({**state, extra: torch.ones(2)})
 
 
 def test_an_old_checkpoint_of_another_model_is_refused() -> None:

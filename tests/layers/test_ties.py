@@ -117,7 +117,7 @@ def test_what_cannot_be_tied_is_refused_when_the_pipe_is_made(make, message):
 def test_different_parameters_in_one_memory_are_refused_on_different_devices():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = nn.Parameter(first.weight.detach()[:1].expand(2, 2))
-    message = r"'0\.weight' in stage 0.*'1\.weight' in stage 1.*memory in common"
+    message = r"'0\.weight' \(stage 0\).*'1\.weight' \(stage 1\).*memory in common"
     with pytest.raises(ValueError, match=message):
         pair(first, second, devices=["cpu", "meta"])
     assert second.weight.device.type == "cpu"

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import pickle
-import re
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -407,53 +406,6 @@ def test_a_value_outside_of_a_pipe_dies_with_the_layer_or_when_another_one_stash
     gc.collect()
     assert seen() is None
     assert Receive()(0) == 1
-
-
-# --- checkpoints of torchgpipe, which put a wrapper around layers with skips ---------------------
-
-
-@skippable(pop=["skip"])
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = SendConv()
-
-    def forward(self, x):
-        return self.inner(x) + (yield pop("skip"))
-
-
-class Member(SendConv):
-    """Has a real member of that name."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize(
-    ("layers", "wrapped"),
-    [
-        ([SendConv, Twice, Receive], ["0."]),
-        ([SendConv, Twice, Receive], []),  # the keys of today
-        ([Outer], ["0.inner.", "0."]),
-        ([Member, Receive], []),
-    ],
-)
-def test_old_and_new_keys_load(layers, wrapped):
-    models = [nn.Sequential(*(kind() for kind in layers)) for _ in range(2)]
-    source, target = (Pipe(model, [len(layers)], devices=["cpu"]) for model in models)
-    source(X)
-    old = source.state_dict()
-    for prefix in wrapped:
-        old = {re.sub(f"^{prefix}", f"{prefix}module.", key): old[key] for key in old}
-    keys = list(old)
-    target.load_state_dict(old)
-    assert list(old) == keys
-    for key, value in source.state_dict().items():
-        assert torch.equal(target.state_dict()[key], value)
-    for extra in "0.module.conv.extra", "0.module.conv.bias":  # it does not replace a new one
-        with pytest.raises(RuntimeError, match="Unexpected key"):
-            source.load_state_dict({**source.state_dict(), extra: X})
 
 
 # --- layouts, and what does not fit --------------------------------------------------------------

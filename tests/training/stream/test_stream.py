@@ -153,7 +153,7 @@ ARGUMENTS = [
 PIPES = [
     (tied, {}, ValueError, "are one tensor"),
     (partial(watched, "weight"), {}, ValueError, "memory in common"),
-    *((partial(watched, kind), {}, ValueError, r"'0\.w.*in stage 0.*'[01]\.watched'.*in common")
+    *((partial(watched, kind), {}, ValueError, r"'0\.w.*\(stage 0\).*'[01]\.watched'.*common")
       for kind in ("buffer", "frozen", "elsewhere")),
     (lambda: Pipe(mlp(), [2, 2, 3], devices=["cpu:0", "cpu:1", "cpu:0"]), {}, ValueError,
      r"3 stages with replicas=\[1, 1, 1\] on 2 devices"),
