@@ -109,8 +109,10 @@ def gradients(model: nn.Module, x: Tensor) -> list[Any]:
     checkpoint=st.sampled_from(CHECKPOINT_MODES),
     masked=st.booleans(),
     by_class=st.booleans(),
+    schedule=st.sampled_from([None, "gpipe", "1f1b", "zb_h1"]),
 )
-def test_as_the_plain_loop_written_out(cuts, chunks, checkpoint, masked, by_class):
+def test_as_the_plain_loop_written_out(cuts, chunks, checkpoint, masked, by_class, schedule):
+    """In ``pipe(x)``, or by ``train_batch`` and ``eval_batch``."""
     plain = model_of()
     mine = copy.deepcopy(plain)
     balance = [b - a for a, b in pairwise([0, *sorted(cuts), 5])]
@@ -123,29 +125,23 @@ def test_as_the_plain_loop_written_out(cuts, chunks, checkpoint, masked, by_clas
         unpack=not by_class,
     ).eval()
     given, other = batch(masked), batch(masked)
-    expected = torch.cat([written_out(plain, *part) for part in parts_of(given, chunks)])
-    weigh(expected).backward()
-    actual = pipe(other)
-    weigh(actual).backward()
+    outputs = [written_out(plain, *part) for part in parts_of(given, chunks)]
+    expected = torch.cat(outputs)
+    if schedule is None:
+        weigh(expected).backward()
+        actual = pipe(other)
+        weigh(actual).backward()
+    else:
+        losses = [output.pow(2).sum() for output in outputs]
+        for loss in losses[::-1] if schedule == "gpipe" else losses:
+            loss.backward()
+        options: Any = {"schedule": schedule, "loss_reduction": "sum"}
+        loss = pipe.train_batch(other, loss_fn=lambda y: y.pow(2).sum(), **options)
+        assert torch.equal(loss, sum(losses[1:], losses[0]).detach())
+        actual = pipe.eval_batch(other)
     assert torch.equal(actual, expected)
-    assert_same(gradients(pipe, other[0]), gradients(plain, given[0]))
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_train_batch_and_eval_batch_take_the_same_inputs(schedule, checkpoint):
-    plain = model_of()
-    pipe = Pipe(copy.deepcopy(plain), [1, 2, 2], devices=FOUR[:3], chunks=4, checkpoint=checkpoint)
-    given, other = batch(), batch()
-    parts = parts_of(given, 4)
-    losses = [plain(*part).pow(2).mean() / 4 for part in parts]
-    for loss in losses[::-1] if schedule == "gpipe" else losses:
-        loss.backward()
-    loss = pipe.train_batch(other, loss_fn=lambda y: y.pow(2).mean(), schedule=schedule)
-    assert torch.equal(loss, sum(losses[1:], losses[0]).detach())
     rounded = schedule == "zb_h1"
     assert_same(gradients(pipe, other[0]), gradients(plain, given[0]), rounded=rounded)
-    assert torch.equal(pipe.eval_batch(other), torch.cat([plain(*part) for part in parts]))
 
 
 def test_the_input_may_be_a_dict_of_keyword_arguments():
