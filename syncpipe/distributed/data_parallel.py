@@ -98,8 +98,7 @@ def data_parallel(
     group = given_group(process_group, "process_group")
     averaging = Averaging(group, len(pipe.balance), float(bucket_mb) * 2**20, float(timeout))
     alike = {"bucket_mb": bucket_mb, "balance": pipe.balance}
-    peers = averaging.peers
-    peers.check_alike(peers.together(lambda: {**alike, **_description(pipe)}))
+    averaging.peers.agree(lambda: ({**alike, **_description(pipe)}, None))
     averaging.broadcast(chain(pipe.parameters(), pipe.buffers()))
     pipe._averaging = averaging
     return pipe
@@ -144,7 +143,6 @@ class Averaging:
 
     def __init__(self, group: Any, stages: int, capacity: float, timeout: float) -> None:
         self.peers = peers = Peers(group, "data-parallel pipe", "process", timeout)
-        peers.group = peers.new_group("numbers", "gloo")
         backend = str(dist.get_backend_config(group))
         self.groups = [peers.new_group(f"stage {j}", backend) for j in range(stages)]
         self.capacity, self.syncs = capacity, True
@@ -218,7 +216,8 @@ class Averaging:
             if isinstance(v, Real) or (isinstance(v, Tensor) and not v.dim())
         }
         own = [parts[0], *numbers.values()]
-        rows = self.peers.exchange([float(value) * share if share else 0.0 for value in own])
+        shares = [float(value) * share if share else 0.0 for value in own]
+        rows = self.peers.agree(lambda: ({}, shares))
 
         def of_all(value: Any, total: float) -> Any:
             if not isinstance(value, Tensor):
@@ -248,7 +247,6 @@ class _Call:
     def begin(self, plan: Schedule, leaves: Accumulated, objective: Objective) -> Watch:
         """The call begins: what starts the sums of a stage after its last backward."""
         owner = self._owner
-        owner.peers.sent = True
         self._leaves, self._objective = leaves, objective
         stages = leaves.parameters[: plan.n]
         self._sizes = [[leaf.requires_grad * leaf.nbytes for leaf in stage] for stage in stages]
@@ -322,18 +320,15 @@ class _Call:
         self, weight: float, adds_up: bool = False, sizes: Any = (), there: Sequence[bool] = ()
     ) -> list[Sequence[bool]]:
         """Tells all which call this is, and what it weighs; returns ``there`` of all."""
-        peers = self._owner.peers
-        peers.sent = True
         what = {**self._what, "loss_reduction='sum'": adds_up}
         for j, stage in enumerate(sizes):
             whose = f"stage {j}" if j + 1 < len(sizes) else "what is no parameter of the pipe"
             what[f"the bytes of gradients of {whose} (0: frozen)"] = stage
-        rows = peers.exchange((what, weight, there))
-        peers.check_alike([row[0] for row in rows])
-        whole = sum(row[1] for row in rows)
+        rows = self._owner.peers.agree(lambda: (what, (weight, there)))
+        whole = sum(row[0] for row in rows)
         self.share = 1.0 if adds_up else weight / whole if whole else 0.0
         self._whole = 1.0 if adds_up else whole or 1.0  # where nothing counts there is no gradient
-        return [row[2] for row in rows]
+        return [row[1] for row in rows]
 
     @torch.no_grad()
     def _start(self, j: int, own: float) -> None:

@@ -2,9 +2,8 @@
 
 Nobody waits to tell. Each process writes into the store where they met, under its own key, the last
 calls that it began and how it ended. A process that waits for long, or that loses a connection,
-reads there what the others do. If that is something else, or a process has failed, refused its
-arguments or ended, it closes its connections. That wakes the others, which read the same, so all
-raise with the reason.
+reads there what the others do. If that is something else, or a process has failed or ended, it
+closes its connections. That wakes the others, which read the same, so all raise with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -51,15 +50,12 @@ class LostProcess(RuntimeError):
 class Peers:
     """The processes of a group. One thread at a time makes calls.
 
-    ``groups`` are more process groups, which are closed when one fails, and end with the peers. A
-    call is ``sent`` when something of it may be; where all raise before that, all go on.
+    ``groups`` are process groups that end with the peers. When a call fails, these are closed, and
+    ``closed`` as well. By the first of them, on gloo, the processes agree.
     """
 
-    sent = False
-
     def __init__(self, group: Any, what: str, unit: str, timeout: float = math.inf) -> None:
-        self.group, self._what, self._unit, self._timeout = group, what, unit, timeout
-        self.groups: list[Any] = []
+        self._what, self._unit, self._timeout = what, unit, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         name = f"syncpipe/{group.group_name}/{'-'.join(map(str, self._ranks))}"
@@ -67,22 +63,18 @@ class Peers:
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
-        #: The last calls, those refused, why there are no more, and whether that is a failure.
-        self._row: dict[str, Any] = {
-            "calls": deque(maxlen=_KEPT), "refused": [], "gone": "", "failed": False
-        }  # fmt: skip
+        #: The last calls, why there are no more, and whether that is a failure.
+        self._row: dict[str, Any] = {"calls": deque(maxlen=_KEPT), "gone": "", "failed": False}
         self._calls, self._begun, self._stop = 0, math.inf, threading.Event()
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
+        self.groups: list[Any] = []
+        self.closed: list[Any] = []
+        self._messages = self.new_group("messages", "gloo")
         own = self._name(self.rank), self._row, self._write
         weakref.finalize(self, _leave, self._stop, os.getpid(), *own)
         weakref.finalize(self, _destroy, self.groups, os.getpid()).atexit = False
         given = weakref.ref(self), self._stop
         self._watch = threading.Thread(target=_watch, args=given, daemon=True, name="peers")
-
-    @property
-    def by_host(self) -> bool:
-        """Whether the group sends from the host's memory."""
-        return "cpu:" in str(dist.get_backend_config(self.group))
 
     def new_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
@@ -112,7 +104,6 @@ class Peers:
                 f"this {self._what} has ended: {self._row['gone']}. Start the processes anew, from "
                 "a checkpoint"
             )
-        self.sent = False
         self._calls += 1
         self._row["calls"].append([self._calls, name])
         self._write()
@@ -122,41 +113,42 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            refused = not self.sent and isinstance(error, Exception)
-            if refused and self._all_refuse():
-                raise
-            raise self._failed(error, "refused" if refused else "failed") from None
+            found = self._failed(error)
+            raise found from found.__cause__
         finally:
             self._begun = math.inf
 
-    def _all_refuse(self) -> bool:
-        self._row["refused"] = [*self._row["refused"][1 - _KEPT :], self._calls]
-        self._write()
-
-        def all_do() -> bool:
-            others = [row for _, row in self._others() if self._calls in row["refused"]]
-            return len(others) == self.size - 1
-
-        return _polled(PATIENCE, all_do)
-
-    def _failed(self, error: BaseException, verb: str) -> BaseException:
+    def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
-        reason = self._row["gone"]  # which the thread has found
-        if not reason and _is_of_connection(error):
-            reason = self.why() or self._who_is_gone(error)
-        own = f"{self._name(self.rank)} {verb} with {_described(error)}"
-        self._row |= {"failed": True, "gone": reason or own}
+        row, lost = self._row, _is_of_connection(error)
+        own = "" if lost else f"{self._name(self.rank)} failed with {_described(error)}"
+        row |= {"failed": True, "gone": row["gone"] or (self.why() if lost else own)}
         self._write()
         self.close()
-        if not reason or not isinstance(error, Exception):
+        if not row["gone"]:
+            row["gone"] = self._who_is_gone(error)
+            self._write()
+        if row["gone"] == own or not isinstance(error, Exception):
             return error
-        kind = RemoteError if " failed with " in reason or " refused " in reason else LostProcess
-        return kind(f"{reason} (the {self._what} has ended in all processes)")
+        kind = RemoteError if " failed with " in row["gone"] else LostProcess
+        return kind(f"{row['gone']} (the {self._what} has ended in all processes)")
+
+    def _who_is_gone(self, error: BaseException) -> str:
+        """Which process it is to which the connection is lost: the one that does not say so."""
+        until, silent = time.monotonic() + _ANSWER, {*range(self.size)} - {self.rank}
+        while silent and time.monotonic() < until and not self.why():
+            silent -= {rank for rank, row in self._others() if row["failed"]}
+            time.sleep(0.05)
+        who = ", ".join(map(self._name, sorted(silent))) or "a process"
+        return self.why() or (
+            f"{who} does not answer any more, and has probably been killed; {self._name(self.rank)}"
+            f" lost its connection: {error}"
+        )
 
     def why(self) -> str:
         """Why this call cannot come to its end, as others say; empty if nobody knows."""
-        mine = dict(self._row["calls"])
-        for rank, row in self._others():
+        mine, others = dict(self._row["calls"]), self._others()
+        for rank, row in others:
             for k, theirs in row["calls"]:
                 ours = mine.get(k, theirs)
                 if ours != theirs:
@@ -165,88 +157,19 @@ class Peers:
                     return f"call {k} is {said}"
             if row["gone"] and (row["failed"] or _last(row) < self._calls):
                 return str(row["gone"])
-        return ""
-
-    # --- what all do together --------------------------------------------------------------------
-
-    def wait(self, work: Any, tensor: Tensor) -> None:
-        """Waits for a collective; on an accelerator the current stream does, not the host."""
-        while tensor.device.type == "cpu" and not work.is_completed():
-            with suppress(RuntimeError):  # the time is over
-                work.wait(timedelta(seconds=_WAIT))
-        work.wait()
-
-    def exchange(self, found: Any) -> list[Any]:
-        own = pickle.dumps(found)
-        sizes = [int(size) for size in self.gather(torch.tensor([len(own)]))]
-        own = own.ljust(max(sizes))
-        rows = self.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        return [pickle.loads(bytes(row.tolist())) for row in rows]
-
-    def gather(self, own: Tensor) -> list[Tensor]:
-        if not self.by_host:
-            own = own.to(torch.accelerator.current_device_index())
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        self.wait(dist.all_gather(rows, own, self.group, async_op=True), own)
-        return rows
-
-    def together(self, act: Callable[[], _T]) -> list[_T]:
-        """What all find who wait for nobody meanwhile. It fails in all if it fails in one."""
-        try:
-            own = act()
-        except BaseException as error:
-            self.exchange((_described(error), None))
-            raise
-        everywhere = self.exchange(("", own))
-        for rank, (reason, _) in enumerate(everywhere):
-            if reason:
-                name = self._name(rank)
-                raise RuntimeError(f"{name} of the {self._what} refused, so all do: {reason}")
-        return [result for _, result in everywhere]
-
-    def check_alike(self, rows: Sequence[dict[str, Any]]) -> None:
-        for rank, found in enumerate(rows):
-            for name in {**rows[0], **found}:
-                a, b = (each.get(name, "no such thing") for each in (rows[0], found))
-                if a != b:
-                    raise ValueError(
-                        f"processes differ in {name}: {self._name(0)} has {a}, {self._name(rank)} "
-                        f"has {b}. Give all the same"
-                    )
-
-    # --- who does not come -----------------------------------------------------------------------
-
-    def late(self) -> str:
         if time.monotonic() - self._begun < self._timeout:
             return ""
-        there = [rank for rank, row in self._others() if _last(row) >= self._calls]
-        names = [self._name(r) for r in range(self.size) if r not in (self.rank, *there)]
+        there = [self.rank, *[rank for rank, row in others if _last(row) >= self._calls]]
+        names = [self._name(rank) for rank in range(self.size) if rank not in there]
         return (
             f"{', '.join(names) or 'a process'} did not come to call {self._calls} of a "
             f"{self._what} within {self._timeout:g} s: did its data end earlier? If it only takes "
             "longer, give a larger timeout"
         )
 
-    def _who_is_gone(self, error: BaseException) -> str:
-        """Which process it is to which the connection is lost: the one that does not say so."""
-        self._row["failed"] = True
-        self._write()
-        self.close()
-
-        def silent() -> list[int]:
-            said = [rank for rank, row in self._others() if row["failed"]]
-            return [rank for rank in range(self.size) if rank not in (self.rank, *said)]
-
-        _polled(_ANSWER, lambda: bool(self.why()) or not silent())
-        who = ", ".join(map(self._name, silent())) or "a process"
-        return self.why() or (
-            f"{who} does not answer any more, and has probably been killed; {self._name(self.rank)}"
-            f" lost its connection: {error}"
-        )
-
     def close(self) -> None:
         """Closes the connections of all groups, so that nobody waits in them any more."""
-        for group in {self.group, *self.groups}:
+        for group in [*self.groups, *self.closed]:
             with suppress(Exception):
                 backend, size = str(dist.get_backend_config(group)), dist.get_world_size(group)
                 if size > 1 and "cpu:gloo" in backend:
@@ -256,6 +179,56 @@ class Peers:
                     work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
                 if size > 1 and "nccl" in backend:
                     group.abort()
+
+    # --- what all do together --------------------------------------------------------------------
+
+    def agree(self, act: Callable[[], tuple[Mapping[str, Any], _T]]) -> list[_T]:
+        """What all find who act at the same time, and wait for nobody in that.
+
+        Args:
+            act: returns what has to be the same in all processes, by name, and what it found.
+
+        Raises:
+            ValueError: something is not the same.
+            RuntimeError: another process raised an error, with that; this one raises its own.
+        """
+        try:
+            alike, found = act()
+        except BaseException as error:
+            self._exchange((_described(error), {}, None))
+            raise
+        rows = self._exchange(("", alike, found))
+        for rank, (refused, theirs, _) in enumerate(rows):
+            name = self._name(rank)
+            if refused:
+                raise RuntimeError(f"{name} of the {self._what} refused, so all do: {refused}")
+            for key in {**rows[0][1], **theirs}:
+                a, b = (each.get(key, "no such thing") for each in (rows[0][1], theirs))
+                if a != b:
+                    raise ValueError(
+                        f"processes differ in {key}: {self._name(0)} has {a}, {name} has {b}. "
+                        "Give all the same"
+                    )
+        return [found for _, _, found in rows]
+
+    def _exchange(self, message: Any) -> list[Any]:
+        own = pickle.dumps(message)
+        sizes = [int(size) for size in self._gather(torch.tensor([len(own)]))]
+        own = own.ljust(max(sizes))
+        rows = self._gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        return [pickle.loads(bytes(row.tolist())) for row in rows]
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        self.wait(dist.all_gather(rows, own, self._messages, async_op=True), own)
+        return rows
+
+    def wait(self, work: Any, tensor: Tensor) -> None:
+        """Waits for a collective; on an accelerator the current stream does, not the host."""
+        while tensor.device.type == "cpu" and not work.is_completed():
+            with suppress(RuntimeError):  # the time is over
+                work.wait(timedelta(seconds=_WAIT))
+        work.wait()
 
     # --- the store -------------------------------------------------------------------------------
 
@@ -273,13 +246,6 @@ class Peers:
 
 def _last(row: dict[str, Any]) -> int:
     return int(row["calls"][-1][0]) if row["calls"] else 0
-
-
-def _polled(seconds: float, done: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not (found := done()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
 
 
 def _written(store: Any, key: str, row: dict[str, Any]) -> None:
@@ -310,7 +276,7 @@ def _destroy(groups: list[Any], process: int) -> None:
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
     while not stop.wait(_LOOK) and (peers := found()) is not None:
         waits = time.monotonic() - peers._begun > PATIENCE and not peers._row["gone"]
-        if waits and (reason := peers.why() or peers.late()):
+        if waits and (reason := peers.why()):
             peers._row["gone"] = reason
             peers.close()
         del peers

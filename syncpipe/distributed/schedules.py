@@ -23,7 +23,7 @@ from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source
 
-__all__ = ["SCHEDULES", "Run", "schedule_of"]
+__all__ = ["SCHEDULES", "Run", "schedule_of", "sends_from_host"]
 
 #: Our names; PyTorch's class, and where the stages of a rank are.
 SCHEDULES = {
@@ -84,6 +84,10 @@ def schedule_of(run: Run) -> Any:
     return schedule
 
 
+def sends_from_host(group: dist.ProcessGroup | None) -> bool:
+    return "cpu:" in str(dist.get_backend_config(group))
+
+
 @cache
 def _checked(kind: type) -> type:
     return type(kind.__name__, (_Checked, kind), {"__module__": __name__})
@@ -116,8 +120,8 @@ class _Checked:
             The outputs on the rank of the last stage, detached; None elsewhere.
 
         Raises:
-            TypeError, ValueError: the arguments do not fit. Where all ranks refuse all can go on.
-            RuntimeError: another rank has refused its arguments, or has failed.
+            TypeError, ValueError: the arguments do not fit.
+            RuntimeError: another rank has failed, refused its arguments or does something else.
         """
         run, owner, backward = self._syncpipe, self._syncpipe.owner, self._has_backward
         first, last = owner.first, owner.last
@@ -127,7 +131,6 @@ class _Checked:
         with owner.peers.call(f"{what} with {run.chunks} micro-batches"):
             try:
                 batch = _MiniBatch(run, args, kwargs, target, backward, return_outputs)
-                owner.peers.sent = True
                 self._prepare_anew()
                 with owner._added_up() if backward else _forward_only(self):
                     # Outputs are kept here, for they may be any trees.
@@ -135,7 +138,8 @@ class _Checked:
                     step(*given, target=index, return_outputs=False)
             except Exception as error:
                 if error.__cause__ is not None and "failed to run" in str(error).lower():
-                    raise error.__cause__ from None  # PyTorch wraps it to show the arguments
+                    own = error.__cause__  # PyTorch wraps it to show the arguments
+                    raise own from own.__cause__
                 raise
             finally:
                 for part in owner.parts.values():
@@ -168,7 +172,7 @@ class _Checked:
         """
         from torch.distributed.pipelining._utils import InferenceMode  # PyTorch 2.12 or later
 
-        if not (p2p_done or self._syncpipe.owner.peers.by_host):
+        if not (p2p_done or sends_from_host(stages[0].group)):
             super()._warmup_p2p(stages, has_backward, p2p_done)  # type: ignore[misc]
         for each in stages:
             each._inference_mode = InferenceMode.STATIC

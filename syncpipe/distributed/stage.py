@@ -9,7 +9,7 @@ trees, with None, masks and indices in them, and skips pass by. So a boundary is
 
     layers -> (value, skips) -> Boundary.closed -> tensors -> ... -> Boundary.opened -> layers
 
-A tensor without gradient travels as the bits of a floating-point one, and gets back zeros.
+A tensor without gradient travels as its bytes, each a floating-point number, and gets back zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from syncpipe.balance.balances import balance_named
 from syncpipe.data import described, flatten, leaf_names, map_tensors, tensors_in, unwrapped
 from syncpipe.distributed.peers import Peers, given_group
-from syncpipe.distributed.schedules import Run, schedule_of
+from syncpipe.distributed.schedules import Run, schedule_of, sends_from_host
 from syncpipe.layers.building import Initialization, build_layers, on_meta, or_as_before
 from syncpipe.layers.conversion.layer import ModelNames
 from syncpipe.layers.conversion.sequential import batch_input
@@ -41,7 +41,6 @@ from syncpipe.layers.ties import check_modes, find_ties, move_layers
 from syncpipe.layers.unpack import unpacks
 from syncpipe.options import checked_chunks
 from syncpipe.runtime.errors import annotate
-from syncpipe.runtime.worker import Worker
 from syncpipe.skip import verify_skippables
 from syncpipe.skip.layout import SkipLayout, inspect_layout
 from syncpipe.skip.store import SkipKey, use_store
@@ -51,8 +50,6 @@ from syncpipe.training.loss import known_loss
 
 __all__ = ["Stages", "stage"]
 
-#: What tensors of integers of so many bytes are taken for on the wire.
-_BITS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
@@ -106,7 +103,7 @@ class Boundary:
         token, *aliases = _Arrive.apply(*wire)  # type: ignore[no-untyped-call]
 
         def decoded(like: list[Tensor]) -> list[Tensor]:
-            return [_decoded(t, known.dtype) for t, known in zip(aliases, like, strict=True)]
+            return [_decoded(t, known) for t, known in zip(aliases, like, strict=True)]
 
         return map_tensors(decoded, self._tree), token
 
@@ -168,19 +165,15 @@ def _encoded(tensor: Tensor) -> Tensor:
         return torch.view_as_real(tensor.resolve_conj()).contiguous()
     if tensor.is_floating_point() and tensor.itemsize > 1:
         return tensor.contiguous()
-    bare = tensor.detach().contiguous()
-    if tensor.itemsize == 1:
-        return bare.view(torch.uint8).to(torch.float16)
-    return bare.view(_BITS[tensor.itemsize])
+    return tensor.detach().flatten().view(torch.uint8).to(torch.float16)
 
 
-def _decoded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype.is_complex:
+def _decoded(tensor: Tensor, known: Tensor) -> Tensor:
+    if known.is_complex():
         return torch.view_as_complex(tensor)
-    if tensor.dtype == dtype:
+    if tensor.dtype == known.dtype:
         return tensor
-    bare = tensor.detach()
-    return (bare.to(torch.uint8) if dtype.itemsize == 1 else bare).view(dtype)
+    return tensor.detach().to(torch.uint8).view(known.dtype).view(known.shape)
 
 
 class StageModule(Partition):
@@ -244,63 +237,77 @@ class Stages(ModelNames):
         rank: of this process in the pipeline.
     """
 
-    def __init__(
-        self, module: nn.Sequential, balance: list[int], peers: Peers, worker: Worker,
-        placement: str, how: Initialization, unpack: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, peers: Peers, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.balance, self.device, self.placement = balance, worker.device, placement
-        self.peers, self.rank = peers, peers.rank
-        n, stages = peers.size, range(len(balance))
-        self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
+        self.peers, self.rank, self._group = peers, peers.rank, group
+        self.parts: dict[int, StageModule] = {}
         self.stages: list[Any] = []
         self._ties: list[tuple[str, Any, bool]] = []
+
+    def _build(
+        self, layers: Layers, balance: Any, placement: str, device: Any, unpack: bool, how: Any
+    ) -> tuple[dict[str, Any], None]:
+        """Makes the modules; for ``Peers.agree``."""
+        n = self.peers.size
+        if placement not in ("loop", "v"):
+            raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
+        module = as_sequential(layers)
+        initialization = Initialization.checked(module, **how)
+        self.balance, self.placement = _sizes(balance, module, n, placement), placement
+        stages = range(len(self.balance))
+        self._rank_of = [min(j, 2 * n - 1 - j) if placement == "v" else j % n for j in stages]
+        self.device = _device(device, self._group)
         whole = on_meta(module)
         verify_skippables(whole)
-        self._kinds = list(map(type_name, whole))
         self._elsewhere = frozenset(whole.state_dict())
-        spans = [slice(*ends) for ends in pairwise(accumulate(balance, initial=0))]
+        spans = [slice(*ends) for ends in pairwise(accumulate(self.balance, initial=0))]
         metas, items = list(whole._modules.items()), list(module._modules.items())
         cut = [nn.Sequential(OrderedDict(metas[span])) for span in spans]
         self._tied = find_ties(cut)
         check_modes(self._tied)
         passing = [*_passing(inspect_layout(cut)), []]
-        self.parts: dict[int, StageModule] = {}
         for j, span in enumerate(spans):
             if self._rank_of[j] == self.rank:
                 where = f"stage {j} (layers {span.start} to {span.stop - 1}) on rank {self.rank}"
                 part = StageModule(items[span], where, passing[j : j + 2], self.device)
                 part.unpack = unpack or unpacks(module)
                 self.parts[j] = part
-        parts, devices = list(self.parts.values()), [worker.device] * len(self.parts)
+        parts, devices = list(self.parts.values()), [self.device] * len(self.parts)
         firsts = [spans[j].start for j in self.parts]
-        or_as_before(parts, lambda: build_layers(parts, devices, how, firsts))
+        or_as_before(parts, lambda: build_layers(parts, devices, initialization, firsts))
         move_layers(parts, devices)
         for part in parts:
             self._modules.update(part._modules)
             part.training = self.training = module.training
+        kinds = list(map(type_name, whole))
+        return {"layers": kinds, "placements": placement, "balances": self.balance}, None
 
-    def _take(self, sample: Any) -> int:
-        """The size of a micro-batch, of which the first rank has an example."""
+    def _taken(self, sample: Any) -> tuple[dict[str, Any], Any]:
+        """The size of a micro-batch, of which the first rank has an example, and that."""
+        if self.first is None:
+            return {}, 0
         if sample is None:
             raise ValueError(
                 "sample is missing: on the rank of the first stage give an input of the size of a "
                 "micro-batch, stage(..., sample=x[:size])"
             )
-        self._tree, size = unwrapped(batch_input(self, sample))
-        self.sample = list(map(described, tensors_in(self._tree)))
-        return size
+        self._input, size = unwrapped(batch_input(self, sample))
+        self.sample = list(map(described, tensors_in(self._input)))
+        return {}, size
 
-    def _connect(self, size: int) -> None:
+    def _boundary(self, j: int, tree: Any) -> tuple[dict[str, Any], Boundary | None]:
+        return {}, self.parts[j].boundary(*tree) if j in self.parts else None
+
+    def _connect(self, sample: Any) -> None:
         """Runs the sample through the stages, one after another, so that all know what they send.
 
         Tensors that several ranks hold begin with the values of the first one.
         """
-        self.size, peers, parts = size, self.peers, self.parts
-        tree = self.__dict__.pop("_tree", None), ()
+        peers, parts = self.peers, self.parts
+        self.size = peers.agree(partial(self._taken, sample))[0]
+        tree = self.__dict__.pop("_input", None), ()
         for j, rank in enumerate(self._rank_of[:-1]):
-            run = partial(parts[j].boundary, *tree) if j in parts else lambda: None
-            boundary: Any = peers.together(run)[rank]
+            boundary: Any = peers.agree(partial(self._boundary, j, tree))[rank]
             tree = boundary.empty(self.device)
             if j in parts:
                 parts[j].outward = boundary
@@ -311,7 +318,7 @@ class Stages(ModelNames):
         for j, part in parts.items():  # with all shapes given nothing is run to find them
             given = (index,) if part.inward is None else part.inward.wire()
             made = (loss,) if part.outward is None else part.outward.wire()
-            shapes = {"input_args": given, "output_args": made, "group": peers.group}
+            shapes: Any = {"input_args": given, "output_args": made, "group": self._group}
             self.stages.append(_PipelineStage(part, j, len(self.balance), self.device, **shapes))
         for k, tie in enumerate(self._tied):
             ranks = list(dict.fromkeys(self._rank_of[j] for j in tie.stages))
@@ -321,7 +328,7 @@ class Stages(ModelNames):
             group, place = peers.new_group(f"tie {k}", ranks=ranks), mine[0]
             tensor = attrgetter(place.full_name)(self).detach()
             dense = tensor.contiguous()
-            dist.broadcast(dense, dist.get_global_rank(peers.group, ranks[0]), group)
+            dist.broadcast(dense, dist.get_global_rank(self._group, ranks[0]), group)
             tensor.copy_(dense)
             if place.is_parameter:
                 self._ties.append((place.full_name, group, ranks[0] == self.rank))
@@ -367,15 +374,16 @@ class Stages(ModelNames):
         """
         made = []
 
-        def make() -> dict[str, Any]:
+        def make() -> tuple[dict[str, Any], None]:
             loss = None if loss_fn is None else known_loss(loss_fn, loss_reduction, weight)
             group = data_parallel
             if group is not None:
                 group = given_group(group, "data_parallel")
             made.append(schedule_of(Run(self, name, checked_chunks(chunks), loss, group)))
-            return {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
+            alike = {"schedules": name, "chunks": chunks, "loss_fn (or None)": loss is not None}
+            return alike, None
 
-        self.peers.check_alike(self.peers.together(make))
+        self.peers.agree(make)
         return made[0]
 
     def clip_grad_norm_(
@@ -395,17 +403,15 @@ class Stages(ModelNames):
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type}: give a positive one, or math.inf")
         with self.peers.call("clip_grad_norm_"):
-            self.peers.sent = True
             total = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}")
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in [_local(p.grad) for p in self.parameters() if p.grad is not None]:
-            grad.mul_(factor.to(grad.dtype))
+        for parameter in self.parameters():  # one by one, for each may be on another mesh
+            nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
         return total
 
     def _grad_norm(self, norm_type: float) -> Tensor:
-        elsewhere = {id(attrgetter(name)(self)) for name, _, first in self._ties if not first}
+        elsewhere = {id(self.get_parameter(name)) for name, _, first in self._ties if not first}
         by_mesh: dict[Any, list[Any]] = defaultdict(list)
         for parameter in self.parameters():
             if parameter.grad is not None and id(parameter) not in elsewhere:
@@ -415,8 +421,9 @@ class Stages(ModelNames):
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
             norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        everywhere: Tensor = torch.stack(self.peers.gather(own))
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type, keepdim=True)
+        everywhere = own.new_empty(self.peers.size)
+        dist.all_gather_into_tensor(everywhere, own, group=self._group)
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -427,7 +434,7 @@ class Stages(ModelNames):
         have accumulated is added up already.
         """
         # By name, for ``fully_shard`` makes other parameters.
-        found = [(attrgetter(name)(self), group) for name, group, _ in self._ties]
+        found = [(self.get_parameter(name), group) for name, group, _ in self._ties]
         shared = [(weight, weight.grad, group) for weight, group in found if weight.requires_grad]
         for weight, _, _ in shared:
             weight.grad = None
@@ -500,24 +507,14 @@ def stage(
         TypeError, ValueError: an argument does not fit, or there is no process group.
         RuntimeError: another rank has failed; with the reason.
     """
-    peers = Peers(given_group(group, "group"), "pipeline", "rank")
-    built: list[Stages] = []
-
-    def build() -> tuple[dict[str, Any], int]:
-        if placement not in ("loop", "v"):
-            raise ValueError(f"placement={placement!r}: must be 'loop' or 'v'")
-        module = as_sequential(layers)
-        sizes = _sizes(balance, module, peers.size, placement)
-        how = Initialization.checked(module, init_fn, seed)
-        made = Stages(module, sizes, peers, _worker(device, peers), placement, how, unpack)
-        built.append(made)
-        alike = {"layers": made._kinds, "placements": placement, "balances": sizes}
-        return alike, made._take(sample) if 0 in made.parts else 0
-
-    found = peers.together(build)
-    peers.check_alike([alike for alike, _ in found])
-    built[0]._connect(found[0][1])
-    return built[0]
+    given = given_group(group, "group")
+    peers = Peers(given, "pipeline", "rank")
+    peers.closed.append(given)
+    mine = Stages(peers, given)
+    how = {"init_fn": init_fn, "seed": seed}
+    peers.agree(partial(mine._build, layers, balance, placement, device, unpack, how))
+    mine._connect(sample)
+    return mine
 
 
 def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[int]:
@@ -534,11 +531,11 @@ def _sizes(balance: Any, module: nn.Sequential, n: int, placement: str) -> list[
     return sizes
 
 
-def _worker(device: Any, peers: Peers) -> Worker:
+def _device(device: Any, group: dist.ProcessGroup) -> torch.device:
     if device is None:
-        here = torch.accelerator.is_available() and dist.get_backend(peers.group) != "gloo"
+        here = torch.accelerator.is_available() and dist.get_backend(group) != "gloo"
         device = torch.accelerator.current_device_index() if here else "cpu"
-    return resolve_workers([device], 1)[0]
+    return resolve_workers([device], 1)[0].device
 
 
 def _passing(layout: SkipLayout) -> list[list[SkipKey]]:
@@ -561,7 +558,7 @@ class _PipelineStage(PipelineStage):
     """
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
-        if "cpu:" in str(dist.get_backend_config(self.group)):
+        if sends_from_host(self.group):
             return []
         found = super()._get_init_p2p_neighbors_ops()
         return [each for each in found if each.group_peer != self.group_rank]

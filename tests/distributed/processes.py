@@ -75,11 +75,13 @@ def ranks(size: int, folder: Path) -> Iterator[Ranks]:
 
 
 def told(call: Callable[[], Any]) -> str:
-    """The exception that a call raises, in words, with its notes."""
+    """The exception that a call raises, in words, with its notes and its cause."""
     try:
         call()
     except BaseException as error:
-        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        cause = [] if error.__cause__ is None else [f"from {error.__cause__!r}"]
+        notes = getattr(error, "__notes__", ())
+        return " ".join([f"{type(error).__name__}: {error}", *notes, *cause])
     return "nothing"
 
 

@@ -45,7 +45,7 @@ FAILS = {
     "interrupt": "failed with KeyboardInterrupt",
     "iterator": "failed with ValueError: data_iter ended when asked for micro-batch 2",
     "loss": "failed with ArithmeticError: no loss",
-    "target": "refused with ValueError: ",
+    "target": "failed with ValueError: ",
 }
 
 

@@ -31,6 +31,7 @@ def fails(how: str) -> list[str] | None:
     x, y = numbered(6), torch.randn(12, 4)
     if how in ERRORS:
         culprit.phase, culprit.i, culprit.error = how, 2, ERRORS[how]
+        culprit.error.__cause__ = OSError("the disk is full")
     mine = stage(layers, [1, 1, 1], sample=x[:2], group=dist.new_group())
     schedule = mine.schedule("1f1b", chunks=6, loss_fn=F.mse_loss)
     calls = {
@@ -55,11 +56,11 @@ ENDED = r" \(the pipeline has ended in all processes\)"
 STEP, EVAL = (rf"{what}\(\) of '1f1b' with 6 micro-batches" for what in ("step", "eval"))
 THIRD = f"RemoteError: rank 1 failed with KeyError: 'the third micro-batch'.*{ENDED}"
 BACK = "RemoteError: rank 1 failed with ZeroDivisionError: in backward"
-SHORT = "RemoteError: rank 0 refused with ValueError: the input has 7 samples"
+SHORT = "RemoteError: rank 0 failed with ValueError: the input has 7 samples"
 #: What each of the three says.
 SAYS = {
-    "forward": [THIRD, "KeyError: .*in stage 1 .layers 1 to 1. on rank 1", THIRD],
-    "backward": [BACK, "ZeroDivisionError: in backward", BACK],
+    "forward": [THIRD, "KeyError: .*in stage 1 .layers 1 to 1. on rank 1 from OSError", THIRD],
+    "backward": [BACK, "ZeroDivisionError: in backward from OSError", BACK],
     "eval": [f"LostProcess: call 2 is {STEP} in rank [01] and {EVAL} in rank 2{ENDED}"] * 3,
     "refused": ["ValueError: the input has 7 samples, and chunks=6", SHORT, SHORT],
     "clip": [f"LostProcess: call 2 is clip_grad_norm_ in rank 0 and {STEP} in rank [12]"] * 3,
