@@ -103,10 +103,6 @@ class Costs:
         kinds = (forward,) * n, (backward_input,) * n, (backward_weight,) * n
         return cls(*kinds, transfer=(transfer,) * (n - 1), update=(update,) * n)
 
-    def of(self, action: Action) -> float:
-        """How long an action takes, for any but the last micro-batch."""
-        return self.times[action.kind][action.j]
-
     def at(self, i: int, m: int) -> Costs:
         """Those of micro-batch ``i`` of ``m``."""
         return self if self.last is None or i < m - 1 else self.last
@@ -182,13 +178,17 @@ def cells_of(
 
 class Played(NamedTuple):
     makespan: float  # when the last action ended; math.inf if devices wait for each other for ever
-    ends: dict[Kind, list[Times]]  # by kind and stage, when the action of each micro-batch ended
-    done: list[int]  # for each device how many of its actions could be carried out
     cells: Cells
+    waiting: list[Action | None]  # for each device the first action that could not be carried out
+
+    @property
+    def ends(self) -> dict[Kind, list[Times]]:
+        """By kind and stage, when the action of each micro-batch ended."""
+        return {kind: [cell.ends for cell in row] for kind, row in self.cells.items()}
 
 
 def play(
-    rows: Sequence[Sequence[tuple[Kind, int, int]]], m: int, device_of: Devices, costs: Costs,
+    rows: Sequence[Sequence[Action]], m: int, device_of: Devices, costs: Costs,
     recomputed: Sequence[int] = (), more: tuple[Kind, ...] = (),
 ) -> Played:  # fmt: skip
     """Plays lists of actions through, one for each device; nothing is checked.
@@ -196,17 +196,19 @@ def play(
     Of each stage so many micro-batches, the first ones, are recomputed before they go back.
     """
     cells = cells_of(m, device_of, costs, recomputed, more)
-    done, free = [0] * len(rows), [0.0] * len(rows)
+    plain = {kind: list(map(tuple, row)) for kind, row in cells.items()}  # quicker to take apart
+    left, free = list(map(iter, rows)), [0.0] * len(rows)
+    waiting = [next(row, None) for row in left]
     links = [[0.0] * len(rows) for _ in rows]
     sweep = [*range(len(rows)), *reversed(range(len(rows)))]  # there and back, as what is sent
     moved = True
     while moved:
         moved = False
         for d in sweep:
-            start, now, sent = done[d], free[d], links[d]
-            p = start
-            for kind, i, j in rows[d][start:]:
-                ends, needs, sends, takes, again = cells[kind][j]
+            action, row, now, sent = waiting[d], left[d], free[d], links[d]
+            while action is not None:
+                kind, i, j = action
+                ends, needs, sends, takes, again = plain[kind][j]
                 ready = now + again[i]
                 for arrivals in needs:
                     there = arrivals[i]
@@ -223,14 +225,12 @@ def play(
                         else:
                             busy = sent[to]
                             arrivals[i] = sent[to] = (now if now > busy else busy) + times[i]
-                    p += 1
+                    action = next(row, None)
                     continue
                 break
-            if p > start:
-                done[d], free[d], moved = p, now, True
-    over = all(p == len(row) for p, row in zip(done, rows, strict=True))
-    ends_of = {kind: [cell.ends for cell in row] for kind, row in cells.items()}
-    return Played(max(free) if over else math.inf, ends_of, done, cells)
+            if action is not waiting[d]:
+                waiting[d], free[d], moved = action, now, True
+    return Played(math.inf if any(waiting) else max(free), cells, waiting)
 
 
 def validate(schedule: Schedule) -> None:
@@ -262,14 +262,15 @@ def _problems(schedule: Schedule) -> Iterator[str]:
             del wanted[d][action]
         for action in wanted[d]:
             yield f"{action} is missing on device {d}: {action.kind} of {action[1:]}"
-    done = play(rows, m, device_of, Costs.even(n, 0.0, 0.0, 0.0)).done
+    waiting = play(rows, m, device_of, Costs.even(n, 0.0, 0.0, 0.0)).waiting
+    place = {action: (p, d) for d, row in enumerate(rows) for p, action in enumerate(row)}
     stuck = []
-    for d, row in enumerate(rows):
-        for action in row[done[d] : done[d] + 1]:
-            needed = [(a, schedule.device(a.i, a.j)) for a in schedule.predecessors(action)]
-            places = [(a, rows[e].index(a), e) for a, e in needed]
-            missing = " and ".join(f"{a}, action {p} of {e}" for a, p, e in places if p >= done[e])
-            stuck.append(f"{action}, action {done[d]} of device {d}, waits for {missing}")
+    for action in filter(None, waiting):
+        p, d = place[action]
+        needed = [(a, *place[a]) for a in schedule.predecessors(action)]
+        reached = [math.inf if each is None else place[each][0] for each in waiting]
+        missing = " and ".join(f"{a}, action {q} of {e}" for a, q, e in needed if q >= reached[e])
+        stuck.append(f"{action}, action {p} of device {d}, waits for {missing}")
     if stuck:
         yield f"deadlock: {'; '.join(stuck)}"
 
@@ -367,25 +368,20 @@ def simulate(
     if update_every is not None and update_every < 1:
         raise ValueError(f"update_every={update_every}: give it at least 1, or None for no updates")
     counts = counted(rematerialized, schedule.m, schedule.n)
-    every = sorted(_spans(schedule, costs, counts, update_every), key=lambda span: span.start)
+    every = sorted(_spans(schedule, costs, counts, update_every or 0), key=lambda span: span.start)
     spans = tuple([span for span in every if span.kind != "transfer"])
     transfers = tuple([span for span in every if span.kind == "transfer"])
     return Simulation(schedule, costs, spans, transfers, max(span.end for span in spans), counts)
 
 
-def _spans(
-    schedule: Schedule, costs: Costs, counts: Sequence[int], every: int | None
-) -> Iterator[Span]:
+def _spans(schedule: Schedule, costs: Costs, counts: Sequence[int], every: int) -> Iterator[Span]:
     """Everything that happens, device by device."""
-    rows: list[list[Action]] = [[] for _ in schedule.actions]
-    for row, actions in zip(rows, schedule.actions, strict=True):
-        for action in actions:
-            about, (_, i, j) = KINDS[action.kind], action
-            if about.sends == "gradient" and i < counts[j]:
-                row.append(Action("recompute", i, j))
-            row.append(action)
-            if every and about.alive < 0 and (i + 1) % every == 0:
-                row.append(Action("update", i, j))
+    rows = schedule.recomputing(counts)
+    for row in rows if every else ():
+        for p in reversed(range(len(row))):
+            kind, i, j = row[p]
+            if KINDS[kind].alive < 0 and (i + 1) % every == 0:
+                row.insert(p + 1, Action("update", i, j))
     more: tuple[Kind, ...] = ("recompute", "update")
     cells = play(rows, schedule.m, schedule.device_of, costs, more=more).cells
     for d, row in enumerate(rows):

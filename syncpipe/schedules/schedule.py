@@ -8,7 +8,7 @@ are in no schedule; they are added when it is compiled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -115,6 +115,18 @@ class Schedule:
     def splits(self) -> frozenset[tuple[int, int]]:
         """The cells ``(i, j)`` whose backward is split into its two halves."""
         return frozenset((a.i, a.j) for row in self.actions for a in row if a.kind in HALVES)
+
+    def recomputing(self, counts: Sequence[int]) -> list[list[Action]]:
+        """The actions of each device where of each stage so many micro-batches, the first ones, are
+        recomputed right before they go back.
+        """
+        rows: list[list[Action]] = [[] for _ in self.actions]
+        for row, actions in zip(rows, self.actions, strict=True):
+            for action in actions:
+                if action.i < counts[action.j] and KINDS[action.kind].sends == "gradient":
+                    row.append(Action("recompute", action.i, action.j))
+                row.append(action)
+        return rows
 
     def predecessors(self, action: Action) -> tuple[Action, ...]:
         """The actions that must be over before this one can start; skips add nothing."""

@@ -121,12 +121,7 @@ def training_steps(
     there. Each replica sends the sum of its gradients as soon as it is through with its stage; the
     first one adds them to its own, in order, when it has nothing else to do.
     """
-    program: list[list[Action]] = [[] for _ in schedule.actions]
-    for row, actions in zip(program, schedule.actions, strict=True):
-        for action in actions:
-            if action.i < rematerialized[action.j] and KINDS[action.kind].sends == "gradient":
-                row.append(Action("recompute", action.i, action.j))
-            row.append(action)
+    program = schedule.recomputing(rematerialized)
     for j in reversed(range(schedule.n)):
         devices = devices_of(schedule.device_of, j)
         for i, d in enumerate(devices[: schedule.m] if len(devices) > 1 else ()):
