@@ -1,36 +1,14 @@
-"""ResNet, ResNeXt and GPT-2 of the papers, as lists of layers that a pipe can cut anywhere.
-
-The identity of a residual block travels as a skip, so that a partition may end inside of it::
-
-    Remember -> 1x1 -> 3x3 -> 1x1 -> Add
-        '--------- identity --------^
-
-That is also how torchgpipe cut ResNet-101 (Kim et al. 2020, https://arxiv.org/abs/2004.09910).
-"""
+"""ResNet, ResNeXt and GPT-2 of the papers, as lists of layers that a pipe can cut anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from syncpipe.skip import Namespace, pop, skippable, stash
-
-
-@skippable(stash=["skip"])
-class Remember(nn.Module):
-    """Sends its input past the layers that follow, to the layer that pops "skip", and passes it on.
-
-    Give each of them a namespace, ``Remember().isolate(ns)``, the same as that of the other end.
-    """
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        yield stash("skip", x)
-        return x
 
 
 def conv(
@@ -50,39 +28,28 @@ class GlobalAverage(nn.Sequential):
         super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-@skippable(pop=["skip"])
-class Add(nn.Module):
-    """Ends a block: adds its input, by way of the projection where the shape has changed.
-
-    The projection belongs to this end, so that what travels is what all blocks send: their input.
-    """
-
-    def __init__(self, projection: nn.Module) -> None:
-        super().__init__()
-        self.projection = projection
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
-        identity = yield pop("skip")
-        return torch.relu_(x + self.projection(identity))
-
-
 def _conv_relu(*args: Any, **kwargs: Any) -> nn.Sequential:
     return conv(*args, **kwargs).append(nn.ReLU(inplace=True))
 
 
-def _block(
-    channels_in: int, width: int, channels: int, stride: int, groups: int
-) -> list[nn.Module]:
-    projected = channels_in != channels or stride != 1
-    projection = conv(channels_in, channels, 1, stride=stride) if projected else nn.Identity()
-    block = Namespace()
-    return [
-        Remember().isolate(block),
-        _conv_relu(channels_in, width, 1),
-        _conv_relu(width, width, 3, stride=stride, groups=groups),
-        conv(width, channels, 1),
-        Add(projection).isolate(block),
-    ]
+class Block(nn.Module):
+    """``relu(x + 1x1(3x3(1x1(x))))``, and x by way of a projection where its shape changes."""
+
+    def __init__(
+        self, channels_in: int, width: int, channels: int, stride: int, groups: int
+    ) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            _conv_relu(channels_in, width, 1),
+            _conv_relu(width, width, 3, stride=stride, groups=groups),
+            conv(width, channels, 1),
+        )
+        projected = channels_in != channels or stride != 1
+        projection = conv(channels_in, channels, 1, stride=stride) if projected else nn.Identity()
+        self.projection = projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.residual(x) + self.projection(x))
 
 
 def resnet(
@@ -113,7 +80,7 @@ def resnet(
         num_classes: of the classifier.
 
     Returns:
-        5 layers for each block and 4 more, the smallest of them a Remember.
+        A layer for each block and 4 more.
     """
     layers: list[nn.Module] = [
         _conv_relu(3, channels, 7, stride=2),
@@ -125,13 +92,13 @@ def resnet(
         width = planes * groups * group_width // 64
         for k in range(number):
             stride = 2 if stage > 0 and k == 0 else 1
-            layers += _block(before, width, planes * 4, stride, groups)
+            layers.append(Block(before, width, planes * 4, stride, groups))
             before = planes * 4
     return nn.Sequential(*layers, GlobalAverage(), nn.Linear(before, num_classes))
 
 
 def resnext101_32x8d() -> nn.Sequential:
-    """ResNeXt-101 with 32 groups of 8 channels, 169 layers, for images of 224x224 pixels.
+    """ResNeXt-101 with 32 groups of 8 channels, 37 layers, for images of 224x224 pixels.
 
     See :func:`resnet`. The paper has it as 32x4d and 64x4d; 32x8d is the one of Mahajan et al.
     2018, https://arxiv.org/abs/1805.00932, and of torchvision.
@@ -146,7 +113,7 @@ def small_resnext(classes: int = 10) -> nn.Sequential:
         (64, 64, 128, 1), (128, 64, 128, 1), (128, 64, 128, 1),
         (128, 128, 256, 2), (256, 128, 256, 1), (256, 128, 256, 1),
     ):  # fmt: skip
-        layers += _block(channels_in, width, channels, stride, 8)
+        layers.append(Block(channels_in, width, channels, stride, 8))
     return nn.Sequential(*layers, GlobalAverage(), nn.Linear(256, classes))
 
 

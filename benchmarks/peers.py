@@ -1,7 +1,7 @@
 """Peers side by side: the plain model, ours, torchgpipe, fairscale, torch.distributed.pipelining.
 
 Four parts on the CPU: ``tiny`` (layers that compute next to nothing: the overhead), ``linear``
-(8 x Linear(1024)), ``resnext`` (a small one, with skips) and ``transformer`` (a small one). Two on
+(8 x Linear(1024)), ``resnext`` (a small one) and ``transformer`` (a small one). Two on
 one GPU, ``gpu-resnext101`` and ``gpu-gpt2``, which are skipped where there is none. In each part
 all peers train the very same layers in every round, in an order that changes from round to round,
 after they were seen to give the plain loop's gradients. Libraries that are missing are skipped, and
@@ -29,7 +29,6 @@ from benchmarks import ranks
 from benchmarks.common import Group, Options, Part, Spread, number, rounds
 from benchmarks.models import gpt2_small, resnet, resnext101_32x8d, small_resnext
 from benchmarks.ranks import Ranks, Stages
-from benchmarks.skips import translated
 from benchmarks.tasks import (
     CALL,
     OURS,
@@ -48,11 +47,8 @@ from syncpipe import Worker
 from syncpipe.balance import balance_by_time
 from syncpipe.commands.demo import threads
 
-#: By the name on the package index: the module and name of its pipe, and the module of its skips.
-LIBRARIES = {
-    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.skip"),
-    "fairscale": ("fairscale.nn", "Pipe", "fairscale.nn.pipe.skip"),
-}
+#: By the name on the package index: the module and name of its pipe.
+LIBRARIES = {"torchgpipe": ("torchgpipe", "GPipe"), "fairscale": ("fairscale.nn", "Pipe")}
 DISTRIBUTED = "torch.distributed"
 OVER = {name: f"over {name}" for name in (*LIBRARIES, DISTRIBUTED)}
 CPU = torch.device("cpu")
@@ -129,8 +125,7 @@ def gathered(
 def missing(library: str) -> str | None:
     """Why a library cannot be used here; None if it can."""
     try:
-        for module in (LIBRARIES[library][0], LIBRARIES[library][2]):
-            _imported(module)
+        _imported(LIBRARIES[library][0])
     except ModuleNotFoundError as error:
         if error.name == library:
             return f'it is not installed; pip install "{library}"'
@@ -142,14 +137,13 @@ def missing(library: str) -> str | None:
 
 def theirs(task: Task, library: str, device: torch.device, modes: Sequence[str]) -> Iterator[Peer]:
     """The pipe of an older library with ``backward()``, all partitions on one device."""
-    module, name, skips = LIBRARIES[library]
-    made = getattr(_imported(module), name)
-    model, balance = translated(task.model, _imported(skips)), list(task.balance)
+    module, name = LIBRARIES[library]
+    made, balance = getattr(_imported(module), name), list(task.balance)
     for mode in modes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is deprecated is why we are here
             devices = [device] * len(balance)
-            pipe = made(model, balance, devices=devices, chunks=task.chunks, checkpoint=mode)
+            pipe = made(task.model, balance, devices=devices, chunks=task.chunks, checkpoint=mode)
         if hasattr(getattr(pipe, "pipeline", None), "in_queues"):
             _with_threads.add(pipe.pipeline)
         yield Peer(library, CALL, "1 worker", mode, called(pipe, task.loss))
@@ -357,13 +351,13 @@ def linear_task(quick: bool) -> Task:
 
 
 def resnext_task(quick: bool) -> Task:
-    """A small ResNeXt; a skip crosses the border."""
+    """A small ResNeXt."""
     batch, m = (8, 4) if quick else (128, 8)
     torch.manual_seed(0)
     model = small_resnext()
     x, target = torch.rand(batch, 1, 8, 8), torch.randint(10, (batch,))
     name = f"ResNeXt of 20 convolutions (a small ResNeXt), batch {batch}, 8x8 pixels"
-    return Task(model, x, target, F.cross_entropy, m, [16, len(model) - 16], name)
+    return Task(model, x, target, F.cross_entropy, m, [4, len(model) - 4], name)
 
 
 def transformer_task(quick: bool) -> Task:
@@ -401,9 +395,8 @@ def gpt2_task(quick: bool) -> Task:
 
 
 def on_cpu(
-    make: Callable[[bool], Task], title: str, options: Options, *,
-    least: float = 0.0, distributed: bool = True,
-) -> Part:  # fmt: skip
+    make: Callable[[bool], Task], title: str, options: Options, *, least: float = 0.0
+) -> Part:
     """Measures one model in two partitions, with as many intra-op threads for everybody.
 
     Args:
@@ -411,7 +404,6 @@ def on_cpu(
         title: of the part.
         options: of the command line.
         least: seconds for each peer in each round, see ``measured``.
-        distributed: whether the model can do without skips.
     """
     total, repeats = 1 if options.quick else PARTITIONS, options.rounds(11)
     with threads(total):
@@ -433,7 +425,7 @@ def on_cpu(
             },
         )
         peers = gathered(task, part, ours(task, PLACES, MODES), CPU, MODES)
-        why = ranks.missing() if distributed else "it has no skips"
+        why = ranks.missing()
         if why is not None:
             part.tell(f"Skipped: torch.distributed.pipelining: {why}.")
             measured(part, task, peers, repeats, title, least=least)
@@ -494,7 +486,7 @@ CPU_PARTS: dict[str, Callable[[Options], Part]] = {
         tiny_task, "tiny layers", options, least=0.002 if options.quick else 0.05
     ),
     "linear": partial(on_cpu, linear_task, "large linear layers"),
-    "resnext": partial(on_cpu, resnext_task, "a small ResNeXt with skips", distributed=False),
+    "resnext": partial(on_cpu, resnext_task, "a small ResNeXt"),
     "transformer": partial(on_cpu, transformer_task, "a small transformer"),
 }
 GPU_PARTS: dict[str, Callable[[Options], Part]] = {

@@ -42,7 +42,7 @@ SIZES = (1, 512)
 #: Seconds that a layer takes for no sample at all: launching kernels, Python.
 LAUNCH = 20e-6
 KINDS = ("no limit", "tight", "tight, slow links", "tight, unlike devices", "prime mini-batches")
-TASKS = {"MLP": linear_task, "ResNeXt with skips": resnext_task, "transformer": transformer_task}
+TASKS = {"MLP": linear_task, "ResNeXt": resnext_task, "transformer": transformer_task}
 
 
 def random_profile(layers: int, seed: str, *, skips: int = 0) -> Profile:
