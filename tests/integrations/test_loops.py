@@ -1,0 +1,178 @@
+"""Loops of PyTorch, Accelerate and Lightning: averages, schedulers, scalers, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from syncpipe import Pipe
+from tests.integrations.loops import assert_trained_alike, batches, data, pipe_and_model
+
+
+def steps(module: nn.Module, optimizer: Any, pairs: Any, accelerator: Any = None) -> None:
+    """The loop that everybody writes, by ``train_batch`` if it can, or Accelerate's."""
+    for x, y in pairs:
+        optimizer.zero_grad()
+        if isinstance(module, Pipe) and accelerator is None:
+            module.train_batch(x, y, loss_fn=F.cross_entropy)
+        else:
+            loss = F.cross_entropy(module(x), y)
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+
+
+def assert_trains_as(model: nn.Module, pipe: Pipe) -> None:
+    """A pipe was trained on all mini-batches once, by ``SGD`` at a rate of 0.1."""
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    assert_trained_alike(pipe, model)
+
+
+# --- PyTorch -------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_scalers_clipping_and_a_moving_average(kind: str) -> None:
+    pipe, model = pipe_and_model()
+    norms, averages = [], []
+    for module in (pipe, model):
+        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        scheduler = SCHEDULERS[kind](optimizer)
+        for x, y in batches():
+            optimizer.zero_grad()
+            if isinstance(module, Pipe):
+                module.train_batch(x, y, loss_fn=F.cross_entropy, grad_scaler=scaler)
+            else:
+                scaler.scale(F.cross_entropy(module(x), y)).backward()
+            scaler.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.5))
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            average.update_parameters(module)
+        averages.append(average)
+    torch.testing.assert_close(norms[:4], norms[4:])
+    assert_trained_alike(pipe, model)
+    assert_trained_alike(*averages)
+    torch.testing.assert_close(averages[0](x), averages[1](x))
+
+
+def test_a_run_is_resumed_under_another_balance(tmp_path: Any) -> None:
+    pipes = [pipe_and_model(balance)[0] for balance in ([2, 3], [1, 2, 2], [4, 1])]
+    optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in pipes]
+    whole, first, second = zip(pipes, optimizers, strict=True)
+    steps(*whole, batches())
+    steps(*first, batches()[:2])
+    torch.save([each.state_dict() for each in first], tmp_path / "run.pt")
+    nn.init.zeros_(second[0][0].weight)
+    for each, state in zip(second, torch.load(tmp_path / "run.pt"), strict=True):
+        each.load_state_dict(state)
+    steps(*second, batches()[2:])
+    assert_trained_alike(second[0], whole[0], exact=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoints_have_the_names_of_the_model(tmp_path: Any) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    pipe, _ = pipe_and_model([2, 3])
+    adam = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    steps(pipe, adam, batches(2))
+    state = dict(zip(("model", "optimizer"), get_state_dict(pipe, adam), strict=True))
+    checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for module in pipe_and_model([1, 1, 3]):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+        checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+        set_state_dict(
+            module, optimizer, model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )  # fmt: skip
+        assert_trained_alike(module, pipe, exact=True)
+        for actual, expected in zip(module.parameters(), pipe.parameters(), strict=True):
+            assert torch.equal(optimizer.state[actual]["exp_avg"], adam.state[expected]["exp_avg"])
+
+
+# --- Accelerate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["pipe(x)", "train_batch"])
+@pytest.mark.parametrize("placement", [True, False])
+def test_accelerate_takes_a_pipe_as_it_is(placement: bool, how: str) -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    pipe, model = pipe_and_model()
+    accelerator = accelerate.Accelerator(cpu=True, device_placement=placement)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    prepared, optimizer, loader = accelerator.prepare(pipe, optimizer, data())
+    assert isinstance(prepared, Pipe)
+    steps(prepared, optimizer, loader, accelerator if how == "pipe(x)" else None)
+    assert_trains_as(model, pipe)
+    norms, grads = [], []
+    for clip, module in (
+        (accelerator.clip_grad_norm_, prepared), (torch.nn.utils.clip_grad_norm_, model)
+    ):  # fmt: skip
+        norms.append(clip(module.parameters(), 0.1))
+        grads.append([p.grad for p in module.parameters()])
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(*grads)
+
+
+# --- Lightning -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("automatic", [False, True])
+def test_lightning_trains_an_attribute_and_its_checkpoint_is_one_of_the_model(automatic, tmp_path):
+    """Under manual optimization, or it goes back by itself, through ``pipe(x)``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning: Any = pytest.importorskip("lightning")
+
+    class Trained(lightning.LightningModule):  # type: ignore[misc]
+        automatic_optimization = automatic
+
+        def __init__(self, pipe: Pipe) -> None:
+            super().__init__()
+            self.pipe = pipe
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+            if automatic:
+                return F.cross_entropy(self.pipe(batch[0]), batch[1])
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.log("loss", self.pipe.train_batch(*batch, loss_fn=F.cross_entropy))
+            optimizer.step()
+            return None
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("validation loss", self.pipe.eval_batch(*batch, loss_fn=F.cross_entropy))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    pipe, model = pipe_and_model()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Trained(pipe), data(), data())
+    assert_trains_as(model, pipe)
+    trainer.save_checkpoint(tmp_path / "step.ckpt")
+    state = torch.load(tmp_path / "step.ckpt", weights_only=True)["state_dict"]
+    plain = nn.ModuleDict({"pipe": pipe_and_model()[1]})
+    plain.load_state_dict(state)
+    assert_trained_alike(plain, pipe, exact=True)
