@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -64,7 +65,12 @@ class Layout:
         check_slots(new.schedule, list(map(len, served)))
         partitions = _partitions(new, training, self)
         new = dataclasses.replace(new, served=served, partitions=partitions)
-        return or_as_before(partitions, partial(_placed, new, how or Initialization()))
+        try:
+            return or_as_before(partitions, partial(_placed, new, how or Initialization()))
+        except BaseException:
+            with suppress(NotImplementedError):  # what was moved to meta has no values any more
+                move_layers(self.partitions, [worker.device for worker in self.workers])
+            raise
 
     def with_checkpoint(self, checkpoint: Any) -> Layout:
         """The same but for what is recomputed."""
