@@ -55,11 +55,6 @@ class Unpacked:
             return self.layer(*value)
         return self.layer(**value) if type(value) is dict else self.layer(value)
 
-    @property
-    def training(self) -> bool:
-        """The layer's mode."""
-        return bool(self.layer.training)
-
 
 def chained(layers: Iterable[Any], value: Any) -> Any:
     """Layers one after another, each with what the one before it returned."""

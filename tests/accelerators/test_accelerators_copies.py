@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from syncpipe.runtime.streams import same_memory
 from tests.accelerators import four
 from tests.accelerators.four import ROWS, SHAPES, WIDTH, pipe_of
 from tests.support import accelerator as acc
+from tests.support.running import Do, on_gradient
 from tests.support.ties import WORDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -145,3 +147,25 @@ def test_a_caller_may_overwrite_what_replicas_hand_on():
             x.fill_(float("nan"))
         acc.synchronize()
         assert torch.equal(y.cpu(), expected)
+
+
+def test_a_stream_that_fails_leaves_no_gradient_in_a_copy():
+    devices, broken = [acc.device(k) for k in range(2)], False
+
+    def act(grad: Tensor) -> None:
+        if broken and grad.device == devices[1]:
+            raise ArithmeticError("the last layer of this replica has its gradient")
+
+    layers = nn.Linear(3, 3), Do(lambda x: on_gradient(x, act)), nn.Linear(3, 3)
+    pipe = Pipe(nn.Sequential(*layers), [3], replicas=2, devices=devices, chunks=2)
+    x, found = torch.randn(2, 3, device=devices[0]), []
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    for _ in range(2):
+        broken = False
+        pipe.zero_grad()
+        pipe.train_batch(x, loss_fn=torch.mean)
+        found.append([p.grad.cpu() for p in pipe.parameters()])
+        broken = True
+        with pytest.raises(ArithmeticError):
+            pipe.train_stream([(x, None)] * 2, loss_fn=torch.mean, optimizer=sgd)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
