@@ -35,6 +35,10 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.0)
+
+
 DRIVERS: dict[str, Callable[[Pipe, Iterator[Any]], Any]] = {
     "train_batch": lambda pipe, pairs: pipe.train_batch(
         data_iter=pairs, loss_fn=nn.functional.mse_loss
@@ -68,25 +72,35 @@ def test_an_iterator_is_asked_on_the_callers_streams(driver: str, by_hand: bool)
     assert all(streams == mine for streams in seen)
 
 
+@pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("driver", ["train_batch", "eval_batch", "pipe(x)"])
-def test_what_a_call_gave_may_be_read_late_and_dropped(driver: str, chunks: int) -> None:
+@pytest.mark.parametrize("driver", ["train_batch", "eval_batch", "pipe(x)", "train_stream"])
+def test_what_a_call_gave_may_be_read_late_and_dropped(driver: str, chunks: int, late: int) -> None:
     pipe = pipe_of(by_hand=True)
     pipe.chunks = chunks
     x = torch.randn(8, WIDTH, device="sim:0")
 
     def run() -> list[Tensor]:
-        if driver == "pipe(x)":
-            return [pipe(x)]
+        pipe.zero_grad()
+        leaf = x.clone().requires_grad_()
+        if driver == "train_stream":
+            made = pipe.train_stream([(x, None)] * 3, loss_fn=torch.mean, optimizer=still)
+            states = [state["exp_avg"] for own in made.optimizers for state in own.state.values()]
+            return [made.losses, *states]
         if driver == "eval_batch":
             return [pipe.eval_batch(x, loss_fn=torch.mean), pipe.eval_batch(x)]
-        return [*pipe.train_batch(x, loss_fn=torch.mean, return_outputs=True)]
+        if driver == "pipe(x)":
+            found = [pipe(leaf)]
+            found[0].mean().backward()
+        else:
+            found = [*pipe.train_batch(leaf, loss_fn=torch.mean, return_outputs=True)]
+        return [*found, *[t.grad for t in (leaf, *pipe.parameters()) if t.grad is not None]]
 
     expected = [tensor.detach().cpu() for tensor in run()]
     with ExitStack() as stack:
-        late = callers_streams(stack)[-1]
+        streams = callers_streams(stack)
         found = run()
-        with simulated.delays(50.0, stream=late):
+        with simulated.delays(50.0, stream=streams[late]):
             read = [tensor.detach() * 1 for tensor in found]
             found.clear()
             run()  # which may get their memory
