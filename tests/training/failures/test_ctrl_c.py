@@ -208,17 +208,22 @@ def test_at_any_time(by_hand: bool) -> None:
 @needs_alarms
 def test_workers_stop_at_their_next_action() -> None:
     seen: list[None] = []
+    left, ended = threading.Event(), threading.Event()
 
     def layer(x: Tensor) -> None:
         seen.append(None)
         if len(seen) == 5:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            left.wait(0.3)  # in vain: the call does not end before this does
+            ended.set()
 
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     pipe = pipe_of(nn.Sequential(Do(layer), nn.Linear(3, 3)), chunks=5000)
     with pytest.raises(KeyboardInterrupt):
         pipe.train_batch(torch.randn(5000, 3), loss_fn=torch.mean)
+    assert ended.is_set()
     assert len(seen) < 5000
+    left.set()
 
 
 def test_no_worker_is_left_behind_wherever_it_comes() -> None:
