@@ -228,7 +228,7 @@ class Accumulated(Leaves):
 
     Attributes:
         parameters: for each stage those that are its own.
-        waits: for each those whose first gradient is still to come; None before it went back.
+        waits: for each those whose first gradient is still to come.
     """
 
     def __init__(self, call: Call, known: Any = None) -> None:
@@ -243,11 +243,16 @@ class Accumulated(Leaves):
         #: By leaf its gradient before the call, and a copy of that.
         self._before: dict[Tensor, tuple[Tensor | None, Tensor | None]] = {}
         self._owner: dict[int, tuple[Tensor, int]] = {}  # by identity: a leaf and its first stage
-        self.waits: list[list[Tensor] | None] = [None for _ in stages]
+        self.waits: list[list[Tensor]] = [[] for _ in stages]
         for j, parameters in enumerate(own):
+            self.begin(j)
             for parameter in parameters:
                 self._owner.setdefault(id(parameter), (parameter, j))
         self.register(chain(*own))
+
+    def begin(self, j: int) -> None:
+        """Call where the gradients of a stage's parameters begin anew."""
+        self.waits[j] = _without_grad(self.parameters[j])
 
     def register(self, leaves: Iterable[Tensor]) -> None:
         """Call before they get any gradient from this call."""
@@ -280,15 +285,10 @@ class Accumulated(Leaves):
                     grad.sub_(before).mul_(here).add_(before)
 
     def claim(self, j: int, new: list[Tensor]) -> None:
-        """Call before a graph of stage ``j`` goes back, with the leaves that are new.
+        """Call before a graph of stage ``j`` with leaves that are new goes back.
 
         It refuses those to whose gradients another worker adds.
         """
-        fresh = self.waits[j]
-        if fresh is None:
-            fresh = self.waits[j] = self._without_grad(j, self.parameters[j])
-        if not new:
-            return
         for leaf in new:
             # Of a leaf that stands for another one nobody asks for the gradient here.
             original = self._call.originals.get(id(leaf), leaf)
@@ -296,7 +296,7 @@ class Accumulated(Leaves):
             if original is not leaf or self._worker_of[owner] != self._worker_of[j]:
                 raise RuntimeError(self._shared(original, owner, j))
         self._call.for_caller(j, self.register, new)
-        fresh += self._without_grad(j, new)
+        self.waits[j] += _without_grad(new)
         self._known[j].update(map(id, new))
 
     def got(self, j: int) -> None:
@@ -307,14 +307,13 @@ class Accumulated(Leaves):
         micro-batch would be added to it in place.
         """
         fresh = self.waits[j]
-        if fresh:
-            for leaf in fresh:
-                if type(leaf.grad) is Tensor and is_shared(leaf.grad):
-                    leaf.grad = leaf.grad.clone()
-            rest = [leaf for leaf in fresh if leaf.grad is None]
-            if len(rest) < len(fresh):
-                self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
-                self.waits[j] = rest
+        for leaf in fresh:
+            if type(leaf.grad) is Tensor and is_shared(leaf.grad):
+                leaf.grad = leaf.grad.clone()
+        rest = [leaf for leaf in fresh if leaf.grad is None]
+        if len(rest) < len(fresh):
+            self._call.release_to_caller(j, [leaf.grad for leaf in fresh])
+            self.waits[j] = rest
 
     def go_back(
         self, j: int, roots: Sequence[Any], grads: Sequence[Tensor], cell: Cell, *begins: Any
@@ -322,7 +321,7 @@ class Accumulated(Leaves):
         """Backward through a graph of a cell of stage ``j``, from its roots to its border, or to
         those where it ``begins``."""
         new = self.new(j, map(_node_of, roots), *(begins or (cell.border,)))
-        if new or self.waits[j] is None:
+        if new:
             self.claim(j, new)
         run = go_back if cell.halves is None else cell.halves.go_back
         run(roots, grads)
@@ -337,7 +336,6 @@ class Accumulated(Leaves):
     def add(self, j: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         there = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
         if there:
-            self.claim(j, [])
             go_back([get_gradient_edge(leaf) for leaf, _ in there], [g for _, g in there])
             there.clear()
             self.got(j)
@@ -347,11 +345,6 @@ class Accumulated(Leaves):
         known = {id(parameter) for parameters in self.parameters for parameter in parameters}
         owned = [each for each in self._owner.values() if id(each[0]) not in known]
         return [leaf for leaf, _ in sorted(owned, key=lambda each: each[1])]
-
-    def _without_grad(self, j: int, leaves: list[Tensor]) -> list[Tensor]:
-        """The leaves without a gradient yet; the gradients of the others are the caller's, too."""
-        self._call.release_to_caller(j, [leaf.grad for leaf in leaves])
-        return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
 
     def _shared(self, leaf: Tensor, *users: int) -> str:
         pipeline, named = self._call.pipeline, []
@@ -366,6 +359,10 @@ class Accumulated(Leaves):
             "choose a balance that puts both layers on one device, use loss_fn(pipe(x), target), "
             "or give each stage a tensor of its own"
         )
+
+
+def _without_grad(leaves: Iterable[Tensor]) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None]
 
 
 def _parameters_of(partition: nn.Module) -> list[Tensor]:

@@ -584,15 +584,13 @@ class _StreamLeaves(Accumulated):
         super().__init__(call, known)
 
     def claim(self, j: int, new: list[Tensor]) -> None:
-        super().claim(j, [])
-        if new:
-            raise RuntimeError(
-                f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
-                "but is none of the parameters that a layer of that stage computes with: no "
-                "optimizer of train_stream would update it with the stage. Make it a parameter of "
-                "a layer there, that the layer finds by its name (not through a list, a dict or a "
-                "closure), or detach() it"
-            )
+        raise RuntimeError(
+            f"{described(new[0])}, which requires grad, is used by stage {j} or by loss_fn, "
+            "but is none of the parameters that a layer of that stage computes with: no "
+            "optimizer of train_stream would update it with the stage. Make it a parameter of "
+            "a layer there, that the layer finds by its name (not through a list, a dict or a "
+            "closure), or detach() it"
+        )
 
 
 class _StreamTask(TrainingTask):
@@ -654,6 +652,6 @@ class _StreamTask(TrainingTask):
                 run.modules.note_versions()
         if self.call.state.nested:  # casts of the weights as they were
             torch.clear_autocast_cache()
-        self._leaves.waits[j] = None  # gradients begin anew
+        self._leaves.begin(j)
         newest = [parameter.detach() for parameter in weights.parameters]
         return [self._to(j, other, newest) for other in others] if j == owner else []

@@ -463,7 +463,6 @@ def _results(call: Call, head: LossHead, objective: Objective | None) -> Any:
             if len(pipeline.numbers[-1]) > 1:
                 objective.bring(call.lane_of[pipeline.results].device)
             loss, metrics = objective.loss(), objective.metrics()
-        call.release_to_caller(pipeline.results, (loss, metrics))
         outputs = None if head.outputs is None else gather(call.collected(head.outputs))
     if loss is None:
         return outputs
