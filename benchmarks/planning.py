@@ -128,9 +128,8 @@ def case(kind: str, seed: int) -> tuple[Profile, Machine, int]:
 def everything(profile: Profile, machine: Machine, batch: int) -> Iterator[float]:
     """The step times of all plans that fit: any cut, number of micro-batches and slots."""
     terms = Terms(profile, machine, batch, PARAM_SCALE)
-    usual, extra = chunk_counts(terms.profile, len(machine), batch)
     count = len(profile.layers)
-    for m in (*usual, *extra):
+    for m in chunk_counts(batch):
         for n in range(1, min(count, len(machine)) + 1):
             for borders in combinations(range(1, count), n - 1):
                 balance = tuple(b - a for a, b in pairwise((0, *borders, count)))

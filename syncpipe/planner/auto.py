@@ -344,23 +344,24 @@ def _report(found: Plan, room: Room, used: dict[torch.device, int]) -> str:
 
 def _limit(found: Plan) -> str:
     """Where most of the time goes that the devices do not share evenly."""
-    stages, m, step = found.stages, found.chunks, found.step_time
-    if len(stages) == 1:
+    played, step = found.simulation, found.step_time
+    if len(found.balance) == 1:
         return "the one device"
     if found.interpreter_time >= _TIGHT * step:
         return "Python, which no two threads run at a time: larger micro-batches, or torch.compile"
-    work, again = ([0.0] * (max(found.device_of) + 1) for _ in range(2))
-    for d, stage in zip(found.device_of, stages, strict=True):
-        again[d] += m * stage.forward * stage.recomputes
-        work[d] += m * (stage.forward + stage.backward)
-    busiest = max(range(len(work)), key=lambda d: work[d] + again[d])
-    most, more, mean = work[busiest], again[busiest], sum(work) / len(work)
-    sent, name = 2 * sum(stage.send for stage in stages), found.machine.name(busiest)
+    again = [0.0] * len(played.busy)
+    for span in played.spans:
+        again[span.row] += span.duration * (span.kind == "recompute")
+    work = [busy - more for busy, more in zip(played.busy, again, strict=True)]
+    d = max(range(len(work)), key=lambda d: played.busy[d])
+    mean, sent = sum(work) / len(work), 2 * sum(played.costs.transfer)
+    name = found.machine.name(d)
     return max(
-        (more, f"memory: {name} recomputes {more / step:.0%} of the step"),
-        (most - mean, f"{name}, which has {most / (mean or 1.0) - 1:.0%} more to do than the mean"),
+        (again[d], f"memory: {name} recomputes {again[d] / step:.0%} of the step"),
+        (work[d] - mean, f"{name}, which has {work[d] / (mean or 1.0) - 1:.0%} more to do than the "
+         "mean"),
         (sent, f"transfers between devices, {sent / step:.0%} of the step"),
-        (step - most - more - sent,
+        (step - played.busy[d] - sent,
          f"the bubble, {found.bubble:.0%} of the devices' time: a larger batch_size has more "
          "micro-batches"),
     )[1]  # fmt: skip

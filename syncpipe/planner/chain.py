@@ -297,9 +297,6 @@ def doubles(numbers: Iterable[float]) -> Tensor:
 
 #: More micro-batches are tried only on demand; the simulator plays each of them through.
 _MOST = 1024
-#: So many for each device are usual, where what a small micro-batch costs is unknown; and where
-#: that was measured.
-_UNKNOWN, _MEASURED = 4, 16
 #: Between two numbers that divide the mini-batch there are others, if they are so far apart.
 _GAP = 1.5
 
@@ -320,31 +317,24 @@ def sizes_of(batch_size: int, chunks: int) -> tuple[int, int]:
     return size, batch_size - (chunks - 1) * size
 
 
-def chunk_counts(
-    profile: Profile, devices: int, batch_size: int, chunks: int | Iterable[int] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of micro-batches to try; the same for any memory.
+def chunk_counts(batch_size: int, chunks: int | Iterable[int] | None = None) -> tuple[int, ...]:
+    """The numbers of micro-batches to try, ascending, at most 1024; or those that are wanted.
 
     All that divide the mini-batch, and where these are far apart (a prime number has none) some
-    between them, in which the last micro-batch is smaller.
-
-    From 4 for each device on the bubble is negligible (Huang et al. 2019, GPipe, section 2.3). More
-    are tried all the same: they save memory, and what is tried must not depend on memory, or a plan
-    might be slower with more of it. But a profile for one size of the micro-batch does not say what
-    each of them costs beside its samples; by its numbers more are always better. So those beyond 4
-    for each device (16, if several sizes were measured) are told apart.
-
-    Returns:
-        Those that are usual, and those beyond: both ascending, at most 1024; or what is wanted.
+    between them, in which the last micro-batch is smaller. From 4 for each device on the bubble is
+    negligible (Huang et al. 2019, GPipe, section 2.3). More are tried all the same: they save
+    memory, and what is tried must not depend on memory, or a plan might be slower with more of it.
 
     Raises:
         ValueError: what the user wants is not possible.
     """
     if chunks is not None:
-        wanted = _wanted("chunks", chunks)
+        wanted = (chunks,) if isinstance(chunks, int) else tuple(sorted({*chunks}))
+        if not wanted:
+            raise ValueError("chunks is empty: give it a number, or leave it out")
         for m in wanted:
             sizes_of(batch_size, m)
-        return wanted, ()
+        return wanted
     numbers = range(1, min(batch_size, _MOST) + 1)
     every = [m for m in numbers if batch_size % m == 0]
     # Those far apart from them, where the last micro-batch is the least small.
@@ -352,32 +342,21 @@ def chunk_counts(
     for m in sorted(others, key=lambda m: (m * -(-batch_size // m), m)):
         if all(not 1 / _GAP < m / other < _GAP for other in every):
             every.append(m)
-    most = devices * (_UNKNOWN if len(profile.sizes) == 1 else _MEASURED)
-    usual = tuple(m for m in sorted(every) if m <= most)
-    return usual, tuple(m for m in sorted(every) if m > most)
+    return tuple(sorted(every))
 
 
-def stage_counts(
-    layers: int, devices: int, stages: int | Iterable[int] | None = None
-) -> tuple[int, ...]:
+def stage_counts(layers: int, devices: int, stages: int | None = None) -> range:
     """The numbers of stages to try: what the user wants, or all that are possible.
 
     Raises:
         ValueError: what the user wants is not possible.
     """
     most = min(layers, devices)
-    wanted = _wanted("stages", range(1, most + 1) if stages is None else stages)
-    for n in wanted:
-        if not 1 <= n <= most:
-            raise ValueError(
-                f"stages={n} is not possible with {devices} devices and {layers} layers: give it "
-                f"1 to {most}"
-            )
-    return wanted
-
-
-def _wanted(name: str, given: int | Iterable[int]) -> tuple[int, ...]:
-    wanted = (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
-    if not wanted:
-        raise ValueError(f"{name} is empty: give it a number, or leave it out")
-    return wanted
+    if stages is None:
+        return range(1, most + 1)
+    if not 1 <= stages <= most:
+        raise ValueError(
+            f"stages={stages} is not possible with {devices} devices and {layers} layers: give it "
+            f"1 to {most}"
+        )
+    return range(stages, stages + 1)

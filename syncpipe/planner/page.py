@@ -32,6 +32,8 @@ _WIDTH = 96
 _NOTICED, _TIGHT = 0.1, 0.9
 #: What a pipe could run instead is worth a word if it takes so much less, relative.
 _WORTH = 1.01
+#: More micro-batches for each device are unusual, unless small ones were measured.
+_USUAL = 4
 #: Measured times that differ by more than this are told.
 _SPREAD = 0.05
 
@@ -66,10 +68,11 @@ def _way(plan: Plan) -> Iterator[str]:
     if left:
         why = "as asked" if "stages" in plan.fixed else "no faster plan with more stages was found"
         yield f"({count(left, 'device')} left over: {why})"
-    usual, extra = chunk_counts(plan.profile, len(plan.machine), plan.batch_size)
-    if "chunks" not in plan.fixed and m == max(usual + extra) < plan.batch_size:
+    if "chunks" in plan.fixed:
+        return
+    if m == max(chunk_counts(plan.batch_size)) < plan.batch_size:
         yield f"(more micro-batches than {m} are tried on demand only: chunks=)"
-    if "chunks" not in plan.fixed and len(plan.profile.sizes) == 1 and m > max(usual):
+    if len(plan.profile.sizes) == 1 and m > _USUAL * len(plan.machine):
         yield (
             "(so many micro-batches, as what each takes beside its samples is unknown: measure "
             "several sizes)"

@@ -54,7 +54,7 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: most so many times as slow as the best.
 _IMPROVED, _WORK, _PROMISING = 32, 600_000, 1.2
 #: So many of those that are cut anew near the best one are improved, with so many actions each.
-_AROUND, _EACH = 5, 200_000
+_AROUND, _EACH = 8, 250_000
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -88,6 +88,8 @@ class Program:
         self.chain, self.machine = terms.chain(m), terms.machine
         #: The last one may be smaller, and counts as the part of the others that it is.
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
+        #: Bytes between two stages, there and back, on average.
+        self.sent = 2 * sum(self.chain.inputs) / len(self.chain.inputs)
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
         self._stage = lru_cache(maxsize=64)(self._bounds)
 
@@ -131,7 +133,9 @@ class Program:
             s = n - k
             left, right = max(speed[:s], default=1.0), max(speed[s + 1 :], default=1.0)
             asked = (slots[s], slots[0]) if slots else None
-            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right)
+            # Transfers to its right wait, too, about so long; the bound for any slots has none.
+            rest = (k - 1) * self.sent * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
+            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right, rest)
             least = doubles([self.chain.sums["time"][-1] / max(speed)])
             return torch.maximum(own, least + (self.m - 1) * ways(k))
 
@@ -145,7 +149,7 @@ class Program:
 
     def _bounds(
         self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
-        speed: float, left: float, right: float,
+        speed: float, left: float, right: float, sent: float,
     ) -> Tensor:  # fmt: skip
         """What a step takes at least because of a stage from each boundary to each later one,
         without transfers: infinite if it does not fit.
@@ -156,11 +160,12 @@ class Program:
             first: whether it is stage 0.
             limit: bytes of its device.
             speed: of its device; ``left`` and ``right`` are those of the fastest beside it.
+            sent: seconds for the transfers to its right.
         """
         chain, m, run = self.chain, self.m, self._runs(at, first)
         f, b = run.forward / speed, run.backward / speed
         times = doubles(chain.sums["time"])[[*at]]
-        before, after = times[:-1, None] / left, (times[-1] - times) / right
+        before, after = times[:-1, None] / left, (times[-1] - times) / right + sent
         best, taken = torch.full_like(f, math.inf), self.machine.host * f
 
         def over(q: Tensor, mode: Mode) -> Tensor:
@@ -194,9 +199,7 @@ class Program:
         return best + before
 
 
-def search(
-    terms: Terms, *, chunks: Chunks = None, stages: int | Iterable[int] | None = None
-) -> list[Draft]:
+def search(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> list[Draft]:
     """The ways to run the layers under 1F1B that fit, the fastest first.
 
     Best first: what is known of a number of micro-batches and one of stages is a step time that it
@@ -211,9 +214,8 @@ def search(
         ValueError: such numbers of micro-batches or stages are not possible.
     """
     layers = len(terms.profile.layers)
-    usual, extra = chunk_counts(terms.profile, len(terms.machine), terms.batch_size, chunks)
     counts = stage_counts(layers, len(terms.machine), stages)
-    programs = {m: Program(terms, m) for m in (*usual, *extra)}
+    programs = {m: Program(terms, m) for m in chunk_counts(terms.batch_size, chunks)}
     tasks: list[tuple[float, int, int, bool]] = []
     for m, program in programs.items():
         python = terms.interpreter(m, (layers,), [0])
@@ -498,11 +500,11 @@ def shared(terms: Terms, chunks: Chunks = None) -> Draft:
     rate, samples = terms.machine.bandwidth[0][-1], max(1, batch // devices)
     stages = replicated(terms.profile, devices, rate, samples=samples)
     place = consecutive([r for *_, r in stages])
-    counts = chunk_counts(terms.profile, devices, batch, chunks)[0]
-    drafts = [
-        terms.draft(Form(one_f_one_b(m, place)), [j - i for i, j, _ in stages])
-        for m in [m for m in counts if m >= max(r for *_, r in stages)] or counts[-1:]
-    ]
+    counts = chunk_counts(batch, chunks)
+    most = max(r for *_, r in stages)
+    tried = [m for m in counts if m >= most and m * devices <= _CELLS] or counts[-1:]
+    balance = [j - i for i, j, _ in stages]
+    drafts = [terms.draft(Form(one_f_one_b(m, place)), balance) for m in tried]
     return improved(terms, min(filter(None, drafts), key=_rank), _SHORT)[0]
 
 
@@ -536,17 +538,16 @@ def _sizes(
     terms: Terms, found: Sequence[Draft], chunks: Chunks, stages: int | None
 ) -> list[tuple[int, int]]:
     """Devices and micro-batches to try: those of the plans found, some fewer and more."""
-    every = chunk_counts(terms.profile, len(terms.machine), terms.batch_size, chunks)
-    most, counts = len(terms.machine), sorted(sum(every, ()))
+    most, counts = len(terms.machine), chunk_counts(terms.batch_size, chunks)
     devices = {most, *(draft.form.devices for draft in found[:2])}
     if stages is not None:  # of which a device may have several
         devices = {p for p in range(1, most + 1) if stages % p == 0}
     if chunks is None:
-        counts = [m for m in counts if m * most <= _CELLS] or counts[:1]
+        counts = tuple(m for m in counts if m * most <= _CELLS) or counts[:1]
         near = [bisect_left(counts, draft.chunks) for draft in found[:2]] or [len(counts)]
-        counts = [m for k, m in enumerate(counts) if any(at - 2 <= k <= at + 1 for at in near)]
+        counts = tuple({m for at in near for m in counts[max(0, at - 2) : at + 2]})
     few = sorted((p for p in devices if p > 1 or most == 1), reverse=True)
-    return [*product(few, counts)]
+    return [*product(few, sorted(counts))]
 
 
 def _named(
@@ -638,9 +639,7 @@ def _least_share(terms: Terms, m: int, n: int) -> tuple[float, Balance]:
     return float(table[n, 0]), tuple(j - i for i, j, _ in stages(n))
 
 
-def shortage(
-    terms: Terms, *, chunks: Chunks = None, stages: int | Iterable[int] | None = None
-) -> str | None:
+def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) -> str | None:
     """Why :func:`search` finds nothing, with the same arguments; None if there is a plan that fits.
 
     The least memory is taken with the smallest micro-batches, one slot for each stage, and with
@@ -653,13 +652,13 @@ def shortage(
     """
     machine, layers, batch = terms.machine, terms.profile.layers, terms.batch_size
     counts = stage_counts(len(layers), len(machine), stages)
-    wanted = chunk_counts(terms.profile, len(machine), batch, chunks)[0] if chunks else ()
+    wanted = () if chunks is None else chunk_counts(batch, chunks)
 
     def nearest(batch_size: int) -> tuple[float, int, Balance]:
         """The share of memory, micro-batches and balance of what comes nearest."""
         smaller = Terms(terms.profile, machine, batch_size, terms.param_scale)
         asked = [m for m in wanted if batch_size % m == 0] or None
-        m = max(sum(chunk_counts(terms.profile, len(machine), batch_size, asked), ()))
+        m = max(chunk_counts(batch_size, asked))
         share, balance = min(_least_share(smaller, m, n) for n in counts)
         return share, m, balance
 
