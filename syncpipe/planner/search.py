@@ -88,8 +88,9 @@ class Program:
         self.chain, self.machine = terms.chain(m), terms.machine
         #: The last one may be smaller, and counts as the part of the others that it is.
         self.m = terms.batch_size / sizes_of(terms.batch_size, m)[0]
-        #: Bytes between two stages, there and back, on average.
-        self.sent = 2 * sum(self.chain.inputs) / len(self.chain.inputs)
+        sums, layers = [*accumulate(reversed(self.chain.inputs[:-1]))], len(self.chain)
+        #: Bytes that cross a boundary from here on, there and back, on average.
+        self.sent = [2 * sums[k] / (k + 1) for k in reversed(range(layers))] + [0.0]
         self._runs = lru_cache(maxsize=4)(self.chain.runs)
         self._stage = lru_cache(maxsize=64)(self._bounds)
 
@@ -134,8 +135,8 @@ class Program:
             left, right = max(speed[:s], default=1.0), max(speed[s + 1 :], default=1.0)
             asked = (slots[s], slots[0]) if slots else None
             # Transfers to its right wait, too, about so long; the bound for any slots has none.
-            rest = (k - 1) * self.sent * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
-            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right, rest)
+            each = (k - 1) * machine.transfer(1.0, s, s + 1) if asked and k > 1 else 0.0
+            own: Tensor = self._stage(at, asked, s == 0, memory[s], speed[s], left, right, each)
             least = doubles([self.chain.sums["time"][-1] / max(speed)])
             return torch.maximum(own, least + (self.m - 1) * ways(k))
 
@@ -144,12 +145,12 @@ class Program:
             return torch.maximum(own, after) + 2 * ways(k) + 1e-7 * own
 
         table, stages = least_largest(len(at) - 1, n, 1, cost, both)
-        value = float(table[n, 0])
+        value = float(table[n, 0]) * (1 - 1e-7 * n)
         return value, [0, *(at[j] for _, j, _ in stages(n))] if value < math.inf else []
 
     def _bounds(
         self, at: tuple[int, ...], asked: tuple[int, int] | None, first: bool, limit: float,
-        speed: float, left: float, right: float, sent: float,
+        speed: float, left: float, right: float, each: float,
     ) -> Tensor:  # fmt: skip
         """What a step takes at least because of a stage from each boundary to each later one,
         without transfers: infinite if it does not fit.
@@ -160,12 +161,13 @@ class Program:
             first: whether it is stage 0.
             limit: bytes of its device.
             speed: of its device; ``left`` and ``right`` are those of the fastest beside it.
-            sent: seconds for the transfers to its right.
+            each: seconds for the transfers to its right, for a byte in each of them.
         """
         chain, m, run = self.chain, self.m, self._runs(at, first)
         f, b = run.forward / speed, run.backward / speed
         times = doubles(chain.sums["time"])[[*at]]
-        before, after = times[:-1, None] / left, (times[-1] - times) / right + sent
+        before = times[:-1, None] / left
+        after = (times[-1] - times) / right + each * doubles(self.sent)[[*at]]
         best, taken = torch.full_like(f, math.inf), self.machine.host * f
 
         def over(q: Tensor, mode: Mode) -> Tensor:
@@ -179,8 +181,8 @@ class Program:
             q = torch.full_like(f, asked[0] if asked else self.count)
             more, least = over(q, mode), over(torch.ones_like(f), mode)
             for _ in range(0 if asked else 3):  # memory grows in two or three straight lines
-                each = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
-                fewer = torch.minimum(1 + (-least / each).floor(), q - 1).clamp(min=1)
+                grows = ((more - least) / (q - 1).clamp(min=1)).clamp(min=1e-30)
+                fewer = torch.minimum(1 + (-least / grows).floor(), q - 1).clamp(min=1)
                 q = torch.where(more > 0, fewer, q)
                 more = over(q, mode)
             if not asked:
@@ -275,12 +277,12 @@ def _cut_anew(program: Program, n: int, slots: Slots, at_most: float, *more: Slo
     """
     terms, m = program.terms, program.count
     value, balance = program.cut(n, slots)
-    if value > at_most * (1 + NOTICED) or value == math.inf:
+    if value == math.inf:
         return []
     caps = (slots or (m,) * n, *_families(n, m)[1:3], _suiting(terms, balance, m), *more)
     fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
     drafts = (
-        terms.draft(one_f_one_b_form(m, some), balance)
+        terms.draft(one_f_one_b_form(m, some), balance, at_most=at_most * _PROMISING)
         for some in dict.fromkeys(filter(None, fitting))
     )
     return [draft for draft in drafts if draft is not None and draft.excess <= 1]

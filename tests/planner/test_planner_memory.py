@@ -112,22 +112,40 @@ def numbers(**layers: Any) -> Profile:
     return Profile(tuple(made), input_bytes={1: 7})
 
 
-def test_what_is_alive_for_a_moment_is_that_of_the_fullest_moment() -> None:
-    chain = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
-    # Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
-    assert chain.memory(0, 3, 1, 1, "store") == 100
-    assert chain.memory(1, 3, 1, 1, "store") == 45
-    assert chain.memory(1, 3, 4, 6, "store") == 4 * 35 + 10 + 2 * 10  # two inputs came early
-    assert chain.memory(1, 3, 4, 6, "recompute") == 3 * 10 + 35 + 10 + 2 * 10
+#: Layer b stores layer a's output as well; a skip waits from where a sends it to c.
+SKIP = Chain(
+    (1.0,) * 3, (2.0,) * 3, (12.0, 20.0, 8.0), (30.0, 25.0, 6.0), (0.0, 20.0, 0.0),
+    (0.0, 400.0, 31.0), ((0, 2, 7.0),),
+)  # fmt: skip
+HOST = Chain((1.0,), (2.0,), (3.0,), (40.0,), (0.0,), (5.0,))
+#: Running forward a has 100, or on top of the 20 of a, b has 45; or a, b, and c has 8.
+PEAKS = Chain.of(numbers(a=(10, 20, 100), b=(10, 30, 45), c=(10, 5, 8)), 1, 4.0)
+#: Of 8 samples, 7 bytes each.
+BATCH = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
+UNKNOWN = Chain.of(numbers(a=(10, 20, None), b=(10, 30, 45)), 1, 4.0, 8)
 
 
-def test_the_mini_batch_is_on_the_first_device() -> None:
-    chain = Chain.of(numbers(a=(10, 20, 20), b=(10, 30, 30)), 1, 4.0, 8)
-    assert chain.memory(0, 1, 3, 3, "store") == 3 * 20 + (7 * 8 - 7 * 3)
-    assert chain.memory(0, 1, 8, 8, "store") == 8 * 20
-
-
-def test_where_nobody_counted_a_moment_takes_nothing() -> None:
-    chain = Chain.of(numbers(a=(10, 20, None), b=(10, 30, 45)), 1, 4.0, 8)
-    assert chain.memory(0, 2, 3, 3, "store") == 3 * 50
-    assert chain.memory(0, 2, 3, 3, "recompute") == 3 * 7 + 50
+@pytest.mark.parametrize(
+    ("chain", "stage", "expected"),
+    [
+        (SKIP, (0, 2, 3, 3, "store"), 400 + 3 * (30 + 25 - 20)),  # what is shared counts once
+        (SKIP, (1, 2, 1, 1, "store"), 400 + 25),  # and is its own where a is elsewhere
+        (SKIP, (0, 2, 3, 3, "recompute"), 400 + 3 * 12 + 35),
+        (SKIP, (2, 3, 1, 3, "store"), 31 + 6 + 3 * 7),
+        (SKIP, (0, 3, 1, 1, "store"), 431 + 41),
+        # Inputs, the running one and the one that leaves; and of the others what the link left.
+        (HOST, (0, 1, 4, 4, "offload", 40.0), 5 + 4 * 3 + 40 + 40),
+        (HOST, (0, 1, 4, 4, "offload", 30.0), 5 + 4 * 3 + 40 + 40 + 2 * 10),
+        (HOST, (0, 1, 1, 4, "offload"), 5 + 3 + 40),
+        (PEAKS, (0, 3, 1, 1, "store"), 100),
+        (PEAKS, (1, 3, 1, 1, "store"), 45),
+        (PEAKS, (1, 3, 4, 6, "store"), 4 * 35 + 10 + 2 * 10),  # two inputs came early
+        (PEAKS, (1, 3, 4, 6, "recompute"), 3 * 10 + 35 + 10 + 2 * 10),
+        (BATCH, (0, 1, 3, 3, "store"), 3 * 20 + (7 * 8 - 7 * 3)),  # on the first device
+        (BATCH, (0, 1, 8, 8, "store"), 8 * 20),
+        (UNKNOWN, (0, 2, 3, 3, "store"), 3 * 50),
+        (UNKNOWN, (0, 2, 3, 3, "recompute"), 3 * 7 + 50),
+    ],
+)
+def test_what_a_stage_holds(chain: Chain, stage: Any, expected: float) -> None:
+    assert chain.memory(*stage) == expected

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -126,36 +126,11 @@ def test_skips_that_wait_leave_room_for_a_plan_with_fewer_in_flight() -> None:
     assert tight.time < 1.1 * free.time
 
 
-# --- what is found ------------------------------------------------------------------------------
-
-
-@given(profiles(), machines(), batch_sizes)
-def test_every_draft_is_what_it_says(profile: Profile, machine: Machine, batch: int) -> None:
-    terms = Terms(profile, machine, batch, 4.0)
-    found = search(terms)
-    for one in found:
-        m = one.chunks
-        assert one.excess <= 1
-        assert len(torch.empty(batch).chunk(m)) == m
-        slots, ends = one.form.in_flight, pairwise(accumulate(one.balance, initial=0))
-        memory = [
-            terms.chain(m).memory(i, j, slots[s], slots[0], one.modes[s])
-            for s, (i, j) in enumerate(ends)
-        ]
-        assert list(one.memory) == pytest.approx(memory)
-        assert all(a <= b for a, b in zip(one.memory, machine.memory, strict=False))
-        costs = terms.costs(one.form, one.balance)
-        again = [m * (mode == "recompute") for mode in one.modes]
-        played = simulate(one.form.schedule, costs, again)
-        assert one.time == pytest.approx(played.makespan)
-        assert one.bound <= one.time
-        assert all(map(int.__le__, played.in_flight, slots))
-    assert len({len(one.balance) for one in found}) == len(found)
-    assert all(a.time <= b.time * (1 + 1e-7) for a, b in pairwise(found))
+# --- what a draft says ---------------------------------------------------------------------------
 
 
 @given(profiles(most=8), st.integers(1, 12), st.data())
-def test_no_order_of_the_actions_is_faster_than_the_bound(
+def test_a_draft_is_what_is_simulated_and_no_faster_than_its_bound(
     profile: Profile, m: int, data: st.DataObject
 ) -> None:
     """Whatever the slots, whatever is recomputed; one small micro-batch in the end."""
@@ -170,12 +145,15 @@ def test_no_order_of_the_actions_is_faster_than_the_bound(
     form = one_f_one_b_form(m, tuple(slots))
     draft = terms.draft(form, balance, modes)
     assert draft is not None
-    schedule = one_f_one_b(m, n, slots=slots)
-    again = [m * (one == "recompute") for one in modes]
-    time = simulate(schedule, terms.costs(form, balance), again).makespan
-    assert draft.time == pytest.approx(time)
-    unclipped = terms.bound(form, balance, terms.costs(form, balance), modes)
-    assert unclipped <= time * (1 + 1e-9)
+    costs = terms.costs(form, balance)
+    played = simulate(one_f_one_b(m, n, slots=slots), costs, form.recomputed(modes))
+    assert draft.time == pytest.approx(played.makespan)
+    assert terms.bound(form, balance, costs, modes) <= draft.time * (1 + 1e-9)
+    assert all(map(int.__le__, played.in_flight, slots))
+    stages = enumerate(zip(draft.ends, slots, modes, strict=True))
+    chain = terms.chain(m)
+    memory = [chain.memory(*ends, q, slots[0], how) for _, (ends, q, how) in stages]
+    assert list(draft.memory) == pytest.approx(memory)
 
 
 # --- offload ------------------------------------------------------------------------------------
@@ -196,14 +174,6 @@ def test_a_fast_link_to_the_host_is_better_than_recomputation() -> None:
     assert fast.time < slow.time <= without.time
 
 
-def test_what_a_stage_that_offloads_holds() -> None:
-    chain = Chain((1.0,), (2.0,), (3.0,), (40.0,), (0.0,), (5.0,))
-    # Inputs, the running one and the one that leaves; and of the others what the link left.
-    assert chain.memory(0, 1, 4, 4, "offload", taken=40.0) == 5 + 4 * 3 + 40 + 40
-    assert chain.memory(0, 1, 4, 4, "offload", taken=30.0) == 5 + 4 * 3 + 40 + 40 + 2 * 10
-    assert chain.memory(0, 1, 1, 4, "offload") == 5 + 3 + 40
-
-
 def test_no_step_is_shorter_than_what_the_link_takes() -> None:
     layers = [LayerProfile(str(k), {8: 1.0}, {8: 2.0}, {8: 1.0}, {8: 40.0}) for k in range(2)]
     terms = Terms(Profile(tuple(layers)), Machine.even(2, math.inf, host=10.0), 64, 4.0)
@@ -217,12 +187,18 @@ def test_no_step_is_shorter_than_what_the_link_takes() -> None:
 
 @settings(max_examples=60)
 @given(profiles(), machines(), batch_sizes)
-def test_a_shortage_comes_nearest_and_its_advice_is_right(
+def test_what_is_found_fits_and_a_shortage_comes_nearest_and_its_advice_is_right(
     profile: Profile, machine: Machine, batch: int
 ) -> None:
     terms = Terms(profile, machine, batch, 4.0)
-    text = shortage(terms)
-    assert bool(search(terms)) == (text is None)
+    text, found = shortage(terms), search(terms)
+    assert bool(found) == (text is None)
+    for one in found:
+        assert one.excess <= 1
+        assert all(a <= b for a, b in zip(one.memory, machine.memory, strict=False))
+        assert len(torch.empty(batch).chunk(one.chunks)) == one.chunks
+    assert len({len(one.balance) for one in found}) == len(found)
+    assert all(a.time <= b.time * (1 + 1e-7) for a, b in pairwise(found))
     if text is None:
         return
 
@@ -367,17 +343,6 @@ def test_a_chain_has_what_lies_between_the_sizes_that_were_measured() -> None:
     assert chain.inputs == (18, 30, 12, 3)
     assert chain.fixed == (0, 400, 4 * 6 + 4 + 3)
     assert chain.skips == ((0, 2, 10.5),)
-
-
-def test_memory_of_a_stage() -> None:
-    chain = Chain.of(skip_profile(), 2, param_scale=4)
-    assert chain.run(0, 2).stored == 30 + 25 - 20  # what b shares with a counts once
-    assert chain.run(1, 2).stored == 25  # and is its own where a is elsewhere
-    assert chain.memory(0, 2, 3, 3, "store") == 400 + 3 * 35
-    assert chain.memory(0, 2, 3, 3, "recompute") == 400 + 3 * 12 + 35
-    # The skip into c waits from when stage 0 sent it.
-    assert chain.memory(2, 3, 1, 3, "store") == 31 + 6 + 3 * 7
-    assert chain.memory(0, 3, 1, 1, "store") == 431 + 41
 
 
 def test_skips_between_stages_take_the_link_between_their_devices() -> None:
