@@ -63,11 +63,11 @@ class Form:
             return [[(q, 1, 0)] for q in self.in_flight]
         found: list[list[Load]] = []
         for d in range(self.devices):
-            kept: list[Load] = []
+            kept: list[Load] = []  # of a replica that gets no micro-batch nothing
             for load in sorted({during for during, _ in self.moments(d)}, key=sum, reverse=True):
                 if not any(all(map(int.__ge__, other, load)) for other in kept):
                     kept.append(load)
-            found.append(kept)
+            found.append(kept or [(0, 0, 0)])
         return found
 
     def moments(self, d: int) -> Iterator[tuple[Load, Load]]:

@@ -161,3 +161,9 @@ def test_what_does_not_fit_has_smaller_micro_batches() -> None:
         syncpipe.plan(
             Profile(tuple(layers)), devices=Machine.even(4, 5.0), batch_size=12, replicas=True
         )
+
+
+def test_a_mini_batch_of_fewer_samples_than_devices_leaves_replicas_without_one() -> None:
+    plan = syncpipe.plan(vgg_like(), devices="4 x 1GB, 10B/s", batch_size=2, replicas=True)
+    assert (plan.replicas, plan.chunks) == ([3, 1], 2)
+    assert plan.bound <= plan.step_time
