@@ -115,21 +115,19 @@ def _move(
 ) -> None:
     held = module._parameters, module._buffers
     own = [(name, t) for tensors in held for name, t in tensors.items() if t is not None]
-    stay: set[int] = set()
-    for name, tensor in own:
-        if id(tensor) in now:
-            there = now[id(tensor)][1]
-            stay |= {id(there), id(there.grad) if there.is_leaf else 0}
-            if there is not tensor:
-                setattr(module, name, there)
+    there = [t for _, t in own if id(t) in now]
+    stay = {id(t) for t in there} | {id(t.grad) for t in there if t.is_leaf}
     # What is there already is not touched: "cpu:1" is a worker, not a memory of its own.
     if not all(id(t) in now or same_memory(t.device, device) for _, t in own):
         module._apply(  # type: ignore[no-untyped-call]
             lambda tensor: tensor if id(tensor) in stay else tensor.to(device), recurse=False
         )
     for name, tensor in own:
-        if times[id(tensor)] > 1 and id(tensor) not in now:
-            new = getattr(module, name)
+        new = getattr(module, name)
+        if id(tensor) in now:
+            if new is not now[id(tensor)][1]:
+                setattr(module, name, now[id(tensor)][1])
+        elif times[id(tensor)] > 1:
             now[id(tensor)] = now[id(new)] = tensor, new
 
 

@@ -125,11 +125,16 @@ def test_different_parameters_in_one_memory_are_refused_on_different_devices():
     assert torch.equal(pipe(x), second(first(x)))
 
 
-def test_a_tied_weight_is_on_the_device_of_its_owner():
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_tied_weight_is_on_the_device_of_its_owner(overwrite, monkeypatch):
+    # With it a move makes another parameter of each.
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", overwrite)
     pipe = pair(*tied(nn.Embedding(5, 3), nn.Linear(3, 5)), devices=["meta", "cpu"])
     assert pipe[0].weight is pipe[1].weight
     assert pipe[0].weight.device.type == "meta"
     assert pipe[1].bias.device.type == "cpu"
+    pipe = pair(*tied(nn.Linear(5, 5), nn.Linear(5, 5)), devices=["meta", "meta"])
+    assert pipe[0].weight is pipe[1].weight
     embedding, head = tied(nn.Embedding(5, 3, device="meta"), nn.Linear(3, 5))
     pipe = Pipe(nn.Sequential(embedding, nn.Linear(3, 3), head))  # placed already
     assert pipe.balance == [1, 2]
