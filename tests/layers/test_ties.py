@@ -135,10 +135,25 @@ def test_a_tied_weight_is_on_the_device_of_its_owner(overwrite, monkeypatch):
     assert pipe[1].bias.device.type == "cpu"
     pipe = pair(*tied(nn.Linear(5, 5), nn.Linear(5, 5)), devices=["meta", "meta"])
     assert pipe[0].weight is pipe[1].weight
+    layer = nn.Linear(5, 5)
+    pipe = pair(layer, layer, devices=["meta", "cpu"])
+    assert {p.device.type for p in pipe.parameters()} == {"meta"}
     embedding, head = tied(nn.Embedding(5, 3, device="meta"), nn.Linear(3, 5))
     pipe = Pipe(nn.Sequential(embedding, nn.Linear(3, 3), head))  # placed already
     assert pipe.balance == [1, 2]
     assert [device.type for device in pipe.devices] == ["meta", "cpu"]
+
+
+def test_what_belongs_elsewhere_stays_where_it_is():
+    first, second = tied(nn.Linear(2, 2), nn.Linear(2, 2))
+    first.weight.grad, second.bias.grad = torch.ones(2, 2), torch.ones(2)
+    pipe = pair(first, second, devices=["cpu", "meta"])
+    assert [p.device.type for p in pipe.parameters()] == ["cpu", "cpu", "meta"]
+    assert (first.weight.grad == 1).all()
+    assert second.bias.grad.is_meta
+    inner = Pipe([nn.Linear(2, 2)], [1], devices=["cpu"])
+    outer = pair(nn.Sequential(inner), nn.Linear(2, 2), devices=["meta", "meta"])
+    assert [p.device.type for p in outer.parameters()] == ["cpu", "cpu", "meta", "meta"]
 
 
 def test_what_was_untied_moves_to_its_own_device():
