@@ -92,10 +92,13 @@ def _source(plan: Plan) -> Iterator[str]:
     yield f"{source}, with micro-batches of {listed}{more}"
     if profile.source == "estimated":
         yield "an estimate from the data sheet, never compared with a measurement"
+    load = profile.load_average
     if profile.spread > _SPREAD:
-        load = profile.load_average
         busy = f" (load {load:.1f} when it was measured)" * bool(load)
         yield f"times {_spread(plan).strip()}: rounds differ by so much{busy}"
+    elif load > (os.cpu_count() or 1):
+        what = "what else ran may have made all times longer"
+        yield f"load {load:.1f} when it was measured: {what}"
 
 
 def _spread(plan: Plan) -> str:

@@ -263,6 +263,7 @@ def test_what_is_said_for_which_plan() -> None:
     tight = planned(profile_of([3] * 8, stored=1e8), "4 x 0.4GB, 10GB/s", chunks=8)
     measured: dict[str, Any] = {"spread": 0.4, "load_average": 6.25, "source": "measured"}
     unsure = planned(profile_of([3] * 8, device="cpu", **measured))
+    slow = planned(profile_of([3] * 8, device="cpu", source="measured", load_average=1e4))
     far = planned(profile_of([3] * 8, device="A100", source="estimated"))
     said: tuple[tuple[Plan, tuple[str, ...]], ...] = (
         (plan, ("layer0", "of 1.0 GB", "step time", "samples per second", "bubble", "bound",
@@ -277,6 +278,7 @@ def test_what_is_said_for_which_plan() -> None:
         (tight, ("+ recompute",)),
         (unsure, ("\u00b140%: rounds differ by so much (load 6.2 when it was measured)",
                   "ms \u00b140%,")),
+        (slow, ("load 10000.0 when it was measured: what else ran may have made",)),
         (far, ("an estimate from the data sheet, never compared with a measurement",)),
     )  # fmt: skip
     for some, parts in said:
