@@ -11,8 +11,10 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, TypeVar
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "in_bytes", "interpolate"]
@@ -298,13 +300,10 @@ def interpolate(numbers: BySize, samples: float) -> float:
     if len(sizes) == 1:
         return numbers[sizes[0]] * samples / sizes[0]
     if sizes[0] < samples < sizes[-1]:
-        right = next(k for k, size in enumerate(sizes) if size > samples)
-        a, b = sizes[right - 1], sizes[right]
+        a, b = next((a, b) for a, b in pairwise(sizes) if b > samples)
         return numbers[a] + (numbers[b] - numbers[a]) * (samples - a) / (b - a)
     nearest = sizes[0] if samples < sizes[0] else sizes[-1]
-    mean = sum(sizes) / len(sizes)
-    slope = sum((size - mean) * numbers[size] for size in sizes)
-    slope /= sum((size - mean) ** 2 for size in sizes)
+    slope = linear_regression(sizes, [numbers[size] for size in sizes]).slope
     least = min(1.0, samples / nearest) * numbers[nearest]
     return max(least, numbers[nearest] + max(0.0, slope) * (samples - nearest))
 

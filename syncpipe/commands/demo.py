@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncpipe
 from syncpipe.commands.arguments import whole_number
@@ -81,14 +82,6 @@ def load_digits() -> Digits:
         range(len(labels)), test_size=0.2, stratify=data.target, random_state=0
     )
     return Digits(images[train], labels[train], images[test], labels[test])
-
-
-def batches(digits: Digits) -> Iterator[tuple[Tensor, Tensor]]:
-    """The mini-batches of an epoch; the few images that fill none sit it out."""
-    order = torch.randperm(len(digits.train_labels))
-    for start in range(0, len(order) - BATCH_SIZE + 1, BATCH_SIZE):
-        which = order[start : start + BATCH_SIZE]
-        yield digits.train_images[which], digits.train_labels[which]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,15 +152,18 @@ def run(args: argparse.Namespace) -> int:
 
 def train(pipe: syncpipe.Pipe, digits: Digits, epochs: int) -> None:
     """Trains: what one would write for a model of one's own."""
-    steps = epochs * (len(digits.train_labels) // BATCH_SIZE)
+    data = TensorDataset(digits.train_images, digits.train_labels)
+    batches = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=PEAK_LEARNING_RATE)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, steps)
+    rates = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK_LEARNING_RATE, epochs * len(batches)
+    )
     for epoch in range(1, epochs + 1):
-        for images, labels in batches(digits):
+        for images, labels in batches:
             optimizer.zero_grad()
             loss = pipe.train_batch(images, labels, loss_fn=F.cross_entropy)
             optimizer.step()
-            scheduler.step()
+            rates.step()
         output = pipe.eval_batch(digits.test_images)
         right = (output.argmax(1).cpu() == digits.test_labels.cpu()).float().mean()
         say(f"   epoch {epoch:2}: loss {loss.item():.3f}, test accuracy {right:.1%}")

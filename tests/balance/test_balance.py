@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from syncpipe import Pipe
+from syncpipe import Pipe, layout
 from syncpipe.balance import (
     balance_by_parameters,
     balance_by_size,
@@ -141,6 +141,12 @@ def test_a_pipe_finds_its_balance_with_a_stage_for_each_device(
     pipe = Pipe(model, [len(model)], devices=FOUR[:devices])
     pipe.balance = how
     assert pipe.balance == balance
+
+
+def test_one_accelerator_makes_one_stage_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout.placement, "default_devices", lambda _: [torch.device("cpu")])
+    with pytest.warns(UserWarning, match="balance='uniform' makes .* there is one: name more"):
+        assert Pipe(linear_model(3), "uniform").balance == [3]
 
 
 # --- by what was measured -----------------------------------------------------------------------
