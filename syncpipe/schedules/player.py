@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from operator import add
 from typing import NamedTuple
 
@@ -250,18 +249,23 @@ def _problems(schedule: Schedule) -> Iterator[str]:
         yield f"it needs micro-batches and stages, not m={m}, n={n}"
     if {d for j in range(n) for d in devices_of(device_of, j)} != set(range(len(rows))):
         yield f"it has {len(rows)} lists of actions, one for each device, but {device_of=}"
-    wanted: list[dict[Action, None]] = [{} for _ in rows]
-    for i, j in product(range(m), range(n)):
-        kinds = HALVES if (i, j) in schedule.splits else ("backward",)
-        wanted[schedule.device(i, j)] |= {Action(kind, i, j): None for kind in ("forward", *kinds)}
+
+    def kinds(i: int, j: int) -> tuple[Kind, ...]:
+        return ("forward", *HALVES) if (i, j) in schedule.splits else ("forward", "backward")
+
+    there: set[Action] = set()
     for d, row in enumerate(rows):
         for p, action in enumerate(row):
-            if action not in wanted[d]:
-                why = "is there twice" if action in row[:p] else "is none of its cells, or is split"
+            kind, i, j = action
+            own = 0 <= i < m and 0 <= j < n and schedule.device(i, j) == d
+            if action in there or not own or kind not in kinds(i, j):
+                why = "is there twice" if action in there else "is none of its cells, or is split"
                 yield f"{action}, action {p} of device {d}, {why}: {m=}, {device_of=}"
-            del wanted[d][action]
-        for action in wanted[d]:
-            yield f"{action} is missing on device {d}: {action.kind} of {action[1:]}"
+            there.add(action)
+    every = (Action(kind, i, j) for i in range(m) for j in range(n) for kind in kinds(i, j))
+    for action in (action for action in every if action not in there):
+        d = schedule.device(action.i, action.j)
+        yield f"{action} is missing on device {d}: {action.kind} of {action[1:]}"
     waiting = play(rows, m, device_of, Costs.even(n, 0.0, 0.0, 0.0)).waiting
     place = {action: (p, d) for d, row in enumerate(rows) for p, action in enumerate(row)}
     stuck = []

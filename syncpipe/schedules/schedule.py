@@ -202,7 +202,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
                     f"stage {action.j} is on lines {device_of[action.j] + 1} and {d + 1}; "
                     "a line is a device, and each stage is on one of them"
                 )
-    missing = set(range(1 + max(device_of, default=0))) - set(device_of)
+    missing = set(range(max(1, len(device_of)))) - set(device_of)
     if missing:
         raise ValueError(f"there is no action of the stages {missing}; write for example '0F0,0B0'")
     m = 1 + max(action.i for row in rows for action in row)

@@ -331,9 +331,12 @@ ELSEWHERE = [
             ("0F0,0X0", "line 1: '0X0' is no action"),
             ("0F0,0B0\n1F0,F1", "line 2: 'F1' is no action"),
             ("0F0\n0B0", "stage 0 is on lines 1 and 2"),
-            ("0F0,0B0,2F0,2B0", "no action of the stages {1}"),
-            (",,\n", "no action of the stages {0}"),
+            ("0F0,0B0,2F0,2B0", r"no action of the stages \{1\}"),
+            ("0F0,0B0,1000000F0,1000000B0", r"no action of the stages \{1\}"),
+            (",,\n", r"no action of the stages \{0\}"),
         )),
+        (lambda: validate(from_csv("0F0,0B0,0F1{0},0B1{0}".format("0" * 18))),
+         "0F1 is missing on device 0"),
         *((lambda rows=rows, more=more: Costs(*rows, **more), message)
           for rows, more, message in (
             (((1,), (1, 1), (1,)), {}, "backward_input has 2 times, but forward is for 1 stages"),
