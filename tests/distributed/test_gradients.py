@@ -1,6 +1,7 @@
-"""Data-parallel pipes end with the plain model's gradients of all mini-batches at once.
+"""Pipes in several processes have the plain model's gradients of all mini-batches at once.
 
-The plain model is given them in double precision.
+The plain model is given them in double precision. ``data_parallel`` averages those of
+``train_batch``, and ``DistributedDataParallel`` those of ``pipe(x)``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from syncpipe import Pipe
 from syncpipe.distributed import data_parallel
+from tests.support.running import MODES
 from tests.support.skips import Receive, Send
 
 TINY = 1e-12  # of gradients around 0.1, in double precision
@@ -139,6 +142,7 @@ def _train(
     masked: bool = True,
     iterator: bool = False,
     no_sync: int = 0,
+    ddp: dict[str, bool] | None = None,
     **options: Any,
 ) -> None:
     """Gradients, and the losses of all processes, are the plain model's.
@@ -150,14 +154,22 @@ def _train(
         masked: mask another number of targets in each process.
         iterator: give micro-batches of different sizes by ``data_iter``.
         no_sync: so many calls before each step; then gradients are forgotten between steps.
+        ddp: train by ``pipe(x)`` in ``DistributedDataParallel`` with these options, and another
+            number of chunks in each step.
         options: of the pipe; ``schedule`` of train_batch.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     pipe, plain = pipe_of(kind, **{**options, "chunks": chunks[rank]})
     ours, theirs = LOSSES[loss]
-    for step in range(3):
+    if ddp is not None:  # of a copy, which knows no other processes
+        parallel = DistributedDataParallel(pipe := copy.deepcopy(pipe), **ddp)
+
+    def use(model: Any, other: int) -> None:
         if kind == "sometimes":
-            pipe[2].used = "b" if rank == size - 1 and step else "a"
+            model[2].used = "b" if step and (ddp is not None or other == size - 1) else "a"
+
+    for step in range(3):
+        use(pipe, rank)
         if no_sync or step == 1:
             pipe.zero_grad()
             plain.zero_grad()
@@ -168,18 +180,21 @@ def _train(
             if iterator:
                 cuts = [1, 3, *[(len(x) - 4) // (pipe.chunks - 2)] * (pipe.chunks - 2)]
                 given = {"data_iter": zip(x.split(cuts), target.split(cuts), strict=True)}
-            with pipe.no_sync() if k < no_sync else nullcontext():
-                got = pipe.train_batch(
-                    **given, loss_fn=ours, accumulate=no_sync + 1, global_loss=True
-                )
+            with (pipe if ddp is None else parallel).no_sync() if k < no_sync else nullcontext():
+                if ddp is None:
+                    got = pipe.train_batch(
+                        **given, loss_fn=ours, accumulate=no_sync + 1, global_loss=True
+                    )
+                else:
+                    pipe.chunks = 2 + step
+                    (ours(parallel(x), target) / (no_sync + 1)).backward()
             outputs = []
             for other, (x, _) in enumerate(pairs):
-                if kind == "sometimes":
-                    plain[2].used = "b" if other == size - 1 and step else "a"
+                use(plain, other)
                 outputs.append(plain(x))
             expected = theirs(torch.cat(outputs), whole(pairs)[1])
             (expected / (no_sync + 1)).backward()
-            assert abs(float(got) - float(expected.detach())) < TINY
+            assert ddp is not None or abs(float(got) - float(expected.detach())) < TINY
         assert differences(pipe, plain) < TINY
 
 
@@ -205,11 +220,23 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated sums": {"no_sync": 1, "loss": "sum"},
     "accumulated, unused": {"no_sync": 1, "kind": "sometimes"},
 }
+#: What of ``DistributedDataParallel`` a pipe is trained by.
+DDP: dict[str, dict[str, Any]] = {
+    **{mode: {"ddp": {}, "checkpoint": mode} for mode in MODES},
+    "no_sync": {"ddp": {}, "checkpoint": "always", "no_sync": 1},
+    "static_graph": {"ddp": {"static_graph": True}, "checkpoint": "always"},
+    "unused": {"ddp": {"find_unused_parameters": True}, "kind": "sometimes"},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_train_batch(two, case):
     two.run(train, CASES[case])
+
+
+@pytest.mark.parametrize("case", DDP)
+def test_pipe_x_in_distributed_data_parallel(two, case):
+    two.run(train, {**DDP[case], "masked": False})
 
 
 @pytest.mark.parametrize("case", ["1f1b", "uneven", "unused", "accumulated, weights with the loss"])

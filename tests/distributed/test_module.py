@@ -7,12 +7,14 @@ import gc
 import os
 import pickle
 import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import syncpipe
 from syncpipe import Pipe
@@ -186,6 +188,22 @@ def pipe_x() -> None:
     assert differences(pipe, plain) < 1e-12
 
 
+def warned() -> None:
+    """``train_batch`` warns once inside of ``DistributedDataParallel``, never as data parallel."""
+    pipe, plain = pipe_of()
+    ddp = DistributedDataParallel(Pipe(plain, [3, 3], devices=TWO))
+    for each, times in (ddp.module, 1), (pipe, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                each.train_batch(*mine(), loss_fn=F.cross_entropy)
+        assert len(caught) == times
+        for warning in caught:
+            assert warning.filename.endswith("tests/distributed/test_module.py")
+            assert "this is one of 2 processes" in str(warning.message)
+            assert "syncpipe.distributed.data_parallel(pipe)" in str(warning.message)
+
+
 def fork() -> None:
     """A fork of the process may not train."""
     pipe, _ = pipe_of()
@@ -200,7 +218,7 @@ def fork() -> None:
     assert "in a fork of its process" in os.read(readable, 4096).decode()
 
 
-@pytest.mark.parametrize("act", [copies, overlap, dropped, pipe_x, fork])
+@pytest.mark.parametrize("act", [copies, overlap, dropped, pipe_x, warned, fork])
 def test_in_two_processes(two, act):
     two.run(act)
 
