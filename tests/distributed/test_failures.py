@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,35 +34,28 @@ def _interrupted(x: Tensor) -> None:
     threading.Event().wait(0.2)
 
 
-#: What a stage does in its third forward; and what is said where it happens.
+#: What a stage does in its third forward.
 HOOKS: dict[str, Callable[[Tensor], Any]] = {
     "forward": raising(lambda: ArithmeticError("no way on")),
     "backward": lambda x: on_gradient(x, raising(lambda: ArithmeticError("no way back"))),
     "interrupt": _interrupted,
 }
-FAILS = {
-    "forward": "failed with ArithmeticError: no way on",
-    "backward": "failed with ArithmeticError: no way back",
-    "interrupt": "failed with KeyboardInterrupt",
-    "iterator": "failed with ValueError: data_iter ended when asked for micro-batch 2",
-    "loss": "failed with ArithmeticError: no loss",
-    "target": "failed with ValueError: ",
-}
 
 
-def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
-    """A call that fails in one process; what it raises, whether gradients are what they were.
+def second(how: str, stage: int = 0, before: bool = False) -> tuple[str, bool, str] | None:
+    """The second call, which is another one in process 1, or which that does not make.
 
     Args:
-        how: it fails.
+        how: it is another one.
         stage: where.
         before: whether there are gradients.
 
     Returns:
-        Also what the next call says.
+        What it raises, whether gradients are what they were, and what the next call says.
     """
     peers.PATIENCE, peers._LOOK = 0.3, 0.1
     rank, size = distributed.get_rank(), distributed.get_world_size()
+    odd = rank == GUILTY
     pipe, plain = pipe_of()
     pairs = batches([8] * size, 1, masked=True)
     x, target = pairs[rank]
@@ -70,21 +64,39 @@ def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
         F.cross_entropy(plain(whole(pairs)[0]), whole(pairs)[1]).backward()
     else:
         pipe.zero_grad()
+    pipe._averaging.peers._timeout = 1.0 if "comes" in how else 30.0
+    if odd and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if odd and how == "raises":
+        raise SystemExit from OSError("the disk is full")
+    if odd and "comes" in how:
+        _kept.append(pipe)  # one that is gone says so
+        return None
     given: dict[str, Any] = {"input": x, "target": target}
     if how in ("iterator", "loss"):
-        k = 2 if rank == GUILTY and how == "iterator" else 4
+        k = 2 if odd and how == "iterator" else 4
         given = {"data_iter": zip(x.chunk(k), target.chunk(k), strict=True)}
     losses: list[int] = []
+    extra = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         losses.append(0)  # at the second one all know what the mini-batch is assumed to weigh
-        if rank == GUILTY and how == "loss" and len(losses) == 2:
+        if odd and how == "loss" and len(losses) == 2:
             raise ArithmeticError("no loss")
-        return F.cross_entropy(output, target)
+        return F.cross_entropy(output, target) * (extra if odd and how == "found" else 1)
 
-    if rank == GUILTY and how == "target":
+    call: Any = partial(pipe.train_batch, loss_fn=loss_fn, verify=False)
+    if how in ("accumulate", "evaluates", "gradients"):  # whose weights are known before
+        call = partial(pipe.train_batch, loss_fn=F.cross_entropy)
+    if how == "nobody comes to eval_batch" or (odd and how == "evaluates"):
+        call = partial(pipe.eval_batch, loss_fn=F.cross_entropy, global_loss=True)
+    if odd and how == "accumulate":
+        given["accumulate"] = 2
+    if odd and how == "gradients":
+        pipe[2].weight.requires_grad_(False)
+    if odd and how == "target":
         given["target"] = target[1:]
-    if rank == GUILTY and how in HOOKS:
+    if odd and how in HOOKS:
         calls: list[int] = []
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
@@ -92,12 +104,23 @@ def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
             return HOOKS[how](output) if len(calls) == 3 or how == "backward" else None
 
         pipe.partitions[stage].register_forward_hook(hook)
-    first = told(lambda: pipe.train_batch(**given, loss_fn=loss_fn, verify=False))
+    first = told(lambda: call(**given))
     same = all(
         p.grad is q.grad if q.grad is None else (p.grad - q.grad).abs().max() < 1e-12
         for p, q in zip(pipe.parameters(), plain.parameters(), strict=True)
     )
     return first, same, told(lambda: pipe.train_batch(x, target, loss_fn=F.cross_entropy))
+
+
+_kept: list[Pipe] = []
+FAILS = {
+    "forward": "ArithmeticError: no way on",
+    "backward": "ArithmeticError: no way back",
+    "interrupt": "KeyboardInterrupt",
+    "iterator": "ValueError: data_iter ended when asked for micro-batch 2",
+    "loss": "ArithmeticError: no loss",
+    "target": "ValueError: ",
+}
 
 
 @pytest.mark.parametrize(
@@ -109,11 +132,32 @@ def fails(how: str, stage: int, before: bool) -> tuple[str, bool, str]:
 )  # fmt: skip
 def test_an_exception_in_one_process(two, three, how, stage, before):
     processes = three if (how, stage) == ("backward", 0) else two
-    for rank, (first, same, then) in enumerate(processes.run(fails, how, stage, before)):
-        if rank == GUILTY:
-            assert first.startswith(FAILS[how].split(" with ")[1])
-        else:
-            assert first.startswith(f"RemoteError: process 1 {FAILS[how]}")
+    for rank, (first, same, then) in enumerate(processes.run(second, how, stage, before)):
+        there = "" if rank == GUILTY else "RemoteError: process 1 failed with "
+        assert first.startswith(there + FAILS[how])
+        assert same
+        assert then.startswith(ENDED)
+
+
+GONE = {
+    "nobody comes": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
+    "nobody comes to eval_batch": "process 1 did not come to call 2 of a data-parallel pipe within",
+    "killed": "process 1 does not answer any more, and has probably been killed",
+    "raises": "process 1 has ended with OSError: the disk is full",
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_process_that_does_not_come(three, tmp_path, how):
+    if "comes" in how:
+        found = three.run(second, how)
+    else:
+        with ranks(3, tmp_path) as processes:
+            found = processes.run(second, how, gone=[GUILTY])
+    assert found[GUILTY] is None
+    for first, same, then in (found[0], found[2]):
+        assert first.startswith("LostProcess: ")
+        assert GONE[how] in first
         assert same
         assert then.startswith(ENDED)
 
@@ -125,67 +169,44 @@ def interrupted(where: str) -> tuple[str, bool]:
     before = [p.grad.clone() for p in pipe.parameters()]
     store = distributed.distributed_c10d._get_default_store()
     key = f"interrupted/{pipe._averaging.groups[0].group_name}"
+    late = distributed.get_rank() == GUILTY
     all_reduce = distributed.all_reduce
+    timer = threading.Timer(1.0, interrupt)
 
     def patched(*args: Any, **options: Any) -> Any:
-        if distributed.get_rank() == GUILTY:
+        if late:
             store.wait([key])
         elif not timer.is_alive():
             timer.start()
         return all_reduce(*args, **options)
 
-    timer = threading.Timer(1.0, interrupt)
+    def call() -> None:
+        if where == "begin" and not late:
+            timer.start()
+        pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+
     if where == "sums":
         distributed.all_reduce = patched
-    elif distributed.get_rank() == GUILTY:
+    elif late:
         store.wait([key])
-    else:
-        timer.start()
     try:
-        first = told(lambda: pipe.train_batch(*mine(), loss_fn=F.cross_entropy))
+        first = told(call)
     finally:
         distributed.all_reduce = all_reduce
     store.set(key, "")
-    same = all(map(torch.equal, [p.grad for p in pipe.parameters()], before))
-    return first, same
+    return first, all(map(torch.equal, [p.grad for p in pipe.parameters()], before))
 
 
 @pytest.mark.parametrize("where", ["begin", "sums"])
 def test_ctrl_c_while_another_process_is_late(two, where):
-    (first, same), (second, same_there) = two.run(interrupted, where)
+    (first, same), (then, same_there) = two.run(interrupted, where)
     assert first.startswith("KeyboardInterrupt")
-    assert second.startswith("RemoteError: process 0 failed with KeyboardInterrupt")
+    assert then.startswith("RemoteError: process 0 failed with KeyboardInterrupt")
     assert same
     assert same_there
 
 
-def differ(how: str) -> tuple[str, str]:
-    """What is raised where processes do not make the same call; and by the next call."""
-    pipe, _ = pipe_of()
-    odd = distributed.get_rank() == GUILTY
-    x, target = mine()
-    extra = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def loss(y: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy(y, t) * (extra if odd and how == "found" else 1)
-
-    def call() -> None:
-        if odd and how == "evaluates":
-            pipe.eval_batch(x, target, loss_fn=F.cross_entropy, global_loss=True)
-        else:
-            accumulate = 2 if odd and how == "accumulate" else 1
-            loss_fn = loss if how == "found" else F.cross_entropy  # whose weights are known before
-            pipe.train_batch(x, target, loss_fn=loss_fn, accumulate=accumulate)
-
-    if how != "found":
-        pipe.train_batch(x, target, loss_fn=F.cross_entropy)
-        pipe.zero_grad()  # so that the other process starts its sums early
-    if odd and how == "gradients":
-        pipe[2].weight.requires_grad_(False)
-    return told(call), told(call)
-
-
-def refused(how: str) -> tuple[str, str]:
+def refused(how: str) -> tuple[str, bool, str]:
     """What models, arguments and calls are refused by ``data_parallel``, in a process of its own.
 
     All but ``sparse`` and ``nested`` are the odd process's only.
@@ -218,15 +239,15 @@ def refused(how: str) -> tuple[str, str]:
     def call() -> None:
         data_parallel(pipe, **options).train_batch(x, loss_fn=loss)
 
-    return told(call), ENDED
+    return told(call), True, ENDED
 
 
 #: Of both processes, or of process 1 alone, which the other one then names.
 REFUSALS = {
-    (differ, "accumulate"): "accumulate: process 0 has 1, process 1 has 2",
-    (differ, "evaluates"): "the call: process 0 has train_batch, process 1 has eval_batch",
-    (differ, "gradients"): "of stage 1 (0: frozen): process 0 has [288, 48], process 1 has [0, 48]",
-    (differ, "found"): "of what is no parameter of the pipe (0: frozen): process 0 has [], process",
+    (second, "accumulate"): "accumulate: process 0 has 1, process 1 has 2",
+    (second, "evaluates"): "the call: process 0 has train_batch, process 1 has eval_batch",
+    (second, "gradients"): "of stage 1 (0: frozen): process 0 has [288, 48], process 1 has [0, 48]",
+    (second, "found"): "of what is no parameter of the pipe (0: frozen): process 0 has [], process",
     (refused, "shape"): "'2.weight': process 0 has float32[3, 6], trained, process 1 has float32[4",
     (refused, "number"): "'2.bias': process 0 has float32[3], trained, process 1 has no such thing",
     (refused, "frozen"): "'1.weight': process 0 has float32[6, 6], trained, process 1 has",
@@ -242,58 +263,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("act", "how"), REFUSALS)
 def test_what_is_refused(two, act, how):
-    for rank, (found, then) in enumerate(two.run(act, how)):
+    for rank, (found, _, then) in enumerate(two.run(act, how)):
         assert REFUSALS[act, how] in found
         if how in ("lazy", "sync") and rank != GUILTY:
             assert "process 1 of the data-parallel pipe refused, so all do: " in found
-        assert then.startswith(ENDED)
-
-
-_kept: list[Pipe] = []
-
-
-def is_gone(how: str) -> tuple[str, str] | None:
-    """One process makes fewer calls than the others, is killed, or ends, between two calls."""
-    peers.PATIENCE, peers._LOOK = 0.3, 0.1
-    pipe, _ = pipe_of(timeout=1 if how.endswith("_batch") else 30)
-    pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
-    if distributed.get_rank() == GUILTY:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "raises":
-            raise SystemExit from OSError("the disk is full")
-        elif how == "ends":
-            raise SystemExit
-        else:
-            _kept.append(pipe)  # one that is gone says so
-            return None
-
-    def call() -> None:
-        if how == "eval_batch":
-            pipe.eval_batch(*mine(), loss_fn=F.cross_entropy, global_loss=True)
-        else:
-            pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
-
-    return told(call), told(call)
-
-
-GONE = {
-    "train_batch": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
-    "eval_batch": "process 1 did not come to call 2 of a data-parallel pipe within 1 s",
-    "killed": "process 1 does not answer any more, and has probably been killed",
-    "raises": "process 1 has ended with OSError: the disk is full",
-}
-
-
-@pytest.mark.parametrize("how", GONE)
-def test_a_process_that_does_not_come(three, tmp_path, how):
-    if how.endswith("_batch"):
-        first, gone, third = three.run(is_gone, how)
-    else:
-        with ranks(3, tmp_path) as processes:
-            first, gone, third = processes.run(is_gone, how, gone=[GUILTY])
-    assert gone is None
-    for found, then in first, third:
-        assert found.startswith("LostProcess: ")
-        assert GONE[how] in found
         assert then.startswith(ENDED)
