@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 # Each makes pipes without naming devices.
 WITHOUT_DEVICES = [
     "layers/test_placement.py::test_without_an_accelerator_each_partition_gets_a_cpu_worker",
-    "inputs/test_microbatch.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
+    "inputs/test_trees.py::test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut",
     "pipe/test_replicas.py::test_devices_are_listed_stage_by_stage_and_there_are_workers_by_default",
 ]
 

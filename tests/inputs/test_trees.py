@@ -1,8 +1,9 @@
-"""Mappings, dataclasses and the like; tensors in objects that no tree opens are refused."""
+"""Inputs, targets, outputs: trees of all kinds, what cannot be cut, and what no tree opens."""
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -10,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncpipe import NoChunk, Pipe, inline
 from syncpipe.data import gather, leaf_names, scatter
-from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import pipe_of
+from tests.support.models import CHECKPOINT_MODES, assert_same_tree, cut, linear_model
+from tests.support.running import Do, pipe_of
 from tests.support.training import weigh
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 
 
 class Encoding(UserDict):
@@ -86,92 +91,270 @@ class Sub(namedtuple("Sub", "a b")):
     __slots__ = ()
 
 
-MAKERS: dict[str, Any] = {
-    "Encoding": lambda a, b: Encoding({"a": a, "b": b}, ["first"]),
-    "defaultdict": lambda a, b: Default(int, a=a, b=b),
-    "list": lambda a, b: Listed([a, b]),
-    "dataclass": Batch,
-    "frozen": Frozen,
-    "made": made,
-    "namedtuple": Sub,
+@dataclass
+class Record:
+    """A dataclass that PyTorch knows as a tree."""
+
+    a: Any
+    b: Any
+
+
+pytree.register_dataclass(Record)
+
+
+EMPTY: Any = ()
+#: By type: what makes a container of two values.
+MAKERS: dict[type, Callable[[Any, Any], Any]] = {
+    tuple: lambda a, b: (a, b),
+    list: lambda a, b: [a, b],
+    dict: lambda a, b: {"b": b, "a": a},
+    OrderedDict: lambda a, b: OrderedDict(b=b, a=a),
+    Encoding: lambda a, b: Encoding({"a": a, "b": b}, ["first"]),
+    Default: lambda a, b: Default(int, a=a, b=b),
+    Listed: lambda a, b: Listed([a, b]),
+    Batch: Batch,
+    Frozen: Frozen,
+    Made: made,
+    Sub: Sub,
+    Record: Record,
 }
-MAKE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 def entries(value: Any) -> tuple[Any, Any]:
-    """The two values that a maker was given."""
+    """The two values of which a container was made."""
     if hasattr(value, "keys"):
         return value["a"], value["b"]
     return (value.a, value.b) if hasattr(value, "a") else (value[0], value[1])
 
 
-class Through(nn.Linear):
-    """Takes what ``make`` makes, and returns another one."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__(3, 3)
-        self.make, self.seen = make, []
-
-    def forward(self, value: Any) -> Any:
-        a, b = entries(value)
-        self.seen.append((type(value), tuple(a.shape)))
-        return self.make(super().forward(a), b)
+def over(act: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of other leaves."""
+    make = MAKERS.get(type(tree)) if tree is not EMPTY else None
+    return act(tree) if make is None else make(*[over(act, each) for each in entries(tree)])
 
 
-@MAKE
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("driver", ["pipe(x)", "mini-batch", "iterator"])
-def test_inputs_targets_outputs_and_what_is_between_are_of_one_type(make, checkpoint, driver):
-    layers = nn.Sequential(Through(make), Through(make), Through(make))
-    pipe = Pipe(layers, [1, 1, 1], devices=DEVICES, chunks=3, checkpoint=checkpoint)
-    x, mask, goal = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6, 3)
-    kind = type(make(x, mask))
+def flat(tree: Any) -> list[Any]:
+    """The types and the leaves of a tree, with tensors as lists."""
+    if type(tree) in MAKERS and tree is not EMPTY:
+        return [type(tree), *[part for each in entries(tree) for part in flat(each)]]
+    return [(tree.dtype, tree.tolist()) if isinstance(tree, Tensor) else tree]
+
+
+def floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+class Scale(nn.Module):
+    """Multiplies every floating point tensor of a tree by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, tree: Any) -> Any:
+        return over(lambda leaf: leaf * self.weight if floating(leaf) else leaf, tree)
+
+
+def scales(**arguments: Any) -> Pipe:
+    return Pipe(nn.Sequential(Scale(), Scale(), Scale()), [1, 1, 1], **arguments)
+
+
+def recorded(layer: nn.Module) -> list[Any]:
+    """A list that fills with the inputs of a layer."""
+    seen: list[Any] = []
+    layer.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    return seen
+
+
+X = torch.arange(12.0).view(6, 2)
+N, B = torch.arange(6), torch.tensor([True, False] * 3)
+LEAVES = [X, X.tanh(), N, B, torch.complex(X, X), None, "text", 7, 2.5, torch.float16, EMPTY]
+TREES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.builds(
+        lambda make, a, b: make(a, b), st.sampled_from([*MAKERS.values()]), inner, inner
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150)
+@given(
+    driver=st.sampled_from(["pipe(x)", "mini-batch", "iterator"]),
+    checkpoint=st.sampled_from(CHECKPOINT_MODES),
+    make=st.sampled_from([*MAKERS.values()]),
+    rest=TREES,
+    swap=st.booleans(),
+)
+def test_trees_go_in_cut_and_come_out_as_they_were(driver, checkpoint, make, rest, swap):
+    def anew(leaf: Any) -> Any:
+        return leaf.clone().requires_grad_(floating(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    tree = over(anew, make(rest, X) if swap else make(X, rest))
+    leaves: list[Tensor] = []
+    over(lambda leaf: leaves.append(leaf) if floating(leaf) else None, tree)
+    pipe = scales(chunks=3, checkpoint=checkpoint)
+    seen = [recorded(layer) for layer in pipe]
+    pieces = [
+        over(lambda leaf, i=i: leaf[i : i + 2] if isinstance(leaf, Tensor) else leaf, tree)
+        for i in (0, 2, 4)
+    ]
 
     def loss_fn(output: Any, target: Any) -> Tensor:
-        assert type(output) is type(target) is kind
-        a, b = entries(target)
-        return ((entries(output)[0] - a) * b).sum()
+        assert flat(over(type, output)) == flat(over(type, target))
+        total = torch.zeros(())
 
-    inputs = list(map(make, x.split(2), mask.split(2)))
-    targets = list(map(make, goal.split(2), mask.split(2)))
+        def add(leaf: Any) -> None:
+            nonlocal total
+            total = total + leaf.square().sum() if floating(leaf) else total
+
+        over(add, output)
+        return total
+
     if driver == "pipe(x)":
-        output = pipe(make(x, mask))
-        loss_fn(output, make(goal, mask)).backward()
+        loss_fn(output := pipe(tree), tree).backward()
     else:
-        given: Any = {"input": make(x, mask), "target": make(goal, mask)}
+        given: Any = {"input": tree, "target": tree}
         if driver == "iterator":
-            given = {"data_iter": zip(inputs, targets, strict=True)}
+            given = {"data_iter": iter([(piece, piece) for piece in pieces])}
         _, output = pipe.train_batch(
             **given, loss_fn=loss_fn, loss_reduction="sum", return_outputs=True, schedule="gpipe"
         )
-    assert {seen for layer in layers for seen in layer.seen} == {(kind, (2, 3))}
-    assert type(output) is kind
-    assert torch.equal(entries(output)[1], mask)
-    grads = [p.grad for p in pipe.parameters()]
-    pipe.zero_grad()
-    outputs = [layers(piece) for piece in inputs]
-    assert torch.equal(entries(output)[0], torch.cat([entries(y)[0] for y in outputs]))
-    for y, target in reversed(list(zip(outputs, targets, strict=True))):
-        loss_fn(y, target).backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), grads, strict=True))
+    assert flat(output) == flat(over(lambda v: v * 8 if floating(v) else v, tree))
+    for k, inputs in enumerate(seen):
+        scaled = [over(lambda v, k=k: v * 2**k if floating(v) else v, piece) for piece in pieces]
+        assert list(map(flat, inputs[:3])) == list(map(flat, scaled))
+    for leaf in leaves:
+        torch.testing.assert_close(leaf.grad, 128 * leaf.detach())
+    whole = sum(float(leaf.detach().square().sum()) for leaf in leaves)
+    for parameter in pipe.parameters():
+        torch.testing.assert_close(float(parameter.grad), 64.0 * whole)
 
 
-@MAKE
-def test_trees_of_such_containers_are_cut_and_gathered(make):
-    x, mask, whole = torch.randn(6, 3), torch.randn(6), torch.randn(2)
-    tree = {"outer": [make((x, "text"), make(NoChunk(whole), None)), mask]}
-    pieces = scatter(tree, 3)
-    assert len(pieces) == 3
-    for piece, rows in zip(pieces, x.split(2), strict=True):
-        (found, word), inner = entries(piece["outer"][0])
-        assert torch.equal(found, rows)
-        assert word == "text"
-        assert torch.equal(entries(inner)[0], whole)
-    for piece in pieces:
-        piece["outer"][0] = make(entries(piece["outer"][0])[0], make(None, 5))
-    (found, _), inner = entries(gather(pieces)["outer"][0])
-    assert torch.equal(found, x)
-    assert entries(inner)[1] == 5
+@every_mode
+def test_a_no_chunk_tensor_goes_whole_to_every_micro_batch(checkpoint):
+    weight = torch.randn(4, 2, requires_grad=True)
+
+    def product(tree: Any) -> Tensor:
+        return tree["x"] @ tree["more"].a.t() + tree["more"].b[0]
+
+    pipe = Pipe(nn.Sequential(Do(product), nn.Tanh()), [1, 1], chunks=3, checkpoint=checkpoint)
+    seen = recorded(pipe[0])
+    bias = torch.tensor(0.5)
+    output = pipe({"x": X, "more": Batch(NoChunk(weight), [NoChunk(bias)])})
+    whole = Batch(weight, [bias])
+    loop = [product({"x": piece, "more": whole}).tanh() for piece in X.chunk(3)]
+    assert torch.equal(output, torch.cat(loop))
+    assert all(type(tree["more"].a) is Tensor and tree["more"].a.shape == (4, 2) for tree in seen)
+    output.sum().backward()
+    (expected,) = torch.autograd.grad(torch.cat(loop).sum(), weight)
+    assert torch.equal(weight.grad, expected)
+
+
+def test_a_lone_no_chunk_tensor_goes_through_where_nothing_has_to_be_cut() -> None:
+    pipe = scales(chunks=1)
+    seen = recorded(pipe[0])
+    assert pipe(NoChunk(X)).shape == (6, 2)
+    assert [tuple(x.shape) for x in seen] == [(6, 2)]
+
+
+@pytest.mark.parametrize("value", [None, 5, "text", (), {"a": None}])
+def test_an_input_without_tensors_goes_through_where_nothing_has_to_be_cut(value):
+    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])
+    assert pipe(value) == value
+    layers = [lambda x: None, lambda none: (none, torch.ones(2))]  # None may pass between layers
+    assert Pipe(layers, [1, 1], chunks=2)(X)[0] is None
+
+
+@given(size=st.integers(1, 12), chunks=st.integers(1, 15), trailing=st.integers(0, 2))
+def test_tensors_are_cut_like_torch_chunk(size, chunks, trailing):
+    x = torch.randn(size, *[2] * trailing)
+    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=chunks)
+    seen = recorded(pipe[0])
+    assert torch.equal(pipe({"x": x})["x"], x)
+    assert_same_tree(seen, cut({"x": x}, chunks), "micro-batches")
+
+
+@pytest.mark.parametrize(("checkpoint", "runs"), [("always", 6), ("except_last", 5), ("never", 3)])
+def test_a_batch_smaller_than_chunks_gives_fewer_micro_batches(checkpoint, runs):
+    pipe = scales(chunks=8, checkpoint=checkpoint)
+    seen = [recorded(layer) for layer in pipe]
+    pipe(torch.randn(3, 2)).sum().backward()  # the last that there is, is the last
+    assert [[len(x) for x in inputs] for inputs in seen] == [[1] * runs] * 3
+
+
+@every_mode
+def test_an_empty_batch_works_if_the_layers_can_take_it(checkpoint):
+    pipe = Pipe(linear_model(3), [2, 1], chunks=4, checkpoint=checkpoint)
+    x = torch.randn(0, 3, requires_grad=True)
+    output = pipe(x)
+    output.sum().backward()
+    assert output.shape == x.grad.shape == (0, 3)
+    assert all(not parameter.grad.any() for parameter in pipe.parameters())
+
+
+# --- what cannot be cut, or put together -----------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, [X], 3, "text"])
+def test_no_chunk_around_anything_but_a_tensor_is_refused_with_its_type(value):
+    with pytest.raises(TypeError, match=f"NoChunk takes a tensor, not {type(value).__name__}"):
+        NoChunk(value)
+
+
+NUMBER = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("input", "parts"),
+    [
+        ((torch.zeros(8, 2), {"n": torch.arange(3)}),
+         ["chunks=4", "input[0]: float32[8, 2] gives 4 micro-batches of 2, 2, 2, 2",
+          "input[1]['n']: int64[3] gives 3 micro-batches", "NoChunk"]),
+        ((torch.zeros(60), torch.arange(3)), ["of 15, 15, 15, 15"]),
+        (Sub(X, [NUMBER]), ["input.b[0]: float32[] has no dimension", "NoChunk"]),
+        (NUMBER, ["input: float32[] has no dimension"]),
+    ],
+)  # fmt: skip
+def test_tensors_that_cannot_be_cut_are_refused_with_their_path(input, parts):
+    pipe = scales(chunks=4)
+    with pytest.raises(ValueError, match="cannot be cut") as caught:
+        pipe(input)
+    assert all(part in str(caught.value) for part in parts)
+    assert torch.equal(pipe(X), X * 2.0**3)  # and it works
+
+
+def test_there_is_exactly_one_argument() -> None:
+    for arguments in ((), (X, X)):
+        with pytest.raises(TypeError):
+            scales()(*arguments)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (X, t), lambda t: (X, NoChunk(t))])
+def test_input_on_another_device_is_refused_with_both_devices(wrap):
+    with pytest.raises(ValueError, match=r"input is on meta.*first partition.*on cpu:1") as caught:
+        scales(devices=["cpu:1", "cpu:0", "cpu:0"])(wrap(torch.empty(6, device="meta")))
+    assert ".to(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda n: n.sum(), r"output .*without dimensions.*3 of them.*reduction='none'"),
+        (lambda n: {"loss": n.sum(), "x": n}, r"output\['loss'\].*without dimensions"),
+        (lambda n: (n, n.new_zeros(2, int(n[0]))), r"output\[1\] cannot.*2, 0\].*2, 2\].*2, 4\]"),
+        (lambda n: (n,) if n[0] == 0 else [n], r"differ in structure.*micro-batch 1"),
+        (lambda n: (n, int(n[0])), r"output\[1\].*0 in micro-batch 0, 2 in micro-batch 1"),
+        (lambda n: (n, n if n[0] else None), r"output\[1\] is a tensor in some .* NoneType in oth"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_refused_with_what_to_do(last, message):
+    with pytest.raises(ValueError, match=message):
+        Pipe([nn.Identity(), last], [1, 1], chunks=3)(N)
+    Pipe([nn.Identity(), last], [1, 1], chunks=1)(N)  # one micro-batch may return anything
+
+
+# --- containers ----------------------------------------------------------------------------------
 
 
 def test_what_is_no_entry_comes_along():
