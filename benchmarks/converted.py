@@ -308,8 +308,7 @@ def row(name: str, made: Model) -> dict[str, Any]:
             said = str(error).partition("\n")[0]
             return told | {"left whole": f"{type(error).__name__}: {said}"[:150]}
     seconds = time.perf_counter() - start
-    signature: Any = layers[0]._signature
-    tall = [size for shape in signature.shapes for size in shape[1:]]
+    signature: Any = layers[0]._model_signature
     pinned = any("batches of" in str(warning.message) for warning in caught)
     try:
         _, args, kwargs = made.make(batch=3)
@@ -321,7 +320,7 @@ def row(name: str, made: Model) -> dict[str, Any]:
         "layers": len(layers),
         "left whole": ", ".join(types) or "none",
         "other batch": "no" if pinned else "yes",
-        "other sizes": "yes" if None in tall else "no",
+        "other sizes": "yes" if any(d for _, d in signature.free) else "no",
         "equal": equal,
         "s": round(seconds),
     }

@@ -23,7 +23,7 @@ from syncpipe.hints import explained, outside, refuse_backward, target_hint, unk
 from syncpipe.layers.building import Initialization
 from syncpipe.layers.conversion.inline import HOOKS
 from syncpipe.layers.conversion.layer import ModelNames
-from syncpipe.layers.conversion.sequential import batch_input, call_input, model_signature
+from syncpipe.layers.conversion.signature import batch_input, call_input, model_signature
 from syncpipe.layers.listing import Layer, Layers, as_layer, as_sequential
 from syncpipe.layers.placement import check_devices, check_input, moves, own_call
 from syncpipe.layers.state_dict_keys import translate_keys

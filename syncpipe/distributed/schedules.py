@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from syncpipe.data import described, gather, map_tensors, scatter_pair, tensors_in
-from syncpipe.layers.conversion.sequential import call_input
+from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_input
 from syncpipe.training.loss import Loss, Objective
 from syncpipe.training.sources import Source

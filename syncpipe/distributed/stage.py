@@ -34,7 +34,7 @@ from syncpipe.distributed.peers import Peers, given_group
 from syncpipe.distributed.schedules import Run, schedule_of, sends_from_host
 from syncpipe.layers.building import Initialization, build_layers, on_meta, or_as_before
 from syncpipe.layers.conversion.layer import ModelNames
-from syncpipe.layers.conversion.sequential import batch_input
+from syncpipe.layers.conversion.signature import batch_input
 from syncpipe.layers.listing import Layers, as_sequential, type_name
 from syncpipe.layers.placement import check_balance, resolve_workers
 from syncpipe.layers.ties import check_modes, find_ties, move_layers

@@ -23,7 +23,8 @@ from syncpipe.balance.measure import samples_in
 from syncpipe.balance.profile import in_bytes
 from syncpipe.checkpoints import reader
 from syncpipe.data import NoChunk, flatten, storage_of, tensors_in, unflatten
-from syncpipe.layers.conversion.sequential import call_input, sequential
+from syncpipe.layers.conversion.sequential import sequential
+from syncpipe.layers.conversion.signature import call_input
 from syncpipe.layers.placement import check_devices, default_devices
 from syncpipe.layers.ties import move_layers
 from syncpipe.planner.machine import RESERVE, machine_of, places_of, real_devices

@@ -27,7 +27,7 @@ from syncpipe.data import (
     scatter_pair,
     unflatten,
 )
-from syncpipe.layers.conversion.sequential import batch_input, call_arguments
+from syncpipe.layers.conversion.signature import batch_input, call_arguments
 from syncpipe.options import checked_schedule
 from syncpipe.pipe import Pipe
 from syncpipe.runtime.errors import annotate

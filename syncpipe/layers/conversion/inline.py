@@ -9,24 +9,23 @@ that of the sample. Training and evaluation are traced each by itself.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from syncpipe.data import described
+from syncpipe.data import described, flatten
 from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.trace import Fault, Tracer, guard, leaves_of, map_tree
+from syncpipe.layers.conversion.trace import Tracer, Whole, guard
 from syncpipe.layers.time_first import is_time_first, time_first_message
 from syncpipe.runtime.random_numbers import is_compiled
 from syncpipe.skip.skippable import is_skippable
 from syncpipe.state import State
 
-__all__ = ["HOOKS", "Inlined", "Whole"]
+__all__ = ["HOOKS", "Inlined"]
 
 #: Where ``nn.Module`` keeps hooks; those of its forward and backward come first.
 HOOKS = (
@@ -41,20 +40,6 @@ _LAYERS = (
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict")
 #: Dimensions that change together, each as the index of a tensor and its own.
 _Group = frozenset[tuple[int, int]]
-
-
-class Whole(NamedTuple):
-    """A module with others inside that is called as it is: a layer cannot begin in it.
-
-    Attributes:
-        path: of the module.
-        line: of its code, where that is why; otherwise empty.
-        reason: in words.
-    """
-
-    path: str
-    line: str
-    reason: str
 
 
 class Inlined:
@@ -72,16 +57,12 @@ class Inlined:
         self._paths = {module: path for path, module in model.named_modules()}
         self._refuse_root()
         self.leaves = {
-            path: ("", reason)
+            path: Whole(path, "", reason)
             for module, path in self._paths.items()
             if path and (reason := _must_be_leaf(module))
         }
-        self._counts = Counter(
-            path[:end]
-            for path, module in model.named_modules()
-            if module._parameters
-            for end in {0, *(k for k, c in enumerate(path) if c == "."), len(path)}
-        )
+        #: Where there are parameters.
+        self._owners = [f"{path}." for module, path in self._paths.items() if module._parameters]
         self._refused = set[Any]()  # sizes that the model itself refuses
         self._bar = _bar(self.name)
         try:
@@ -100,7 +81,7 @@ class Inlined:
             self.runs = {training: self._run(training, self.tensors) for training in (True, False)}
             faults = [fault for run in self.runs.values() for fault in run.faults]
             faults += [
-                Fault(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
+                Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
                 for run in self.runs.values()
                 for node in run.live
                 if node.target is guard and not self._holds_most(node.meta["owner"])
@@ -113,8 +94,8 @@ class Inlined:
     def whole(self) -> list[Whole]:
         """The modules that were not inlined though they have others inside."""
         return [
-            Whole(path, *why)
-            for path, why in self.leaves.items()
+            found
+            for path, found in self.leaves.items()
             if self.model.get_submodule(path)._modules
             and not any(path.startswith(f"{outer}.") for outer in self.leaves)
         ]
@@ -136,11 +117,11 @@ class Inlined:
         tracer = Tracer(self.model.train(training), self.leaves, self._paths, names, self._objects)
         return tracer.run(*self.signature.call(tensors))
 
-    def _leave(self, faults: list[Fault]) -> bool:
+    def _leave(self, faults: list[Whole]) -> bool:
         """Makes the modules at fault leaves; whether there are any."""
         small = self._small(faults)
-        for owner, line, what in small:
-            self.leaves.setdefault(owner, (line, what))
+        for fault in small:
+            self.leaves.setdefault(fault.path, fault)
         if small or not faults:
             return bool(small)
         owner, line, what = faults[0]
@@ -178,13 +159,14 @@ class Inlined:
 
     def _holds_most(self, path: str) -> bool:
         """Whether too little would be left of the model if this module were a leaf."""
-        return not path or 2 * self._counts[path] > self._counts[""]
+        inside = sum(owner.startswith(f"{path}.") for owner in self._owners)
+        return not path or 2 * inside > len(self._owners)
 
-    def _small(self, faults: list[Fault]) -> list[Fault]:
+    def _small(self, faults: list[Whole]) -> list[Whole]:
         """The faults of modules that can be leaves."""
-        return [fault for fault in faults if not self._holds_most(fault.owner)]
+        return [fault for fault in faults if not self._holds_most(fault.path)]
 
-    def _changed(self, state: State) -> Iterator[Fault]:
+    def _changed(self, state: State) -> Iterator[Whole]:
         """What the forward of a module that is inlined sets, or puts into a place of its own."""
         for kind, name in state.changes():
             ways = [path for path in self._paths.values() if name.startswith(f"{path}.")]
@@ -192,21 +174,21 @@ class Inlined:
             inside = any(f"{path}.".startswith(f"{leaf}.") for leaf in self.leaves)
             own = name.removeprefix(f"{path}.")
             if kind != "generator" and own != "training" and not inside:
-                yield Fault(path, "", f"its forward sets the attribute {own}")
+                yield Whole(path, "", f"its forward sets the attribute {own}")
 
     # Other runs
 
-    def _vary(self) -> list[Fault]:
+    def _vary(self) -> list[Whole]:
         """Runs other sizes; the faults of modules that can be leaves instead.
 
         Sizes that could not be varied are those of the sample in every call.
         """
         free = set[tuple[int, int]]()
-        found: list[Fault] = []
+        found: list[Whole] = []
         for number, group in enumerate(self._groups()):
             if group <= free:
                 continue
-            is_batch, pinned = not number, list[Fault]()
+            is_batch, pinned = not number, list[Whole]()
             k, d = next(iter(group))
             size = self.tensors[k].shape[d]
             for other in [1, 2 * size, size + 1] if is_batch else [size // 2, 2 * size]:
@@ -248,11 +230,11 @@ class Inlined:
             tensors[k] = torch.cat([tensors[k]] * repeats, d).narrow(d, 0, size)
         return tensors
 
-    def _tried(self, tensors: list[Tensor], *, is_batch: bool) -> list[Fault] | None:
+    def _tried(self, tensors: list[Tensor], *, is_batch: bool) -> list[Whole] | None:
         """The faults that come to light with other sizes; None: the model refuses them."""
         key = tuple(tensor.shape for tensor in tensors)
         notes: list[str] = []
-        faults: list[Fault] = []
+        faults: list[Whole] = []
         for training in (False, True):
             base = self.runs[training]
             try:
@@ -284,7 +266,7 @@ class Inlined:
 
     # What is said
 
-    def _note_pinned(self, faults: list[Fault]) -> None:
+    def _note_pinned(self, faults: list[Whole]) -> None:
         at = "".join(f"\n  {line or what}" for _, line, what in faults[:3])
         self.notes.append(
             f"{self.name} was converted for batches of {self.signature.batch} only, so a "
@@ -345,7 +327,7 @@ def _check_outputs(
     """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
     sizes = {(len(a), len(b)) for a, b in zip(sample, tensors, strict=True) if a.dim()}
     n, m = next(pair for pair in sizes if pair[0] != pair[1])
-    for k, (a, b) in enumerate(zip(leaves_of(result), leaves_of(varied), strict=False)):
+    for k, (a, b) in enumerate(zip(flatten(result)[0], flatten(varied)[0], strict=False)):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0):
             continue
         follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
@@ -364,35 +346,30 @@ def _check_outputs(
 # Comparing two traces
 
 
-def differences(a: Tracer, b: Tracer) -> list[Fault]:
+def differences(a: Tracer, b: Tracer) -> list[Whole]:
     """Where two traces of a model differ: for each call of a module the first line that does."""
-    found: list[Fault] = []
+    found: list[Whole] = []
     live = a.live | b.live
     doubtful: list[Any] = []  # calls that differ: what they gave may differ as well
 
-    def shown(tree: Any) -> str:
-        return repr(map_tree(value, tree))
-
-    def value(leaf: Any) -> Any:
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        key = leaf.meta["key"]
+    def value(node: fx.Node) -> Any:
+        key = node.meta["key"]
         return f"%{next((call for call in doubtful if key[: len(call)] == call), key)}"
 
     steps = [{node.meta["key"]: node for node in run.nodes if node in live} for run in (a, b)]
-    for key in dict.fromkeys(chain(*steps)):
+    for key in sorted(dict.fromkeys(chain(*steps)), key=("output",).__eq__):
         pair = [run[key] for run in steps if key in run]
         call = own = pair[0].meta["call"]
         while call not in a.steps or call not in b.steps:
             call = call[:-1]  # the innermost one that both made
-        lines = {f"{n.op} {n.target!r} {shown((n.args, n.kwargs))}" for n in pair}
+        lines = {
+            f"{n.op} {n.target!r} {fx.node.map_arg((n.args, n.kwargs), value)!r}" for n in pair
+        }
         alike = len(pair) == 2 and len(lines) == 1
         if not alike and not any(call[: len(other)] == other for other in doubtful):
             reason = _reason(pair) if call == own else "another module is called"
-            found.append(Fault(call[-1][1], pair[0].meta["line"], reason))
+            found.append(Whole(call[-1][1], pair[0].meta["line"], reason))
             doubtful.append(call)
-    if not found and shown(a.output) != shown(b.output):
-        found.append(Fault("", "", "what the model returns is put together differently"))
     return found
 
 
@@ -401,6 +378,8 @@ def _reason(pair: list[fx.Node]) -> str:
     if len(pair) == 1:
         return "more is done in one call than in another"
     one, two = pair
+    if one.op == "output":
+        return "what the model returns is put together differently"
     for a, b in zip(one.all_input_nodes, two.all_input_nodes, strict=False):
         if a.meta["key"][0] == b.meta["key"][0] == "object" and a.target != b.target:
             return f"it passes a {type(a.meta['value']).__name__} that is made anew in every call"

@@ -1,16 +1,16 @@
 """Cuts what a model does into a chain of segments, and makes layers of them.
 
 Every leaf module begins a segment, and so does everything that uses a parameter by itself. Between
-two of these the cut is where the fewest bytes are on their way. A value that the next segment uses
-is handed to it; one that is used later goes there as a skip, and from there on to its next use, so
-it passes over the devices between::
+two of these the cut is where the fewest bytes are on their way. What the next segment uses is
+handed to it; what is used later goes there as a skip, and from there on to its next use, so it
+passes over the devices between::
 
     layer 0 --- x, y ---> layer 1 --- z ---> layer 2 --- z ---> layer 3
        \\----------------------- mask ----------------------/
 
 Training and evaluation are cut at the same leaf modules. What one of them does more, in an
-``if self.training``, is in the segment around it, and a value that one of them does not have is an
-Ellipsis there.
+``if self.training``, is in the segment around it, and what goes from one segment to another is
+decided for each of them by itself.
 
 A layer holds modules of the model at their paths, so that names are the model's::
 
@@ -20,10 +20,9 @@ A layer holds modules of the model at their paths, so that names are the model's
 
 from __future__ import annotations
 
-import builtins
-import keyword
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -35,16 +34,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _custom_builtins
 
-from syncpipe.data import storage_of
+from syncpipe.data import storage_of, tensors_in
 from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.trace import (
-    DEVICE,
-    Function,
-    Tracer,
-    leaves_of,
-    map_tree,
-    nodes_of,
-)
+from syncpipe.layers.conversion.trace import DEVICE, Function, Tracer
 from syncpipe.skip import Namespace, store
 from syncpipe.skip.skippable import Declaration
 
@@ -52,84 +44,59 @@ __all__ = ["ConvertedLayer", "Holder", "ModelNames", "index_keys", "layers_of"]
 
 _grad_off = Function(torch._C._set_grad_enabled, "set_grad_enabled")
 _grad_now = Function(torch.is_grad_enabled, "is_grad_enabled")
-#: Names that arguments cannot have in generated code.
-_TAKEN = {*dir(builtins), *keyword.kwlist, *_custom_builtins, "self"}
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
-#: A value: its node in training, and that in evaluation; None where it is not there.
-_Value = tuple[fx.Node | None, fx.Node | None]
-#: A function of what a segment takes and pops, and what it uses by a name.
+#: A function of what comes into a segment, and what it uses by a name.
 _Code = tuple[str, dict[str, Any]]
 
 
 @dataclass
 class _Segment:
-    """What a layer does in each mode, takes and gives, and gets and sends as skips by name.
+    """What a layer does in one mode, and the values that come and go, by the layer over there.
 
-    The first one takes the inputs of the model; the last one gives its output, not a value.
+    The inputs of the model come from layer -1. What the last one gives is the model's output.
     """
 
-    nodes: list[list[fx.Node]]
-    takes: list[_Value] = field(default_factory=list)
-    gives: list[_Value] | None = field(default_factory=list)
-    pops: dict[str, _Value] = field(default_factory=dict)
-    stashes: dict[str, _Value] = field(default_factory=dict)
+    nodes: list[fx.Node]
+    comes: dict[int, list[fx.Node]] = field(default_factory=dict)
+    goes: dict[int, list[fx.Node]] = field(default_factory=dict)
 
 
 def layers_of(
-    model: nn.Module, training: Tracer, evaluation: Tracer, signature: Signature
+    model: nn.Module, runs: Sequence[Tracer], signature: Signature
 ) -> list[ConvertedLayer]:
-    """The layers of a model, as many as there can be, that do what two traces say."""
-    segments, namespace = _segments(training, evaluation, model), Namespace()
-    outputs = [training.output, evaluation.output]
-    layers = [
-        ConvertedLayer(segment, outputs, namespace, None if k else signature)
-        for k, segment in enumerate(segments)
-    ]
-    _distribute(model, layers, segments)
+    """The layers of a model, as many as there can be, that do what was traced in each mode."""
+    found, namespace = list(zip(*_segments(runs, model), strict=True)), Namespace()
+    layers = [ConvertedLayer(k, segments, namespace) for k, segments in enumerate(found)]
+    layers[0]._model_signature = signature
+    _distribute(model, layers, found)
     return layers
 
 
 # Cutting
 
 
-class _Run:
-    """One trace as a list of nodes, and for each place in it what a cut before it costs.
-
-    That is the bytes on their way. No cut may be where memory is written that is used under another
-    name later: on another device that would be a copy, which does not see what is written.
-    """
-
-    def __init__(self, trace: Tracer, model: nn.Module) -> None:
-        live = trace.live
-        self.nodes = [n for n in [*trace.inputs, *trace.nodes] if n in live]
-        self.place = {node: p for p, node in enumerate(self.nodes)}
-        self.outputs = [node for node in nodes_of(trace.output) if node in self.place]
-        self.starts = [node for node in self.nodes if _begins(node, model)]
-        last_use: dict[fx.Node, int] = {}
-        for p, node in enumerate(self.nodes):
-            last_use |= dict.fromkeys((u for u in node.all_input_nodes if u in self.place), p)
-        last_use |= dict.fromkeys(self.outputs, len(self.nodes))
-        self.costs = [0.0] * (len(self.nodes) + 2)
-        memory: dict[int, list[fx.Node]] = {}
-        for p, node in enumerate(self.nodes):
-            tensors = [t for t in leaves_of(node.meta["value"]) if isinstance(t, Tensor)]
-            for place in range(p + 1, last_use.get(node, 0) + 1):
-                self.costs[place] += max(1, sum(tensor.nbytes for tensor in tensors))
-            if isinstance(node.meta["value"], Tensor):
-                memory.setdefault(storage_of(node.meta["value"]), []).append(node)
-        for p, node in enumerate(self.nodes):
-            values = [used.meta["value"] for used in node.all_input_nodes if node.meta["writes"]]
-            for number in {storage_of(value) for value in values if isinstance(value, Tensor)}:
-                for alias in memory.get(number, []):
-                    if self.place[alias] < p < last_use.get(alias, 0):
-                        places = range(self.place[alias] + 1, p + 1)
-                        self.costs[places.start : places.stop] = [inf] * len(places)
-
-    def cut(self, before: fx.Node, after: fx.Node) -> int | None:
-        """The best place for a cut behind one node and not behind another, if there is one."""
-        places = range(self.place[before] + 1, self.place[after] + 1)
-        best = min(places, key=self.costs.__getitem__)
-        return best if self.costs[best] < inf else None
+def _segments(runs: Sequence[Tracer], model: nn.Module) -> list[list[_Segment]]:
+    """The segments in each mode."""
+    lives = [run.live for run in runs]
+    nodes = [[n for n in r.nodes if n in live] for r, live in zip(runs, lives, strict=True)]
+    starts = [[n for n in each if _begins(n, model)] for each in nodes]
+    names = [[f"{n.meta['owner']} {n.op} {n.target!r}" for n in each] for each in starts]
+    costs = list(map(_costs, nodes))
+    matched = [
+        [each.index(start[k + at]) for each, start, at in zip(nodes, starts, blocks, strict=False)]
+        for blocks in SequenceMatcher(None, names[0], names[1], False).get_matching_blocks()
+        for k in range(blocks.size)
+    ]
+    cuts: list[list[int]] = [[0] for _ in runs]
+    for before, after in pairwise(matched):
+        places = [
+            min(range(a + 1, b + 1), key=cost.__getitem__)
+            for a, b, cost in zip(before, after, costs, strict=True)
+        ]
+        if all(cost[p] < inf for p, cost in zip(places, costs, strict=True)):
+            for cut, p in zip(cuts, places, strict=True):
+                cut.append(p)
+    return [_connected(*each) for each in zip(nodes, cuts, strict=True)]
 
 
 def _begins(node: fx.Node, model: nn.Module) -> bool:
@@ -140,84 +107,66 @@ def _begins(node: fx.Node, model: nn.Module) -> bool:
     return any(isinstance(used.meta["value"], nn.Parameter) for used in node.all_input_nodes)
 
 
-def _segments(training: Tracer, evaluation: Tracer, model: nn.Module) -> list[_Segment]:
-    runs = [_Run(training, model), _Run(evaluation, model)]
-    inputs = list(zip(training.inputs, evaluation.inputs, strict=True))
-    twins = dict([*_twins(training, evaluation), *inputs])
-    begins = set(runs[1].starts)
-    starts = [(node, twins[node]) for node in runs[0].starts if twins.get(node) in begins]
-    cuts: list[list[int]] = [[0, 0]]
-    for before, after in pairwise(starts):
-        places = [run.cut(a, b) for run, a, b in zip(runs, before, after, strict=True)]
-        if None not in places:
-            cuts.append(places)  # type: ignore[arg-type]
-    cuts.append([len(run.nodes) for run in runs])
-    found = [
-        _Segment([run.nodes[a:b] for run, a, b in zip(runs, start, end, strict=True)])
-        for start, end in pairwise(cuts)
-    ]
-    _connect(found, runs, twins)
-    found[0].takes = [*inputs]
-    return found
+def _costs(nodes: list[fx.Node]) -> list[float]:
+    """For each place what a cut there costs: the bytes that are on their way.
+
+    No cut may be where memory is written that is used under another name later: on another device
+    that would be a copy, which does not see what is written.
+    """
+    place = {node: p for p, node in enumerate(nodes)}
+    last_use = {used: p for p, node in enumerate(nodes) for used in node.all_input_nodes}
+    costs = [0.0] * (len(nodes) + 1)
+    memory: dict[int, list[fx.Node]] = {}
+    for p, node in enumerate(nodes):
+        value = node.meta["value"]
+        for k in range(p + 1, last_use.get(node, 0) + 1):
+            costs[k] += max(1, sum(tensor.nbytes for tensor in tensors_in(value)))
+        if isinstance(value, Tensor):
+            memory.setdefault(storage_of(value), []).append(node)
+    for p, node in enumerate(nodes):
+        values = [used.meta["value"] for used in node.all_input_nodes if node.meta["writes"]]
+        for number in {storage_of(value) for value in values if isinstance(value, Tensor)}:
+            for alias in memory.get(number, []):
+                if place[alias] < p < last_use.get(alias, 0):
+                    costs[place[alias] + 1 : p + 1] = [inf] * (p - place[alias])
+    return costs
 
 
-def _twins(a: Tracer, b: Tracer) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What two runs both do: pairs of nodes, in order."""
-    runs = a.nodes, b.nodes
-    one, two = ([f"{n.meta['owner']} {n.op} {n.target!r}" for n in run] for run in runs)
-    for i, j, size in SequenceMatcher(None, one, two, False).get_matching_blocks():
-        yield from zip(runs[0][i : i + size], runs[1][j : j + size], strict=True)
-
-
-def _connect(found: list[_Segment], runs: list[_Run], twins: dict[fx.Node, fx.Node]) -> None:
-    """Finds out what goes from which segment to which."""
-    last = len(found) - 1
-    home = {node: k for k, segment in enumerate(found) for nodes in segment.nodes for node in nodes}
-    values: dict[fx.Node, _Value] = {}
-    for a, b in twins.items():
-        if home.get(a, -1) == home.get(b, -2):
-            values[a] = values[b] = (a, b)
-    for m, run in enumerate(runs):
-        for node in run.nodes:
-            values.setdefault(node, (None, node) if m else (node, None))
-    uses: dict[_Value, set[int]] = {value: set() for value in values.values()}
-    used = [(used, k) for node, k in home.items() for used in node.all_input_nodes]
-    for node, k in [*used, *((node, last) for run in runs for node in run.outputs)]:
-        if home.get(node, k) != k:
-            uses[values[node]].add(k)
-    found[last].gives = None
-    for number, (value, segments) in enumerate(uses.items()):
-        at = home[value[0] or value[1]]  # type: ignore[index]
-        for k in sorted(segments):
-            gives = found[at].gives
-            if k == at + 1 and gives is not None:
-                gives.append(value)
-                found[k].takes.append(value)
-            else:
-                found[at].stashes[f"{number}@{k}"] = found[k].pops[f"{number}@{k}"] = value
+def _connected(nodes: list[fx.Node], cuts: list[int]) -> list[_Segment]:
+    """Segments, and what goes from which to which."""
+    segments = [_Segment(nodes[a:b]) for a, b in pairwise([*cuts, len(nodes)])]
+    segments[0].comes[-1] = [node for node in nodes if node.op == "placeholder"]
+    home = {node: k for k, segment in enumerate(segments) for node in segment.nodes}
+    for node, at in home.items():
+        for k in sorted({home[user] for user in node.users if user in home} - {at}):
+            segments[at].goes.setdefault(k, []).append(node)
+            segments[k].comes.setdefault(at, []).append(node)
             at = k
+    return segments
 
 
 # Writing
 
 
-def _written(segment: _Segment, mode: int, output: Any, layer: nn.Module) -> _Code:
-    """The code of a segment in one mode (0: training). Names are dropped after their last use.
+def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Module) -> _Code:
+    """The code of a segment, whose names are dropped after their last use.
 
-    What it uses as attributes of the layer that the model does not have is put there.
+    It takes what comes from each of some layers, and returns what goes to each of others: a value,
+    or a tuple if it is not just one. What it uses as attributes of the layer that the model does
+    not have is put there.
     """
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    device: list[fx.Node] = []
-    arguments = [*segment.takes, *segment.pops.values()]
-    functions = [node.target for nodes in segment.nodes for node in nodes]
-    taken = {*_TAKEN, *(fn.__name__ for fn in functions if isinstance(fn, Function))}
-    for k, value in enumerate(arguments):
-        name = next(node.meta["name"] for node in value if node is not None)
-        name = f"{name}_{k}" if name in taken else name
-        taken.add(name)
-        argument = graph.placeholder(name)
-        if (own := value[mode]) is not None:
-            known[own] = argument
+    for k, other in enumerate(comes):
+        way, argument = segment.comes.get(other, []), f"from_{other}" if k else "handed"
+        if len(way) == 1:
+            known[way[0]] = graph.create_node("placeholder", argument, name=way[0].meta["name"])
+            continue
+        given = graph.placeholder(argument)
+        for at, value in enumerate(way):
+            name = value.meta["name"]
+            known[value] = graph.create_node(
+                "call_function", operator.getitem, (given, at), name=name
+            )
 
     def here(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -232,13 +181,12 @@ def _written(segment: _Segment, mode: int, output: Any, layer: nn.Module) -> _Co
             return known[leaf]
         if leaf is DEVICE:
             given = next((n for n in known if isinstance(n.meta["value"], Tensor)), None)
-            if given is not None and not device:
-                device.append(graph.call_function(getattr, (known[given], "device")))
-            return device[0] if device else leaf
+            if given is not None:
+                return graph.call_function(getattr, (known[given], "device"))
         return leaf
 
     before: fx.Node | None = None  # whether gradients were on, while they are off
-    for node in segment.nodes[mode]:
+    for node in segment.nodes:
         if node.op == "placeholder":
             continue
         if before is None and not node.meta["grad"]:
@@ -247,16 +195,13 @@ def _written(segment: _Segment, mode: int, output: Any, layer: nn.Module) -> _Co
         elif before is not None and node.meta["grad"]:
             graph.call_function(_grad_off, (before,))
             before = None
-        args, kwargs = map_tree(here, (node.args, node.kwargs))
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
         known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
     if before is not None:
         graph.call_function(_grad_off, (before,))
-    if segment.gives is None:
-        graph.output(map_tree(here, output))
-    else:
-        given = [*segment.gives, *segment.stashes.values()]
-        values: list[Any] = [... if v[mode] is None else here(v[mode]) for v in given]
-        graph.output(tuple(values))
+    if not any(node.op == "output" for node in graph.nodes):
+        sent = [list(map(here, segment.goes.get(other, []))) for other in goes]
+        graph.output(tuple(map(_packed, sent)))
     code = graph.python_code("self")
     names = {n: v for n, v in code.globals.items() if n not in _custom_builtins}
     return code.src.strip() + "\n", names
@@ -283,23 +228,23 @@ class ConvertedLayer(Holder):
     one are skips. The first layer has the signature of the model.
     """
 
-    def __init__(
-        self,
-        segment: _Segment,
-        outputs: list[Any],
-        namespace: Namespace,
-        signature: Signature | None,
-    ) -> None:
+    def __init__(self, k: int, segments: Sequence[_Segment], namespace: Namespace) -> None:
         super().__init__()
-        self._signature, self._takes = signature, len(segment.takes)
-        self._gives = None if segment.gives is None else len(segment.gives)
-        self._syncpipe_skips = Declaration(tuple(segment.stashes), tuple(segment.pops))
+        self._model_signature: Signature | None = None
+        self._is_last = segments[0].nodes[-1].op == "output"
+        # The layer before and the next one, then those at the other ends of skips.
+        comes = list(dict.fromkeys([k - 1, *(a for s in segments for a in s.comes)]))
+        goes = list(dict.fromkeys([k + 1, *(b for s in segments for b in s.goes)]))
+        self._syncpipe_skips = Declaration(
+            tuple([f"{k} to {b}" for b in goes[1:]]), tuple([f"{a} to {k}" for a in comes[1:]])
+        )
         self._skip_namespaces = dict.fromkeys(self._syncpipe_skips.names, namespace)
-        self._codes = [_written(segment, m, outputs[m], self) for m in (0, 1)]
+        self._codes = [_written(segment, comes, goes, self) for segment in segments]
         self._functions = list(map(_compiled, self._codes))
         self._retyped = False
         self._dtypes: set[torch.dtype] = set()  # of its parameters and buffers, as converted
-        self._ranks: dict[str, float] = {}  # the names in the model, in order
+        #: The names of members in the model, and those in its state, in order.
+        self._names: tuple[list[str], list[str]] = [], []
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _named_as_in_the_model
         )
@@ -317,29 +262,25 @@ class ConvertedLayer(Holder):
             input: the value that the layer before hands on, a tuple of all if there is not just
                 one; for the first layer the arguments of the model (a tensor, a tuple, a dict).
         """
-        mode = 0 if self.training else 1
         if self._retyped:
             raise TypeError(
                 "the dtype of the parameters was changed after the model was converted, and this "
                 f"code has the dtype of then in it: change it first, then convert\n{self}"
             )
-        if self._signature is not None:
-            values: list[Any] = [*self._signature.tensors(input)]
-        else:
-            values = [input] if self._takes == 1 else list(input)
-        namespaces = self._skip_namespaces
-        for name in self._syncpipe_skips.pop:
-            values.append(store.take((namespaces[name], name), self))
+        skips, namespaces = self._syncpipe_skips, self._skip_namespaces
+        if self._model_signature is not None:
+            input = _packed(self._model_signature.tensors(input))
+        given = [store.take((namespaces[name], name), self) for name in skips.pop]
         graded = torch.is_grad_enabled()
         try:
-            results = self._functions[mode](self, *values)
+            sent = self._functions[0 if self.training else 1](self, input, *given)
         finally:
             torch._C._set_grad_enabled(graded)
-        if self._gives is None:
-            return results
-        for name, value in zip(self._syncpipe_skips.stash, results[self._gives :], strict=True):
+        if self._is_last:
+            return sent
+        for name, value in zip(skips.stash, sent[1:], strict=True):
             store.put((namespaces[name], name), value, self)
-        return results[0] if self._gives == 1 else results[: self._gives]
+        return sent[0]
 
     def hold(self, path: str, value: nn.Module | Tensor, *, persistent: bool = True) -> None:
         """Registers a module, parameter or buffer of the original at its path."""
@@ -354,28 +295,6 @@ class ConvertedLayer(Holder):
             at._non_persistent_buffers_set.add(name)
         inner = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
         self._dtypes |= {tensor.dtype for tensor in inner if tensor.is_floating_point()}
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; within another one its keys are those of the model, in its order."""
-        if "prefix" not in kwargs:
-            return super().state_dict(*args, **kwargs)
-        kwargs["prefix"] = outer = _outer(kwargs["prefix"])
-        found = super().state_dict(*args, **kwargs)
-        if self._gives is None:  # the last layer, which finds what the others have put there
-            ranks = {outer + name: rank for name, rank in self._ranks.items()}
-            for key in sorted((key for key in found if key in ranks), key=ranks.__getitem__):
-                found[key] = found.pop(key)
-        return found
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; within another one the names are those of the model."""
-        outer = _outer(f"{prefix}.")
-        # Parameters of the model itself have no name before theirs.
-        own = outer.removesuffix(".") if self._parameters or self._buffers else prefix
-        for name, module in super().named_modules(memo, "", remove_duplicate):
-            yield (f"{outer}{name}" if name else own), module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -422,53 +341,46 @@ def _outer(prefix: str) -> str:
     return f"{head}." if head else ""
 
 
-def _distribute(model: nn.Module, layers: list[ConvertedLayer], segments: list[_Segment]) -> None:
-    """Gives each layer the modules, parameters and buffers that its segment uses.
+def _packed(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _distribute(
+    model: nn.Module, layers: list[ConvertedLayer], found: Iterable[Iterable[_Segment]]
+) -> None:
+    """Gives each layer the modules, parameters and buffers that its segments use.
 
     What no layer uses goes to the last one, so that nothing is missing in a checkpoint; a module
     that is in the model twice goes to the layer that has it.
     """
-    ranks = _ranks(model)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    homes: dict[str, int] = {}
+    members = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    things: dict[str, Any] = {**dict(model.named_modules(remove_duplicate=False)), **members}
+    names = list(members), list(model.state_dict())
+    homes: set[str] = set()
     held: dict[Any, int] = {}
 
-    def hold(k: int, path: str, value: nn.Module | Tensor) -> None:
+    def hold(k: int, path: str) -> None:
         owner, _, name = path.rpartition(".")
         unsaved = model.get_submodule(owner)._non_persistent_buffers_set
-        layers[k].hold(path, value, persistent=name not in unsaved)
-        homes[path] = held[value] = k
+        layers[k].hold(path, things[path], persistent=name not in unsaved)
+        homes.add(path)
+        held[things[path]] = k
 
-    for k, segment in enumerate(segments):
-        layers[k]._ranks = ranks
-        for node in (node for nodes in segment.nodes for node in nodes):
-            for used in node.all_input_nodes:
-                if used.op == "get_attr" and used.target in tensors:
-                    hold(k, str(used.target), tensors[str(used.target)])
-            if node.op == "call_module":
-                hold(k, str(node.target), model.get_submodule(str(node.target)))
-    for path, module in model.named_modules(remove_duplicate=False):
-        if any(f"{path}.".startswith(f"{p}.") for p in homes if p not in tensors):
-            continue  # inside of what is held
-        if path and not any(p.startswith(f"{path}.") for p in homes):
-            hold(held.get(module, len(layers) - 1), path, module)
-            continue
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            own = f"{path}.{name}".lstrip(".")
-            if tensor is not None and own not in homes:
-                hold(held.get(tensor, len(layers) - 1), own, tensor)
-
-
-def _ranks(model: nn.Module) -> dict[str, float]:
-    """The place of each name of a model: its parameters, buffers, and what else it saves."""
-    known: dict[str, float] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in (*module._parameters, *module._buffers):
-            known[f"{path}.{name}".lstrip(".")] = len(known)
-    last = -1.0
-    for key in model.state_dict():
-        last = known.setdefault(key, last + 2**-20)
-    return known
+    for k, segments in enumerate(found):
+        layers[k]._names = names
+        for node in (node for segment in segments for node in segment.nodes):
+            used = [node] if node.op == "call_module" else []
+            used += [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in members]
+            for each in used:
+                hold(k, str(each.target))
+    for path, thing in things.items():
+        inside = any(f"{path}.".startswith(f"{home}.") for home in homes)
+        opened = not path or any(home.startswith(f"{path}.") for home in homes)
+        if not (inside or opened):
+            hold(held.get(thing, len(layers) - 1), path)
 
 
 # What holds such layers
@@ -494,6 +406,22 @@ def index_keys(state_dict: dict[str, Any], prefix: str, module: nn.Module) -> No
 class ModelNames(nn.Module):
     """A module whose children are layers; where these were converted, it has the model's names."""
 
+    def _layer(self, name: str) -> ConvertedLayer | None:
+        """The converted layer in which something of this name is."""
+        layer = self._modules.get(name.partition(".")[0])
+        return layer if isinstance(layer, ConvertedLayer) else None
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; the names are those of the model, and of layers their index."""
+        for name, module in super().named_modules(memo, "", remove_duplicate):
+            layer = self._layer(name)
+            # Parameters of the model itself have no name before theirs.
+            if layer is not None and (module is not layer or layer._parameters or layer._buffers):
+                name = name.partition(".")[2]
+            yield ".".join(filter(None, (prefix, name))), module
+
     def _named_members(
         self,
         members: Callable[[nn.Module], Any],
@@ -501,18 +429,33 @@ class ModelNames(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
-        layers = self._modules.values()
-        ranks = next((c._ranks for c in layers if isinstance(c, ConvertedLayer)), None)
-        if ranks is None or not recurse:
+        layer = next(filter(None, map(self._layer, self._modules)), None)
+        if layer is None or not recurse:
             yield from super()._named_members(members, prefix, recurse, remove_duplicate)
             return
-        start = len(prefix) + 1 if prefix else 0
-        named = dict(super()._named_members(members, prefix, True, False))
+        named = dict(super()._named_members(members, "", True, False))
         seen: set[Any] = set()
-        for name in sorted(named, key=lambda name: ranks.get(name[start:], len(ranks))):
+        for name in dict.fromkeys([*filter(named.__contains__, layer._names[0]), *named]):
             if not (remove_duplicate and named[name] in seen):
-                yield name, named[name]
+                yield f"{prefix}.{name}" if prefix else name, named[name]
             seen.add(named[name])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; the keys are those of the model, in its order."""
+        found = super().state_dict(*args, **kwargs)
+        layer = next(filter(None, map(self._layer, self._modules)), None)
+        if layer is None:
+            return found
+        [prefix] = args[1:2] or [kwargs.get("prefix", "")]
+        for own in (found, getattr(found, "_metadata", {})):
+            named = {}
+            for key in [key for key in own if key.startswith(prefix)]:
+                name = key.removeprefix(prefix)
+                indexed = self._layer(name) is not None and "." in name
+                named[name.partition(".")[2] if indexed else name] = own.pop(key)
+            for name in dict.fromkeys([*filter(named.__contains__, layer._names[1]), *named]):
+                own[prefix + name] = named[name]
+        return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         index_keys(state_dict, prefix, self)

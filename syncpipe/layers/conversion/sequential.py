@@ -5,7 +5,6 @@ model, sample -> trace -> inlined modules and leaves -> segments -> layers -> co
 
 from __future__ import annotations
 
-import inspect
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,17 +17,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import places_of, tensors_in
-from syncpipe.layers.conversion.inline import Inlined, Whole
-from syncpipe.layers.conversion.layer import ConvertedLayer, Holder, ModelNames, layers_of
-from syncpipe.layers.conversion.signature import Signature
-from syncpipe.layers.conversion.trace import guard, leaves_of
+from syncpipe.data import flatten, places_of, tensors_in
+from syncpipe.layers.conversion.inline import Inlined
+from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
+from syncpipe.layers.conversion.signature import Signature, call_input
+from syncpipe.layers.conversion.trace import Whole, guard
 from syncpipe.runtime.interrupts import undone
 from syncpipe.state import unchanged
 
-__all__ = [
-    "Converted", "batch_input", "call_arguments", "call_input", "model_signature", "sequential",
-]  # fmt: skip
+__all__ = ["Converted", "sequential"]
 
 _GRADIENT = "the gradient of "
 #: Makes the arguments of a call, each time anew.
@@ -113,8 +110,9 @@ def sequential(
     if on_meta and not any(tensor.is_meta for tensor in tensors_in((sample_args, sample_kwargs))):
         again = partial(sequential, model, *sample_args, verify=False, **sample_kwargs)
         return _on_views(model, again)
-    signature = Signature(model.forward, name, sample_args, sample_kwargs)
-    layers, notes = unchanged(model, partial(_converted, model, signature, verify))
+    signature = Signature(model.forward, name)
+    sample = signature.take(sample_args, sample_kwargs)
+    layers, notes = unchanged(model, partial(_converted, model, signature, sample, verify))
     for note in notes:
         warnings.warn(note, stacklevel=2)
     for module in layers.modules():
@@ -123,12 +121,13 @@ def sequential(
     return layers
 
 
-def _converted(model: nn.Module, signature: Signature, verify: bool) -> tuple[Converted, list[str]]:
-    sample = signature.take_sample()
+def _converted(
+    model: nn.Module, signature: Signature, sample: list[Tensor], verify: bool
+) -> tuple[Converted, list[str]]:
     found = Inlined(model, signature, sample)
 
     def layers() -> Converted:
-        return Converted(*layers_of(model, found.runs[True], found.runs[False], signature))
+        return Converted(*layers_of(model, [found.runs[True], found.runs[False]], signature))
 
     made = layers()
     # Guards of decisions that make no difference go. With one sample, say, something need not be
@@ -192,14 +191,14 @@ def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, An
     """What a run gives, by names for messages."""
     args, kwargs = call()
     with torch.set_grad_enabled(training):
-        outputs = leaves_of(module.train(training)(*args, **kwargs))
+        outputs, _ = flatten(module.train(training)(*args, **kwargs))
     found: dict[str, Any] = {f"output {k}": value for k, value in enumerate(outputs)}
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in saved:
             found[f"the buffer {name}"] = buffer.detach().clone()
     roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    inputs = {f"input {k}": leaf for k, leaf in enumerate(leaves_of((args, kwargs)))}
+    inputs = {f"input {k}": leaf for k, leaf in enumerate(flatten((args, kwargs))[0])}
     leaves = {
         name: leaf
         for name, leaf in [*module.named_parameters(), *inputs.items()]
@@ -246,46 +245,3 @@ def _on_views(model: nn.Module, convert: Callable[[], Converted]) -> Converted:
     for _, own, name, tensor in places_of(made):
         own[name] = back.get(id(tensor), tensor)
     return made
-
-
-# Calling
-
-
-def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the first layer gets where the layers are called with these arguments."""
-    signature = _signature(layers)
-    if signature is not None:
-        return signature.packed(args, kwargs)
-    if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
-        return args or kwargs  # as the layers take them
-    return _one(*args, **kwargs)
-
-
-def batch_input(layers: nn.Module, input: Any) -> Any:
-    """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
-    signature = _signature(layers)
-    return input if signature is None else signature.packed(*signature.arguments(input))
-
-
-def call_arguments(layers: nn.Module, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How layers are called themselves with what is an input for ``train_batch``."""
-    signature = _signature(layers)
-    return ((input,), {}) if signature is None else signature.arguments(input)
-
-
-def model_signature(layers: nn.Module) -> inspect.Signature | None:
-    """The signature of the model that layers were made of; None if they were not converted."""
-    signature = _signature(layers)
-    return None if signature is None else signature.parameters
-
-
-def _signature(layers: nn.Module) -> Signature | None:
-    first = next(iter(layers._modules.values()), None)
-    return first._signature if isinstance(first, ConvertedLayer) else None
-
-
-def _one(input: Any) -> Any:
-    return input
-
-
-_one.__name__ = _one.__qualname__ = "forward"

@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from syncpipe.data import NoChunk, described
-from syncpipe.layers.conversion.trace import equal, leaves_of, map_tree
+from syncpipe.data import NoChunk, described, flatten, leaf_names, unflatten
+from syncpipe.layers.conversion.trace import equal
 
-__all__ = ["Signature"]
+__all__ = ["Signature", "batch_input", "call_arguments", "call_input", "model_signature"]
 
 
-class _Place:
-    """Stands for a tensor of the sample; the class itself, of which there are no copies."""
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Signature:
@@ -30,44 +29,48 @@ class Signature:
 
     For each tensor of the sample: its name for messages in ``names``, and in ``is_cut`` whether it
     is cut into micro-batches, which those in ``NoChunk`` are not. ``free`` has the dimensions that
-    may have another size in a call, each as the index of a tensor and its own.
+    may have another size in a call, each as the index of a tensor and its own. ``batch`` is the
+    batch size of the sample.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
         signature = inspect.signature(forward)
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         self.parameters = signature.replace(parameters=plain, return_annotation=signature.empty)
         self.name = name
+        self.free: set[tuple[int, int]] = set()
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Learns a sample, and returns the tensors in it, which are not kept."""
         sample = self._bound(args, kwargs)
         self._refuse_lists_of_images(sample)
-        tensors, self._constants = _split(sample)
-        self.names = list(tensors)
-        self._tensors_of_sample = bare = list(map(_bare, tensors.values()))
-        cut = [t for t in tensors.values() if isinstance(t, Tensor) and t.dim() > 0 and len(t)]
-        if not cut:
+        self._structure = flatten(sample)[1]
+        found = _named(sample)
+        self._sample = {at: Tensor if _is_tensor(leaf) else leaf for at, leaf in found.items()}
+        named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
+        self.names, tensors = list(named), list(map(_bare, named.values()))
+        self._alone = len(tensors) == 1 and _is_tensor(next(iter(sample.values())))
+        may_be_cut = [isinstance(t, Tensor) and t.dim() > 0 for t in named.values()]
+        sizes = [len(t) for t, cut in zip(tensors, may_be_cut, strict=True) if cut and len(t)]
+        if not sizes:
             raise ValueError(
-                f"the sample for {name} holds no tensor with a batch in dimension 0: give the "
-                f"arguments of {name}.forward{self.parameters}, as for one call of the model"
+                f"the sample for {self.name} holds no tensor with a batch in dimension 0: give the "
+                f"arguments of {self.name}.forward{self.parameters}, as for one call of the model"
             )
-        self.batch = len(cut[0])
+        self.batch = sizes[0]
         self.is_cut = [
-            isinstance(t, Tensor) and t.dim() > 0 and len(t) == self.batch for t in tensors.values()
+            cut and len(t) == self.batch for t, cut in zip(tensors, may_be_cut, strict=True)
         ]
-        others = [size for tensor in bare for size in tensor.shape[1:]]
+        others = [size for tensor in tensors for size in tensor.shape[1:]]
         if sum(self.is_cut) > 1 and self.batch in others:
             raise ValueError(
                 f"the batch size of the sample, {self.batch}, is the size of another dimension as "
-                f"well ({self.shown(bare)}), so it does not show which tensors are cut into "
+                f"well ({self.shown(tensors)}), so it does not show which tensors are cut into "
                 "micro-batches: give a sample with another batch size, which is no size of "
                 "anything else"
             )
-        self.free: set[tuple[int, int]] = set()
-        self._shapes = [tensor.shape for tensor in bare]
-        self._kinds = list(map(_kind, bare))
-        self._sample = map_tree(lambda leaf: _Place if _is_tensor(leaf) else leaf, sample)
-        self._alone = len(bare) == 1 and next(iter(self._sample.values())) is _Place
+        self._shapes, self._kinds = [t.shape for t in tensors], list(map(_kind, tensors))
+        return tensors
 
     def _refuse_lists_of_images(self, sample: dict[str, Any]) -> None:
         """Refuses what detection models take: a list of images, of which each is a sample."""
@@ -100,20 +103,15 @@ class Signature:
         pairs = zip(self.names, tensors, strict=True)
         return ", ".join(f"{name}: {described(tensor)}" for name, tensor in pairs)
 
-    def take_sample(self) -> list[Tensor]:
-        """The tensors of the sample, which are not kept."""
-        tensors, self._tensors_of_sample = self._tensors_of_sample, []
-        return tensors
-
-    def call(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, tensors: Iterable[Tensor]) -> _Arguments:
         """The arguments of the sample, with copies of these tensors: models write into them."""
         return self._with(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
 
-    def _with(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with(self, tensors: Iterable[Any]) -> _Arguments:
         """The arguments of the sample, with these tensors."""
-        following = iter(tensors)
-        given = map_tree(lambda leaf: next(following) if leaf is _Place else leaf, self._sample)
-        bound = inspect.BoundArguments(self.parameters, given)
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is Tensor else leaf for leaf in self._sample.values()]
+        bound = inspect.BoundArguments(self.parameters, unflatten(leaves, self._structure))
         return bound.args, bound.kwargs
 
     def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,7 +119,7 @@ class Signature:
 
         Tensors that are not cut are in ``NoChunk``.
         """
-        tensors = self._checked(self._bound(args, kwargs))
+        tensors = self._checked(args, kwargs)
         marked = zip(self.names, tensors, self.is_cut, strict=True)
         cut = {name: t for name, t, is_cut in marked if is_cut and isinstance(t, Tensor)}
         if len(set(map(len, cut.values()))) > 1:
@@ -139,7 +137,7 @@ class Signature:
             for name, tensor in zip(self.names, tensors, strict=True)
         }
 
-    def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, input: Any) -> _Arguments:
         """An input of ``train_batch`` as arguments: a tuple is positional, a dict by keyword."""
         if isinstance(input, Mapping):
             return self._with(input.values()) if list(input) == self.names else ((), dict(input))
@@ -150,33 +148,23 @@ class Signature:
         if self._alone and isinstance(input, Tensor):
             self._check(0, input)
             return [input]
-        return list(map(_bare, self._checked(self._bound(*self.arguments(input)))))
+        return list(map(_bare, self._checked(*self.arguments(input))))
 
-    def _checked(self, bound: dict[str, Any]) -> list[Any]:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors among arguments, which have to be like the sample."""
-        again = ": call it as in the sample, or convert the model with a sample like this call"
-        tensors, constants = _split(bound)
-        if list(tensors) != self.names:
-            here = [f"{name} is a tensor here" for name in tensors if name not in self.names]
-            here += [f"{name} is none" for name in self.names if name not in tensors]
-            names = ", ".join(self.names)
-            raise ValueError(
-                f"{self.name} was converted with the tensors {names}; {' and '.join(here)}{again}"
-            )
-        if list(constants) != list(self._constants):
-            raise ValueError(
-                f"{self.name} was converted with other arguments than it is called with{again}"
-            )
-        for name, value in constants.items():
-            if not equal(value, self._constants[name]):
+        found = _named(self._bound(args, kwargs))
+        for name in {**self._sample, **found}:
+            then, now = self._sample.get(name, ...), found.get(name, ...)
+            if not (equal(then, now) or (then is Tensor and _is_tensor(now))):
                 raise ValueError(
-                    f"{self.name} was converted with {name}={self._constants[name]!r}, not "
-                    f"{value!r}: its layers do what the model does for that; convert it with a "
-                    "sample like this call"
+                    f"{self.name} was converted with a sample in which {name} is {_shown(then)}, "
+                    f"and here it is {_shown(now)}, for which the model may do something else: "
+                    "call it as in the sample, or convert the model with a sample like this call"
                 )
-        for k, leaf in enumerate(tensors.values()):
+        tensors = [leaf for leaf in found.values() if _is_tensor(leaf)]
+        for k, leaf in enumerate(tensors):
             self._check(k, _bare(leaf))
-        return list(tensors.values())
+        return tensors
 
     def _check(self, k: int, tensor: Tensor) -> None:
         sizes = [
@@ -192,15 +180,19 @@ class Signature:
         )
 
 
-def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors in arguments, and all else in them, by names for messages."""
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for name, value in arguments.items():
-        leaves = leaves_of(value)
-        lone = len(leaves) == 1 and leaves[0] is value
-        for k, leaf in enumerate(leaves):
-            found[not _is_tensor(leaf)][name if lone else f"{name}[{k}]"] = leaf
-    return found
+def _named(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What is in arguments, by names for messages."""
+    return {
+        at: leaf
+        for name, value in arguments.items()
+        for at, leaf in zip(leaf_names(name, value), flatten(value)[0], strict=True)
+    }
+
+
+def _shown(leaf: Any) -> str:
+    if leaf is ...:
+        return "not there"
+    return "a tensor" if leaf is Tensor or _is_tensor(leaf) else f"{leaf!r}"
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -215,3 +207,46 @@ def _kind(tensor: Tensor) -> str:
     if tensor.dtype is torch.bool or tensor.is_complex():
         return "complex" if tensor.is_complex() else "bool"
     return "float" if tensor.is_floating_point() else "int"
+
+
+# How layers are called that may have been converted
+
+
+def call_input(layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the first layer gets where the layers are called with these arguments."""
+    signature = _signature(layers)
+    if signature is not None:
+        return signature.packed(args, kwargs)
+    if getattr(layers, "_unpack", False) and bool(kwargs) != bool(args) and len(args) != 1:
+        return args or kwargs  # as the layers take them
+    return _one(*args, **kwargs)
+
+
+def batch_input(layers: nn.Module, input: Any) -> Any:
+    """What the first layer gets for ``train_batch(input)``: a tuple or a dict is arguments."""
+    signature = _signature(layers)
+    return input if signature is None else signature.packed(*signature.arguments(input))
+
+
+def call_arguments(layers: nn.Module, input: Any) -> _Arguments:
+    """How layers are called themselves with what is an input for ``train_batch``."""
+    signature = _signature(layers)
+    return ((input,), {}) if signature is None else signature.arguments(input)
+
+
+def model_signature(layers: nn.Module) -> inspect.Signature | None:
+    """The signature of the model that layers were made of; None if they were not converted."""
+    signature = _signature(layers)
+    return None if signature is None else signature.parameters
+
+
+def _signature(layers: nn.Module) -> Signature | None:
+    first = next(iter(layers._modules.values()), None)
+    return getattr(first, "_model_signature", None)
+
+
+def _one(input: Any) -> Any:
+    return input
+
+
+_one.__name__ = _one.__qualname__ = "forward"

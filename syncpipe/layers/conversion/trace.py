@@ -12,6 +12,7 @@ import builtins
 import dataclasses
 import enum
 import linecache
+import math
 import operator
 import random
 import re
@@ -31,11 +32,16 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from syncpipe.data import flatten, tensors_in
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = [
-    "DEVICE", "Fault", "Function", "Tracer", "equal", "guard", "leaves_of", "map_tree",
-    "nodes_of",
+    "DEVICE",
+    "Function",
+    "Tracer",
+    "Whole",
+    "equal",
+    "guard",
 ]  # fmt: skip
 
 #: Tracing puts functions in the place of others, for all threads: one trace at a time.
@@ -55,16 +61,24 @@ _READS = frozenset({"tolist", "numpy", "__array__", "untyped_storage", "storage"
                     "__complex__", "__delete__", "backward", "register_hook"})  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype,
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
+#: What a trace begins and ends with.
+_ENDS = ("placeholder", "output")
 _DICTS = (dict, immutable_dict)  # fx makes what it holds immutable
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
-class Fault(NamedTuple):
-    """Why a module cannot be inlined: its path, the line of its code, and what is wrong."""
+class Whole(NamedTuple):
+    """A module that is called as it is, or has to be: a layer cannot begin in it.
 
-    owner: str
+    Attributes:
+        path: of the module.
+        line: of its code, where that is why. Otherwise empty.
+        reason: in words.
+    """
+
+    path: str
     line: str
-    what: str
+    reason: str
 
 
 class _Device:
@@ -148,23 +162,6 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return dict(value) if isinstance(value, Mapping) else None
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order."""
-    found: list[Any] = []
-
-    def visit(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_tree(visit, tree)
-    return found
-
-
-def nodes_of(tree: Any) -> list[fx.Node]:
-    """The nodes in a tree."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, fx.Node)]
-
-
 def equal(a: Any, b: Any) -> bool:
     """Whether two values are of one type and equal, as far as they tell."""
     try:
@@ -185,9 +182,6 @@ class _Number:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(plain(self)), (plain(self),)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return plain(self)
-
 
 _Int: Any = type("_Int", (_Number, int), {})
 _Float: Any = type("_Float", (_Number, float), {})
@@ -203,45 +197,36 @@ def plain(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, _Float) else value
 
 
-def _computing(
-    fn: Callable[..., Any], *, reflected: bool = False, decides: bool = False
-) -> Callable[..., Any]:
+def _method(fn: Callable[..., Any], kind: str, *, swapped: bool = False) -> Callable[..., Any]:
+    """What a number does: it computes another one, compares, uses its value, or shows it."""
+
     def method(self: Any, *others: Any) -> Any:
-        if not all(isinstance(other, (int, float)) for other in others):
+        takes = kind in ("computes", "compares")
+        if takes and not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
-        args = (*others, self) if reflected else (self, *others)
+        args = (*others, self) if swapped else (self, *others)
         result = fn(*map(plain, args))
-        number = self.tracer.computed(fn, args, result)
-        if decides:
-            self.tracer.decided(number, result)
-        return result if decides else number
-
-    return method
-
-
-def _using(fn: Callable[..., Any], *, decides: bool = True) -> Callable[..., Any]:
-    def method(self: Any, *args: Any) -> Any:
-        if decides:
-            self.tracer.decided(self, plain(self))
-        return fn(plain(self), *args)
+        number = self.tracer.computed(fn, args, result) if takes else self
+        if kind in ("compares", "uses"):
+            self.tracer.decided(number, plain(number))
+        return number if kind == "computes" else result
 
     return method
 
 
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and_", "or_", "xor",
               "lshift", "rshift"):  # fmt: skip
-    _bare = _name.rstrip("_")
-    setattr(_Number, f"__{_bare}__", _computing(getattr(operator, _name)))
-    setattr(_Number, f"__r{_bare}__", _computing(getattr(operator, _name), reflected=True))
-for _name in ("neg", "abs", "pos"):
-    setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name)))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_Number, f"__{_name}__", _computing(getattr(operator, _name), decides=True))
-for _use in (hash, bool, int, float, round, divmod):
-    setattr(_Number, f"__{_use.__name__}__", _using(_use))
-_Number.__trunc__ = _using(int)  # type: ignore[attr-defined]
-for _show in (repr, str, format):
-    setattr(_Number, f"__{_show.__name__}__", _using(_show, decides=False))
+    _fn, _bare = getattr(operator, _name), _name.rstrip("_")
+    setattr(_Number, f"__{_bare}__", _method(_fn, "computes"))
+    setattr(_Number, f"__r{_bare}__", _method(_fn, "computes", swapped=True))
+for _kind, _fns in {
+    "computes": (operator.neg, operator.abs, operator.pos),
+    "compares": (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+    "uses": (hash, bool, int, float, round, divmod, math.trunc),
+    "shows": (repr, str, format),
+}.items():
+    for _each in _fns:
+        setattr(_Number, f"__{_each.__name__}__", _method(_each, _kind))
 
 
 # The trace
@@ -262,9 +247,9 @@ class Tracer(TorchFunctionMode):
 
     ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of inputs;
     ``objects`` is what the model uses besides its own tensors and plain values, in all traces of
-    it, by names in the code. After the run, ``result`` is what the model gave, ``output`` the same
-    with nodes for values, ``steps`` how many there are in each call, ``inputs`` the nodes of the
-    caller's tensors, and ``faults`` what the trace cannot stand for.
+    it, by names in the code. After the run, ``nodes`` is what the model did, in order, from the
+    caller's tensors (``inputs``) to the output, ``result`` what it gave, ``steps`` how many there
+    are in each call, and ``faults`` what the trace cannot stand for.
     """
 
     def __init__(
@@ -281,13 +266,11 @@ class Tracer(TorchFunctionMode):
         self._graph = fx.Graph()
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
-        self.faults: list[Fault] = []
+        self.faults: list[Whole] = []
         self.inputs: list[fx.Node] = []
-        self.output: Any = None
+        self.nodes: list[fx.Node] = []
         self.result: Any = None
         self._nodes: dict[int, fx.Node] = {}
-        self._kept: list[Any] = []  # so that no id is used again
-        self._entering: nn.Module | None = None
         self._off = False
         self._thread = threading.get_ident()
         self._mode, self._drawn = _mode(self._device), random.getstate()
@@ -308,21 +291,17 @@ class Tracer(TorchFunctionMode):
         args, kwargs = map_tree(entering, (args, kwargs))
         with _tracing_lock, self._tracing():
             self.result = self._model(*args, **kwargs)
-            self.output = self._lift(self.result)
+            output = self._lift(self.result)
         self._off = True
+        self._place("output", "output", (output,), key=("output",)).meta["line"] = ""
+        self.nodes = [node for node in self._graph.nodes if node.op != "get_attr"]
         return self
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """What the model did, in order."""
-        return [n for n in self._graph.nodes if n.op not in ("get_attr", "placeholder")]
 
     @property
     def live(self) -> set[fx.Node]:
         """The nodes that somebody misses if they are not done."""
-        pending = nodes_of(self.output)
-        pending += [node for node in self.nodes if not node.meta["pure"]]
         found: set[fx.Node] = set()
+        pending = [node for node in self.nodes if not node.meta["pure"]]
         while pending:
             node = pending.pop()
             if node not in found:
@@ -332,14 +311,9 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        kinds = {cls for module in self._paths for cls in type(module).__mro__}
-        replaced: list[tuple[Any, str, Any]] = [
-            (cls, "__call__", self._calling(cls.__dict__["__call__"]))
-            for cls in kinds
-            if issubclass(cls, nn.Module) and "__call__" in cls.__dict__
-        ]
         applied = self._applying(torch.autograd.Function.__dict__["apply"])
-        replaced += [
+        replaced: list[tuple[Any, str, Any]] = [
+            (nn.Module, "__call__", self._calling(nn.Module.__call__)),
             (torch.autograd.Function, "apply", classmethod(applied)),
             (builtins, "len", self._len),
             (transformer, "_detect_is_causal_mask", self._is_causal(_CAUSAL.fn)),
@@ -363,21 +337,21 @@ class Tracer(TorchFunctionMode):
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._idle or module is self._entering or module not in self._paths:
+            if self._idle or module not in self._paths:
                 return call(module, *args, **kwargs)
             path = self._paths[module]
             if path in self._leaves:
                 bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
                 return self._perform("call_module", path, bound, args, kwargs)
-            outer, entering = self._call, self._entering
-            self._call, self._entering = (*outer, (self.steps[outer], path)), module
+            outer = self._call
+            self._call = (*outer, (self.steps[outer], path))
             self.steps[outer] += 1
             self.steps[self._call] = 0
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._check_draws()
-                self._call, self._entering = outer, entering
+                self._call = outer
 
         return called
 
@@ -462,12 +436,8 @@ class Tracer(TorchFunctionMode):
         if own is not func:
             return self._perform("call_function", _named(func), func, args, kwargs)
         written: Any = getattr(operator, name, None)  # which fx writes as an operator
-        turned: Any = getattr(operator, f"__{name[3:]}", None) if name.startswith("__r") else None
         if written is not None and not kwargs:
             return self._perform("call_function", written, func, args, {})
-        if turned is not None and len(args) == 2:
-            swapped = lambda a, b: own(b, a)  # noqa: E731
-            return self._perform("call_function", turned, swapped, args[::-1], {})
         return self._perform("call_method", name, func, args, kwargs)
 
     # What is written down
@@ -478,7 +448,7 @@ class Tracer(TorchFunctionMode):
         """Does one thing, and writes it down."""
         self._check_draws()
         given = self._lift(args), self._lift(kwargs)
-        tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs))
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         mode, start = _mode(self._device), time.perf_counter()
         self._off = True
@@ -490,10 +460,10 @@ class Tracer(TorchFunctionMode):
         written = [
             t for t, v in zip(tensors, versions, strict=True) if v is not None and v != t._version
         ]
-        counts = any(_counts(leaf) for leaf in leaves_of(result))
+        counts = any(_counts(leaf) for leaf in flatten(result)[0])
         if op != "call_module" and not written and target is not _CAUSAL:
-            lone = not nodes_of(given) or (target is getattr and not _counts(result))
-            if not counts or (lone and not any(isinstance(t, Tensor) for t in leaves_of(result))):
+            lone = not _nodes_in(given) or (target is getattr and not _counts(result))
+            if not counts or (lone and not tensors_in(result)):
                 return result
         node = self._place(op, target, *given)
         node.meta.update(seconds=seconds, writes=bool(written))
@@ -501,7 +471,7 @@ class Tracer(TorchFunctionMode):
             self._fault("the model runs this under another mode (autocast, inference_mode)")
         for tensor in written:  # from here on it is what this node made of it
             old = self._nodes.get(id(tensor))
-            returned = any(tensor is leaf for leaf in leaves_of(result))
+            returned = any(tensor is leaf for leaf in tensors_in(result))
             if old is not None and old.op != "get_attr" and not returned:
                 key = (*node.meta["key"], "after", old.meta["key"])
                 self._place("call_function", _WRITTEN, (old, node), key=key, value=tensor)
@@ -555,8 +525,8 @@ class Tracer(TorchFunctionMode):
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs or {}))
         node.meta.update(
             call=call, key=key or (*call, self.steps[call]), owner=call[-1][1],
-            line=line_in_model(), pure=pure or key is not None, writes=False, value=None,
-            grad=torch.is_grad_enabled(),
+            line=line_in_model(), pure=pure or (key is not None and op not in _ENDS),
+            writes=False, value=None, grad=torch.is_grad_enabled(),
             name=re.sub(r"^(?=\d|$)", "value_", re.sub(r"\W", "_", name).strip("_")),
         )  # fmt: skip
         self.steps[call] += key is None
@@ -567,7 +537,6 @@ class Tracer(TorchFunctionMode):
     def _know(self, value: Any, node: fx.Node) -> None:
         node.meta["value"] = value
         self._nodes[id(value)] = node
-        self._kept.append(value)
 
     # Sizes, and numbers computed of them
 
@@ -626,7 +595,7 @@ class Tracer(TorchFunctionMode):
             self._drawn = state
 
     def _fault(self, what: str) -> None:
-        self.faults.append(Fault(self._call[-1][1], line_in_model(), what))
+        self.faults.append(Whole(self._call[-1][1], line_in_model(), what))
 
 
 def line_in_model() -> str:
@@ -641,6 +610,12 @@ def line_in_model() -> str:
     return ""
 
 
+def _nodes_in(lifted: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(lifted, found.append)
+    return found
+
+
 def _counts(leaf: Any) -> bool:
     """Whether a result may be another one for another batch, or for other values."""
     return not isinstance(leaf, _PLAIN) or (
@@ -651,13 +626,10 @@ def _counts(leaf: Any) -> bool:
 def _named(fn: Any) -> Any:
     """A callable as fx can write it: under its name in PyTorch, or under one of ours."""
     try:
-        path = fx.node._get_qualified_name(fn).split(".")
-        found: Any = torch if path[0] == "torch" else getattr(builtins, path[0], None)
-        for part in path[1:]:
-            found = getattr(found, part)
-        if found is fn or found == fn:
+        path = fx.node._get_qualified_name(fn)
+        if path.startswith("torch.") and operator.attrgetter(path[6:])(torch) == fn:
             return fn
-    except Exception:
+    except Exception:  # it has no such name
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
     return Function(fn, name if name.isidentifier() else "function")
