@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from syncpipe.data import described, flatten
+from syncpipe.data import described, flatten, leaf_names
 from syncpipe.layers.conversion.signature import Signature
 from syncpipe.layers.conversion.trace import Tracer, Whole, guard
 from syncpipe.layers.time_first import is_time_first, time_first_message
@@ -83,7 +83,7 @@ class Inlined:
             faults += [
                 Whole(node.meta["owner"], node.meta["line"], "Python decides by a size or a value")
                 for run in self.runs.values()
-                for node in run.live
+                for node in run.nodes
                 if node.target is guard and not self._holds_most(node.meta["owner"])
             ]
             faults += self._changed(state)
@@ -327,14 +327,15 @@ def _check_outputs(
     """Refuses outputs of which the batch is not dimension 0: they could not be concatenated."""
     sizes = {(len(a), len(b)) for a, b in zip(sample, tensors, strict=True) if a.dim()}
     n, m = next(pair for pair in sizes if pair[0] != pair[1])
-    for k, (a, b) in enumerate(zip(flatten(result)[0], flatten(varied)[0], strict=False)):
+    pairs = zip(flatten(result)[0], flatten(varied)[0], strict=False)
+    for at, (a, b) in zip(leaf_names("output", result), pairs, strict=False):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() > 0):
             continue
         follows = [d for d in range(a.dim()) if a.shape[d] != b.shape[d]]
         if follows != [0] or a.shape[0] * m != b.shape[0] * n:
             dims = " and ".join(map(str, follows))
             raise ValueError(
-                f"output {k} of {name} is {described(a)} for a batch of {n} and {described(b)} for "
+                f"{at} of {name} is {described(a)} for a batch of {n} and {described(b)} for "
                 f"one of {m}: it has {f'the batch in dimension {dims}' if dims else 'no batch'}, "
                 "and outputs of micro-batches are put together along dimension 0. Let the model "
                 "return it with the batch in dimension 0 (transposed, or expanded), leave it out, "

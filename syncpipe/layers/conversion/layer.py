@@ -197,8 +197,6 @@ def _written(segment: _Segment, comes: list[int], goes: list[int], layer: nn.Mod
             before = None
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
         known[node] = graph.create_node(node.op, node.target, args, kwargs, node.meta["name"])
-    if before is not None:
-        graph.call_function(_grad_off, (before,))
     if not any(node.op == "output" for node in graph.nodes):
         sent = [list(map(here, segment.goes.get(other, []))) for other in goes]
         graph.output(tuple(map(_packed, sent)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncpipe.compare import Comparison, compare
-from syncpipe.data import flatten, places_of, tensors_in
+from syncpipe.data import flatten, leaf_names, places_of, tensors_in
 from syncpipe.layers.conversion.inline import Inlined
 from syncpipe.layers.conversion.layer import Holder, ModelNames, layers_of
 from syncpipe.layers.conversion.signature import Signature, call_input
@@ -137,7 +137,7 @@ def _converted(
         guards = [
             node
             for run in found.runs.values()
-            for node in run.live
+            for node in run.nodes
             if node.target is guard and node.args[2] in lines
         ]
         asked: list[Any] = [node.args[0] for node in guards]
@@ -191,8 +191,9 @@ def _values(module: nn.Module, call: _Arguments, training: bool) -> dict[str, An
     """What a run gives, by names for messages."""
     args, kwargs = call()
     with torch.set_grad_enabled(training):
-        outputs, _ = flatten(module.train(training)(*args, **kwargs))
-    found: dict[str, Any] = {f"output {k}": value for k, value in enumerate(outputs)}
+        output = module.train(training)(*args, **kwargs)
+    outputs, _ = flatten(output)
+    found: dict[str, Any] = dict(zip(leaf_names("output", output), outputs, strict=True))
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in saved:

@@ -27,7 +27,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
@@ -63,7 +62,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), tor
           torch.layout, torch.memory_format, torch.device)  # fmt: skip
 #: What a trace begins and ends with.
 _ENDS = ("placeholder", "output")
-_DICTS = (dict, immutable_dict)  # fx makes what it holds immutable
+_PLAIN_TREES = (tuple, list, torch.Size, dict, slice)
 _NOT_THE_MODEL = (torch.__file__.removesuffix("__init__.py"), __file__.removesuffix("trace.py"))
 
 
@@ -128,31 +127,28 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, build: Callable[..., Any] | No
     ``build`` is called with the class and what is in it for a tree that is no plain tuple, list,
     dict or slice. By default such trees are made anew.
     """
-    kind = type(tree)
-    if kind in (tuple, list, torch.Size, immutable_list):
-        new = [map_tree(fn, value, build) for value in tree]
-        if all(map(operator.is_, new, tree)):
-            return tree
-        return new if isinstance(tree, list) else tuple(new) if build else kind(new)
-    if kind is slice:
-        parts = (tree.start, tree.stop, tree.step)
-        mapped = map_tree(fn, parts, build)
-        return tree if mapped is parts else slice(*mapped)
-    fields = _fields(tree)
-    if fields is None:
+    kind, parts = type(tree), _parts(tree)
+    if parts is None:
         return fn(tree)
-    named = {key: map_tree(fn, value, build) for key, value in fields.items()}
-    if all(named[key] is fields[key] for key in named):
-        return tree if build is None or kind in _DICTS else fn(tree)
-    if kind in _DICTS:
-        return named
-    if isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree):
-        return kind(named) if build is None else build(kind, (named,), {})
-    return kind(**named) if build is None else build(kind, (), named)
+    new = {key: map_tree(fn, value, build) for key, value in parts.items()}
+    if all(new[key] is parts[key] for key in parts):
+        return tree if build is None or kind in _PLAIN_TREES else fn(tree)
+    if kind in _PLAIN_TREES:
+        made: Any = tuple if kind is torch.Size and build else kind
+        return (
+            new if kind is dict else slice(*new.values()) if kind is slice else made(new.values())
+        )
+    named = dataclasses.is_dataclass(tree) or isinstance(tree, tuple)
+    args, kwargs = ((), new) if named else ((new,), {})
+    return kind(*args, **kwargs) if build is None else build(kind, args, kwargs)
 
 
-def _fields(value: Any) -> dict[Any, Any] | None:
-    """What is in a mapping, dataclass or named tuple; None for anything else."""
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What is in a tree, by the key, attribute or index; None for anything else."""
+    if type(value) in (tuple, list, torch.Size):
+        return dict(enumerate(value))
+    if isinstance(value, slice):
+        return {name: getattr(value, name) for name in ("start", "stop", "step")}
     if isinstance(value, tuple):
         if not hasattr(value, "_fields") or type(value).__module__ == "torch.return_types":
             return None
@@ -488,14 +484,14 @@ class Tracer(TorchFunctionMode):
         elif isinstance(result, _PLAIN):
             return result
         node.meta["pure"] |= isinstance(result, torch.Size)
-        old = _fields(result)
-        named = dataclasses.is_dataclass(result) or isinstance(result, tuple)
-        get = operator.getitem if old is None or not named else getattr
-        if old is None and isinstance(result, (tuple, list)):
+        old = _parts(result)
+        if old is None and isinstance(result, tuple):  # of PyTorch's own
             old = dict(enumerate(result))
         if old is None:
             self._know(result, node)
             return result
+        named = dataclasses.is_dataclass(result) or hasattr(result, "_fields")
+        get = getattr if named else operator.getitem
         node.meta["value"] = result
         new = {}
         for at, value in old.items():

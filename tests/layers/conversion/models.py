@@ -238,7 +238,8 @@ def expands(_: Any, x: Tensor) -> Tensor:
 
 class Halves(Pair):
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) if x.shape[0] > 2 else self.b(x)
+        y = self.a(x) if x.shape[0] > 2 else self.b(x)
+        return y if y.shape[1] > 1 else -y
 
 
 def mapping_of(kind: Any) -> nn.Module:

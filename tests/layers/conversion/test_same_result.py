@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import weakref
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.converted import DOCUMENTED, compared
 from syncpipe import Pipe, sequential
 from syncpipe.data import tensors_in
 from tests.layers.conversion.models import CASES, Pair, Transformer, padded, tokens
@@ -181,3 +183,36 @@ def test_a_value_is_told_from_one_that_is_the_same_object():
     names = dict(layers.named_modules())
     names["same"].register_forward_hook(lambda *given: given[2] * 2)
     assert torch.equal(layers(x), names["b"](-names["a"](x)))
+
+
+def import_with_operators(package: str) -> None:
+    """Imports torchvision, without its compiled operators if they are not for this PyTorch."""
+    try:
+        importlib.import_module(package)
+    except RuntimeError:
+        for operator in ("nms", "qnms"):
+            torch.library.define(
+                f"{package}::{operator}", "(Tensor a, Tensor b, float c) -> Tensor"
+            )
+        importlib.import_module(package)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_models_of_packages_where_these_are_installed(name):
+    made = DOCUMENTED[name]
+    try:
+        import_with_operators("torchvision")  # the others look at it
+        importlib.import_module(made.package)
+    except ImportError as error:
+        pytest.skip(f"not installed: {error}")
+    torch.manual_seed(1)
+    model, args, kwargs = made.make(batch=2)
+    layers = sequential(model, *args, **kwargs)
+    assert list(layers.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in layers.named_parameters()] == [n for n, _ in model.named_parameters()]
+    _, args, kwargs = made.make(batch=3)
+    # Gradients of tied weights are summed in another order.
+    assert (
+        compared(model, layers, args, kwargs)
+        in ("to the bit", "to rounding")[: 1 + ("tied" in name)]
+    )
