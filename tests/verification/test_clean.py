@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from syncpipe import NoChunk, Pipe, sequential, verify
 from syncpipe.schedules import SCHEDULES, one_f_one_b
 from syncpipe.verification.report import COLUMNS, Report
+from tests.support.running import Do, Using
 from tests.support.skips import Receive
 from tests.support.training import FOUR, ROUND, V, any_schedule, fitting
-from tests.verification.models import WIDTH, Scale, Send, TwoBiases, batch, linear, pipe_of
+from tests.verification.models import WIDTH, Send, TwoBiases, batch, linear, pipe_of, scale
 
 
 class Masked(nn.Module):
@@ -30,19 +31,9 @@ class Masked(nn.Module):
         return self.last(self.drop(self.first(x)) * mask + x)
 
 
-class Mixes(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return a * b
-
-
-class WithAuxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.layer(x)
-        return {"logits": y, "aux": y.square().mean()}
+def with_auxiliary(x: Tensor, layer: nn.Module) -> Any:
+    y = layer(x)
+    return {"logits": y, "aux": y.square().mean()}
 
 
 def tied() -> list[nn.Module]:
@@ -55,7 +46,7 @@ MODELS: dict[str, Any] = {
     "plain": lambda: [linear(), nn.Tanh(), linear(), nn.GELU(), linear()],
     "dropout": lambda: [linear(), nn.Dropout(), linear(), nn.Dropout(0.1), linear()],
     "skips": lambda: [Send(), linear(), nn.Dropout(), Receive(), linear()],
-    "in place": lambda: [Scale(), linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(True)],
+    "in place": lambda: [scale(), linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(True)],
     "attention": lambda: [
         nn.Unflatten(1, (2, WIDTH // 2)),
         nn.TransformerEncoderLayer(WIDTH // 2, 1, 8, batch_first=True),
@@ -134,7 +125,7 @@ def test_tied_weights(balance: list[int]) -> None:
 
 def test_inputs_of_all_kinds() -> None:
     x, y = batch()
-    layers = [Mixes(), torch.tanh, linear()]
+    layers = [Do(torch.mul), torch.tanh, linear()]
     assert_exact(checked(pipe_of(*layers, chunks=3, unpack=True), ((x, x + 1), y)))
     converted = sequential(Masked(), x, mask=x > 0)
     pipe = pipe_of(*converted, balance=[1, len(converted) - 1])
@@ -170,7 +161,7 @@ def test_what_is_equal_to_rounding_or_not_compared() -> None:
     assert report["loss of each micro-batch"].loss.status == "none"
     assert "loss_fn draws random numbers" in report["pipe(x)"].not_applicable
     report = checked(
-        pipe_of(linear(), nn.Tanh(), WithAuxiliary()),
+        pipe_of(linear(), nn.Tanh(), Using(with_auxiliary, linear())),
         loss_fn=lambda o, t: F.cross_entropy(o["logits"], t) + 0.1 * o["aux"],
     )
     assert report.ok, report

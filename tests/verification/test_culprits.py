@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import is_recomputing, verify
 from syncpipe.verification.report import Report
+from tests.support.models import Counter as Changes
+from tests.support.running import Do
 from tests.support.skips import Receive
 from tests.verification.models import (
     WIDTH,
     Counter,
     Memory,
     OwnGenerator,
-    Scale,
     Send,
     batch,
     linear,
     pipe_of,
+    scale,
 )
-
-
-class Center(nn.Module):
-    """Looks at the other samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class Elsewhere(nn.Module):
-    """Goes by something that is in no module."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Elsewhere.calls += 1
-        return x * Elsewhere.calls
-
-
-class Drifting(nn.Module):
-    """Its output depends on a buffer that it changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rate", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rate += 0.1
-        return x * self.rate
 
 
 def reasons(report: Report, run: str) -> list[tuple[str, str]]:
@@ -62,6 +35,7 @@ def reasons(report: Report, run: str) -> list[tuple[str, str]]:
     return found
 
 
+CALLS = count(1)
 #: Layers with a culprit; where it is, the reason, and the runs that differ: of the plain model on
 #: micro-batches, and of the pipe.
 CULPRITS: dict[str, Any] = {
@@ -74,12 +48,12 @@ CULPRITS: dict[str, Any] = {
         "layer 3 ('3': BatchNorm1d)", "BatchNorm sees micro-batches", False,
     ),
     "samples look at each other": (
-        lambda: [linear(), Center(), linear()],
-        "layer 1 ('1': Center)", "its output for a sample depends on the other samples", False,
+        lambda: [linear(), Do(lambda x: x - x.mean(0)), linear()],
+        "layer 1 ('1': Do)", "its output for a sample depends on the other samples", False,
     ),
     "a buffer": (
-        lambda: [linear(), Drifting(), linear()],
-        "layer 1 ('1': Drifting)", "it keeps state (rate changes in forward)", False,
+        lambda: [linear(), Changes(), linear()],
+        "layer 1 ('1': Counter)", "it keeps state (scale changes in forward)", False,
     ),
     "a generator": (
         lambda: [linear(), OwnGenerator(), linear()],
@@ -90,8 +64,8 @@ CULPRITS: dict[str, Any] = {
         "layer 2 ('2': Counter)", "it keeps state (count changes in forward)", True,
     ),
     "something in no module": (
-        lambda: [linear(), Elsewhere(), linear()],
-        "layer 1 ('1': Elsewhere)", "it does not give the same twice", True,
+        lambda: [linear(), Do(lambda x: x * next(CALLS)), linear()],
+        "layer 1 ('1': Do)", "it does not give the same twice", True,
     ),
 }  # fmt: skip
 
@@ -112,7 +86,7 @@ def test_what_does_no_harm_is_no_fault() -> None:
     assert report["1f1b"].gradients.status == "equal"
     pipe = pipe_of(linear(), OwnGenerator(), linear(), checkpoint="never")
     assert verify(pipe, *batch(), loss_fn=F.cross_entropy).pipe_ok
-    pipe = pipe_of(Send(), Scale(), linear(), Receive(), balance=[2, 2])
+    pipe = pipe_of(Send(), scale(), linear(), Receive(), balance=[2, 2])
     assert verify(pipe, *batch(), loss_fn=F.cross_entropy).ok
 
 
@@ -143,17 +117,13 @@ def test_a_sum_that_was_taken_for_a_mean(taken_for: str, is_a: str) -> None:
     assert "loss_reduction=" in reason
 
 
-class Once(nn.Module):
-    """Fails where it is recomputed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if is_recomputing():
-            raise ZeroDivisionError("only once")
-        return x * 1
+def fails_again(x: Tensor) -> None:
+    if is_recomputing():
+        raise ZeroDivisionError("only once")
 
 
 def test_errors_that_come_in_some_runs_only() -> None:
-    report = verify(pipe_of(linear(), Once(), linear()), *batch(), loss_fn=F.cross_entropy)
+    report = verify(pipe_of(linear(), Do(fails_again), linear()), *batch(), loss_fn=F.cross_entropy)
     assert report["pipe(x)"].error.startswith("ZeroDivisionError: only once")
     [finding] = report.findings
     assert {"pipe(x)", "gpipe", "1f1b"} <= set(finding.runs)
@@ -163,9 +133,9 @@ def test_errors_that_come_in_some_runs_only() -> None:
     [(_, reason)] = reasons(report, "micro-batches")
     assert "drop_last" in reason
     assert "in layer 1 ('1': BatchNorm1d), micro-batch 3" in report["1f1b"].error
-    pipe = pipe_of(Send(), Scale(), linear(), Receive(), balance=[1, 3])
+    pipe = pipe_of(Send(), scale(), linear(), Receive(), balance=[1, 3])
     report = verify(pipe, *batch(), loss_fn=F.cross_entropy)
     assert report["micro-batches"].ok
     [(_, reason)] = reasons(report, "1f1b")
-    assert reason.startswith("a layer works in place: layer 1 ('1': Scale)")
+    assert reason.startswith("a layer works in place: layer 1 ('1': Do)")
     assert report["1f1b"].error.startswith("RuntimeError")

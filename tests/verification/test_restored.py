@@ -21,8 +21,16 @@ from syncpipe.data import tensors_in
 from tests.layers.test_time_first import First
 from tests.support.interrupts import interrupted
 from tests.support.running import Do
-from tests.verification import models
-from tests.verification.models import WIDTH, Counter, Memory, OwnGenerator, batch, linear, pipe_of
+from tests.verification.models import (
+    WIDTH,
+    Counter,
+    Memory,
+    OwnGenerator,
+    batch,
+    linear,
+    pipe_of,
+    scale,
+)
 
 
 class Fails(nn.Module):
@@ -40,7 +48,7 @@ class Fails(nn.Module):
 def a_pipe(**options: Any) -> Pipe:
     torch.manual_seed(0)
     layers = [linear(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Counter(), OwnGenerator(), Memory()]
-    pipe = pipe_of(models.Scale(), *layers, Fails(), linear(), **options)
+    pipe = pipe_of(scale(), *layers, Fails(), linear(), **options)
     pipe[2].eval()
     pipe[1].bias.requires_grad_(False)
     for p in pipe.parameters():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.running import Do
+
 
 class Residual(nn.Module):
     def __init__(self, d: int) -> None:
@@ -176,17 +178,12 @@ def carries(m: Any, x: Tensor) -> Tensor:
     return x + small if m.training else x
 
 
-class Wraps(nn.Module):
-    def forward(self, x: Tensor) -> Output:
-        return Output(x * 2)
-
-
 class UsesAttributes(Pair):
     """Hands on what is an attribute of something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wraps, self.layers = Wraps(), nn.ModuleList([nn.Linear(4, 4)])
+        self.wraps, self.layers = Do(lambda x: Output(x * 2)), nn.ModuleList([nn.Linear(4, 4)])
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.wraps(self.a(x)).logits

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from syncpipe import sequential
 from tests.layers.conversion.models import Does, Pair, ResNet, Transformer, tokens
+from tests.support.running import Do
 
 
 def by_value(_: Any, x: Tensor) -> Tensor:
@@ -43,11 +44,6 @@ def by_chance(_: Any, x: Tensor) -> Tensor:
 def masks_speech(_: Any, x: Tensor) -> Tensor:
     mask_hidden_states = torch.relu
     return x if mask_hidden_states(x).sum() > 100 else x * 2
-
-
-class Holds(nn.Module):
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
-        return x
 
 
 class DynamicCache:
@@ -113,7 +109,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (pair(lambda _, x: x + torch.frombuffer(bytearray(16), dtype=torch.float32)), (X,),
      ValueError, rf"{CUT}it passes a Tensor that is made anew.*:\n .*frombuffer"),
     (pair(by_chance), (X,), ValueError, rf"{CUT}.*Python's random numbers:\n .*"),
-    (pair(lambda m, x: m.layer(x, DynamicCache()), layer=Holds()), (X,), ValueError,
+    (pair(lambda m, x: m.layer(x, DynamicCache()), layer=Do(lambda x, cache: x)), (X,), ValueError,
      r"DynamicCache that is made anew.*\n.*\n.*with use_cache=False"),
     (pair(by_value, config={"layerdrop": 0.1}), (X,), ValueError,
      r"depends on the values.*\n.*\n.*with layerdrop=0\.0"),
@@ -218,12 +214,11 @@ def test_a_model_on_meta_is_converted_without_the_check():
 def test_random_numbers_of_others_are_as_they_were():
     numpy = pytest.importorskip("numpy")
 
-    class Jitter(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 0 * (random.random() + numpy.random.rand())
+    def jitter(x: Tensor) -> Tensor:
+        return x + 0 * (random.random() + numpy.random.rand())
 
     before = random.getstate(), str(numpy.random.get_state())
-    sequential(nn.Sequential(nn.Linear(4, 4), Jitter()), torch.rand(3, 4))
+    sequential(nn.Sequential(nn.Linear(4, 4), Do(jitter)), torch.rand(3, 4))
     assert (random.getstate(), str(numpy.random.get_state())) == before
 
 
