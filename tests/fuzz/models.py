@@ -150,7 +150,7 @@ KINDS: dict[str, Kind] = {
     "attention": Kind(
         lambda: Inner(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)), once=False
     ),
-    "lstm": Kind(Recurrent, stores=True, once=False),
+    "lstm": Kind(Recurrent, stores=True, once=False, cpu=True),
     "slope": Kind(Slope, once=False),
     "pipe": Kind(
         lambda: piped(nn.BatchNorm1d(CHANNELS), nn.Tanh()), stores=True, counts=True, cpu=True
