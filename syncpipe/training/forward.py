@@ -65,8 +65,7 @@ def forward(
     call.run(forward_steps(pipeline.edges, call.m, pipeline.placement), task, micro_batches[0])
     outputs, head.outputs = call.collected(head.outputs), []
     if leaves is not None and any(map(any, head.flags)):
-        # In the order in which the gradients of one tensor are added up: last micro-batch first.
-        entered = [tensor for i in reversed(range(call.m)) for tensor in source.inputs(i)]
+        entered = [tensor for i in range(call.m) for tensor in source.inputs(i)]
         outputs = leaves.joined(task, head, entered, outputs)
     return gather(outputs)
 
@@ -142,7 +141,7 @@ class Captured(Leaves):
         """
         call, n = self._call, self._call.pipeline.n
         given: dict[int, tuple[Tensor, list[tuple[int, Tensor]]]] = {}
-        for j, stage in reversed(list(enumerate(call.pipeline.stages))):
+        for j, stage in enumerate(call.pipeline.stages):
             ties, instead, own = call.ties, call.instead[j], dict(self._found[j])
             if j >= n:
                 assert call.replicas is not None
@@ -176,7 +175,9 @@ class Captured(Leaves):
         self._head, call = head, self._call
         self._task = task.going_back(None, None, keep=False)  # which must not hold this object
         self.entered, self.trained = entered, [tensor for tensor, _ in self._given]
-        # Each of them comes to the node by an alias. Function.apply holds the interpreter's lock
+        # Each of them comes to the node by an alias. The alias that is made last gets its gradient
+        # first, so the gradients of one tensor are added up last micro-batch first, and hooks of
+        # parameters run as they would in one backward. Function.apply holds the interpreter's lock
         # while it waits for that of a leaf, which an operator in another thread may hold when it
         # waits for the interpreter's. And where there are accelerators, the engine lets a node wait
         # for another one of the same device only, on the stream on which that was made.
@@ -215,9 +216,7 @@ class Captured(Leaves):
             pipeline.edges, call.m, pipeline.placement, call.rematerialized[: pipeline.n], returns
         )
         call.run_backward(steps, task)
-        entered = [
-            grad for _, grads in sorted(task.entered.items(), reverse=True) for grad in grads
-        ]
+        entered = [grad for _, grads in sorted(task.entered.items()) for grad in grads]
         with call.as_caller():  # a thread of autograd uses the default streams of other devices
             returned = [  # by a replica on a device of its own, perhaps
                 None if grad is None else moved(grad, tensor.device)
@@ -309,7 +308,7 @@ class Captured(Leaves):
         found: list[Tensor | None] = []
         for _, places in self._given:
             total = None
-            for j, leaf in places:
+            for j, leaf in reversed(places):
                 part = self._sums[j].pop(id(leaf), None)
                 if part is not None:
                     total = part if total is None else _sum(total, part)

@@ -95,10 +95,14 @@ class TrainingTask:
         self.entered: dict[int, list[Tensor | None]] = {}
 
     def returned(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of the caller, with the gradients that go on into the caller's graph."""
+        """Tensors of the caller, with the gradients that go on into the caller's graph.
+
+        Those of one tensor are added up in this order: the schedule's, replica by replica.
+        """
+        every = len(self._pipeline.numbers[0])
         entered = (
             zip(self._source.inputs(i), grads, strict=True)
-            for i, grads in sorted(self.entered.items())
+            for i, grads in sorted(self.entered.items(), key=lambda each: each[0] % every)
         )
         pairs = chain(*entered, *self._targets)
         return [(tensor, grad) for tensor, grad in pairs if grad is not None]

@@ -269,6 +269,17 @@ def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
     assert_same(grads(pipe), grads(copied), rounded=True)
 
 
+def test_a_leaf_of_three_stages_is_added_up_as_in_one_backward(mode):
+    leaf, x = torch.randn(100, requires_grad=True), torch.randn(1, 100)
+    layers = nn.Sequential(*(Do(lambda x: (x * leaf).sin() + x) for _ in range(3)))
+    found = []
+    for model in (pipe_of(layers, chunks=1, checkpoint=mode), layers):
+        leaf.grad = None
+        weigh(model(x)).backward()
+        found.append(leaf.grad)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("what", [0, 2, 4, "input"])
 def test_changes_between_forward_and_backward_are_errors(mode, what, x):
     pipe, _, _ = beside(mode, model())

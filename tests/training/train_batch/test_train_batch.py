@@ -80,19 +80,26 @@ def test_a_schedule_that_does_not_fit_is_refused(schedule, slots, message):
     assert all(p.grad is None for p in pipe.parameters())
 
 
-def test_a_tensor_that_every_micro_batch_needs_whole():
-    whole, x = torch.randn(3, requires_grad=True), torch.randn(5, 3)
-    layers = nn.Sequential(Do(lambda tree: tree["x"] * tree["whole"]), nn.Linear(3, 3))
-
-    def loss_fn(y):
-        return y.pow(2).mean()
-
-    expected = loss_fn(layers({"whole": whole, "x": x}))
-    grads = torch.autograd.grad(expected, [whole, *layers.parameters()])
+@pytest.mark.parametrize(
+    ("schedule", "order"), [("pipe(x)", [3, 2, 1, 0]), ("gpipe", [3, 2, 1, 0]), ("1f1b", range(4))]
+)
+def test_a_tensor_that_every_micro_batch_needs_whole(schedule, order):
+    """Its gradients are added up in the order of the schedule."""
+    whole, x = torch.randn(30, requires_grad=True), torch.randn(8, 30)
+    layers = nn.Sequential(Do(lambda tree: tree["x"] * tree["whole"].tanh()), nn.Linear(30, 3))
+    pipe = pipe_of(copy.deepcopy(layers), chunks=4)
+    for i in order:
+        layers({"whole": whole, "x": x.chunk(4)[i]}).square().sum().backward()
+    expected, whole.grad = whole.grad, None
     given = {"whole": NoChunk(whole), "x": x}  # first in the tree
-    loss = pipe_of(layers, chunks=2).train_batch(given, loss_fn=loss_fn)
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close([whole.grad, *(p.grad for p in layers.parameters())], list(grads))
+    if schedule == "pipe(x)":
+        pipe(given).square().sum().backward()
+    else:
+        pipe.train_batch(
+            given, schedule=schedule, loss_reduction="sum", loss_fn=lambda y: y.square().sum()
+        )
+    assert_same(whole.grad, expected)
+    assert_same([p.grad for p in pipe.parameters()], [p.grad for p in layers.parameters()])
 
 
 @some_runs
