@@ -640,6 +640,8 @@ class _StreamTask(TrainingTask):
         given = [parcel.value for parcel in parcels]
         try:
             if j == owner:
+                lane = self.call.lane_of[j]
+                lane.wait_for(lane)  # until the weights have left for other replicas
                 self.call.release_to_caller(j, weights.gradients(following, given))
                 weights.update()
             else:
