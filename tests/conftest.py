@@ -121,6 +121,16 @@ def cpu_workers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def streams_wait() -> Iterator[None]:
+    """On simulated devices whatever is launched comes after all that it uses."""
+    yield
+    if simulated.loaded():
+        races = simulated.races()
+        accelerator.synchronize()  # what this test leaves is not the next one's
+        assert races == []
+
+
+@pytest.fixture(autouse=True)
 def modes_end_with_the_test() -> Iterator[None]:
     """A mode that a test left on would fail others, far away."""
     yield

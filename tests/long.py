@@ -40,7 +40,7 @@ def parts(quick: bool) -> dict[str, tuple[str, Sequence[str], dict[str, str]]]:
             {},
         ),
         "simulated": (
-            f"{simulated_models} of them on simulated devices that are late at random",
+            f"{simulated_models} of them on simulated devices",
             (python, "-m", "tests.simulated.fuzz", "--models", simulated_models, "--seed", "24"),
             {},
         ),

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     "backwards": places(torch.device, 3, 1, 2, 0),
     "interleaved": places(torch.device, 0, 1, 0, 1),
     "workers": places(Worker, 0, 1, 2, 3),
+    "one": places(torch.device, 1, 1, 1, 1),
     "two workers on one": lambda: places(Worker, 1, 1)() * 2,
     "host between": lambda: [acc.device(0), "cpu:0", acc.device(1), acc.device(2)],
     "host at the ends": lambda: ["cpu:0", acc.device(1), acc.device(2), "cpu:1"],

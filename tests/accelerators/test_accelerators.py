@@ -76,8 +76,8 @@ def test_masked_losses(layout, way, at):
     loss = F.cross_entropy(plain(x), target)
     loss.backward()
     there, target = x.to(pipe.devices[0]), target.to(pipe.devices[at])
-    for k in range(3):
-        with acc.late(k), nullcontext() if way == "elsewhere" else acc.no_waits():
+    for _ in range(2):
+        with nullcontext() if way == "elsewhere" else acc.no_waits():
             found = trained(pipe, there, target, verify=False, **WEIGHED[way])
         assert_close(found, [loss.detach(), x.grad, *(p.grad for p in plain.parameters())])
 
@@ -105,7 +105,7 @@ def test_an_exception_on_device_2(layout, schedule, place):
     for i in range(CHUNKS):
         before = Grads(pipe)
         fails.error, fails.phase, fails.i = ValueError("bad"), place, i
-        with acc.late(i), pytest.raises(ValueError, match="bad"):
+        with pytest.raises(ValueError, match="bad"):
             step(pipe, given, target, loss_fn, schedule)
         acc.synchronize()
         assert before.unchanged()
@@ -129,9 +129,8 @@ def test_dropout_draws_the_same_everywhere():
         pipe = pipe_of(plain, layout, checkpoint=checkpoint)
         pipe.balance = balance
         for how in ("1f1b", "pipe(x)"):
-            with acc.late():
-                torch.manual_seed(3)
-                results.append([t.cpu() for t in trained(pipe, x, target, F.mse_loss, how)])
+            torch.manual_seed(3)
+            results.append([t.cpu() for t in trained(pipe, x, target, F.mse_loss, how)])
     for result in results[1:]:
         assert_close(result, results[0])
 
@@ -148,16 +147,15 @@ def test_batch_norm(layout, deferred):
     for checkpoint in MODES:
         pipe = pipe_of(plain, layout, checkpoint=checkpoint, deferred_batch_norm=deferred)
         other = copy.deepcopy(plain)
-        for k in range(2):
+        for _ in range(2):
             x, _ = data()
             with torch.no_grad():
                 for piece in x.chunk(1 if deferred else CHUNKS):
                     other[:2](piece)
-            with acc.late(k):
-                pipe.train_batch(x.to(pipe.devices[0]), loss_fn=torch.sum)
-                pipe.eval()
-                pipe.eval_batch(x.to(pipe.devices[0]))
-                pipe.train()
+            pipe.train_batch(x.to(pipe.devices[0]), loss_fn=torch.sum)
+            pipe.eval()
+            pipe.eval_batch(x.to(pipe.devices[0]))
+            pipe.train()
             for ours, theirs in zip(pipe[1].buffers(), other[1].buffers(), strict=True):
                 torch.testing.assert_close(ours.cpu(), theirs)
 
@@ -222,15 +220,14 @@ def test_optimizers(layout, how, scaled, name):
         overflows = scaled and k == 2
         goal[-1] *= float("inf") if overflows else 1
         ours.zero_grad()
-        with acc.late(k):
-            if how == "pipe(x)":
-                scaler.scale(F.mse_loss(pipe(given), goal)).backward()
-            else:
-                step(pipe, given, goal, F.mse_loss, how, grad_scaler=scaler)
-            scaler.unscale_(ours)
-            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
-            scaler.step(ours)
-            scaler.update()
+        if how == "pipe(x)":
+            scaler.scale(F.mse_loss(pipe(given), goal)).backward()
+        else:
+            step(pipe, given, goal, F.mse_loss, how, grad_scaler=scaler)
+        scaler.unscale_(ours)
+        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+        scaler.step(ours)
+        scaler.update()
         if scaled:
             # Gradients lie in memory of the workers' streams, which wait for the caller's when they
             # go on. Simulated memory is spoilt when it is handed back, not when it is used again.
@@ -258,10 +255,8 @@ def test_weight_gradients_of_a_layer_with_a_stream_of_its_own(schedule):
     x = torch.randn(6, WIDTH, dtype=torch.float64)
     (plain(x) ** 2).mean().backward()
     wanted = [p.grad for p in plain.parameters()]
-    for seed in range(6):
-        devices = [acc.device(0), acc.device(1)]
-        pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
-        pipe.zero_grad()
-        with acc.late(seed):
-            pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
-        assert_close([p.grad for p in pipe.parameters()], wanted)
+    devices = [acc.device(0), acc.device(1)]
+    pipe = Pipe(copy.deepcopy(plain), [3, 1], devices=devices, chunks=3, checkpoint="never")
+    pipe.zero_grad()
+    pipe.train_batch(x.to(devices[0]), loss_fn=lambda y: (y**2).mean(), schedule=schedule)
+    assert_close([p.grad for p in pipe.parameters()], wanted)

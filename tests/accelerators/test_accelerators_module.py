@@ -48,8 +48,7 @@ def test_a_state_dict_goes_to_other_devices(place):
         "turned": {f"{kind}:{k}": f"{kind}:{(k + 1) % 4}" for k in range(4)},
         None: None,
     }[place]
-    with acc.late():
-        state = torch.load(saved(pipe.state_dict()), map_location=where)
+    state = torch.load(saved(pipe.state_dict()), map_location=where)
     devices = {str(tensor.device) for tensor in state.values()}
     assert devices == {"cpu": {"cpu"}, "first": {f"{kind}:0"}}.get(
         place, {f"{kind}:{(k + (place == 'turned')) % 4}" for k in range(4)} & devices
@@ -81,8 +80,7 @@ def test_copies(how, layout):
     pipe = pipe_of(plain, layout)
     x, target = data()
     trained(pipe, x, target, weighted)  # its threads and streams are made
-    with acc.late():
-        twin = COPIES[how](pipe)
+    twin = COPIES[how](pipe)
     assert twin.devices == pipe.devices
     before = Grads(pipe)
     assert_close(trained(twin, x, target, weighted), expected(plain, x, target, weighted))
@@ -98,9 +96,8 @@ def test_hooks_and_grad(four_devices):
     seen = []
     for p in pipe.parameters():
         p.register_hook(lambda grad: seen.append(grad.device))
-    with acc.late():
-        loss = F.mse_loss(pipe(x.to(four_devices[0])), target.to(four_devices[3]))
-        assert_close([*torch.autograd.grad(loss, [*pipe.parameters()])], right[2:])
+    loss = F.mse_loss(pipe(x.to(four_devices[0])), target.to(four_devices[3]))
+    assert_close([*torch.autograd.grad(loss, [*pipe.parameters()])], right[2:])
     assert {*seen} == {p.device for p in pipe.parameters()}
 
 

@@ -1,9 +1,10 @@
-"""A simulated machine: four asynchronous accelerators, made of threads and the host's memory.
+"""A simulated machine: four accelerators, made of the host's memory, that see races of streams.
 
     from tests import simulated
 
     simulated.load()                          # this process has an accelerator now: "sim"
-    x = torch.ones(3, device="sim:2")         # asynchronous, on the current stream
+    x = torch.ones(3, device="sim:2")         # on the current stream
+    simulated.races()                         # what should have waited, and did not
 
 It cannot be unloaded, and all that asks for accelerators finds these. So a process that loads it
 does nothing else; see ``conftest.py``.
@@ -11,7 +12,6 @@ does nothing else; see ``conftest.py``.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import os
@@ -108,14 +108,12 @@ def load() -> ModuleType:
     reason = unavailable()
     if reason is not None:
         raise RuntimeError(reason)
-    torch.set_num_threads(1)  # the streams are threads already
     torch.ops.load_library(str(build()))
     torch.utils.rename_privateuse1_backend("sim")
     from tests.simulated import device_module
 
     torch._register_device_module("sim", device_module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    atexit.register(torch.ops.sim.shut_down)
     return device_module
 
 
@@ -154,49 +152,13 @@ def capacity(device: torch.device | str | int, size: int) -> Iterator[None]:
 
 def sleep(ms: float, device: torch.device | None = None) -> None:
     """A kernel that takes ``ms`` milliseconds, on the current stream of (the current) device."""
-    torch.ops.sim.sleep(ms, -1 if device is None else device.index)
+    torch.ops.sim.sleep(ms, _index(device))
 
 
-@contextmanager
-def delays(
-    ms: float,
-    probability: float = 1.0,
-    *,
-    seed: int = 0,
-    device: torch.device | str | int | None = None,
-    stream: torch.Stream | None = None,
-) -> Iterator[None]:
-    """Inside, kernels (and copies) start late, so that what does not wait for them is wrong.
-
-    Args:
-        ms: how many milliseconds late.
-        probability: below 1, only that part of the kernels is late, by 0 to ``2 * ms``.
-        seed: of these draws.
-        device: only on this device.
-        stream: only on this stream.
-    """
-    which = -1 if device is None else _index(device)
-    number = -1
-    if stream is not None:
-        which, number = stream.device.index, stream.stream_id
-    torch.ops.sim.set_delay(which, number, ms, probability, seed)
-    try:
-        yield
-    finally:
-        torch.ops.sim.set_delay(which, number, 0.0, 1.0, 0)
-
-
-@contextmanager
-def held(stream: torch.Stream) -> Iterator[None]:
-    """Inside, ``stream`` stands still: what it is given runs afterwards, and not a moment before.
-
-    The host must not wait for it in there.
-    """
-    which = torch.ops.sim.hold_stream(stream.device.index, stream.stream_id)
-    try:
-        yield
-    finally:
-        torch.ops.sim.release(which)
+def races() -> list[str]:
+    """What was launched since the last call without a wait (or ``record_stream``) that it needs."""
+    reports: list[str] = torch.ops.sim.reports().splitlines()
+    return reports
 
 
 @contextmanager
@@ -212,12 +174,7 @@ def no_waits() -> Iterator[None]:
         torch.ops.sim.forbid_waits(False)
 
 
-def waits(*, forget: bool = False) -> dict[str, int]:
-    """Why the host had to wait for a device so far, and how often."""
-    counts = {}
-    for line in torch.ops.sim.waits().splitlines():
-        reason, count = line.rsplit("\t", 1)
-        counts[reason] = int(count)
-    if forget:
-        torch.ops.sim.forget_waits()
-    return counts
+def waits() -> dict[str, int]:
+    """Why the host had to wait for a device since the last call, and how often."""
+    lines = (line.rsplit("\t", 1) for line in torch.ops.sim.waits().splitlines())
+    return {reason: int(count) for reason, count in lines}

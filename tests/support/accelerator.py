@@ -92,13 +92,3 @@ def peak_above(device: torch.device, found: list[int]) -> Iterator[None]:
     yield
     synchronize()
     found.append(torch.accelerator.max_memory_allocated(device) - before)
-
-
-@contextmanager
-def late(seed: int = 0) -> Iterator[None]:
-    """Inside, kernels of simulated devices start late: what does not wait for them is wrong."""
-    if not simulated.loaded():
-        yield
-        return
-    with simulated.delays(0.3, 0.5, seed=seed):
-        yield

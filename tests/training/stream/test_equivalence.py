@@ -67,7 +67,7 @@ def test_as_in_the_papers(kind, replicas, steps, versions, checkpoint, optimizer
     pipe = Pipe(mlp(normed), BALANCES[n], devices=devices, replicas=replicas, chunks=4,
                 checkpoint=checkpoint)  # fmt: skip
     memory = [p.data_ptr() for p in pipe.parameters()]
-    with acc.late(steps), inline() if by_hand and copied and kind == "cpu" else nullcontext():
+    with inline() if by_hand and copied and kind == "cpu" else nullcontext():
         assert_as_in_the_papers(
             pipe, data, more, model=model, optimizer=optimizer, versions=versions, chunks=chunks,
             replicas=replicas, steps=steps if known else None, exact=kind == "cpu",
@@ -85,11 +85,10 @@ def test_the_caller_may_read_late_what_optimizers_have_in_mind():
     def momenta(devices):
         pipe = Pipe(mlp(), BALANCES[4], devices=devices)
         done = pipe.train_stream(mini_batches(5), optimizer=sgd, loss_fn=F.cross_entropy)
-        with acc.late(1):
-            states = [state for each in done.optimizers for state in each.state.values()]
-            found = [state["momentum_buffer"] * 1 for state in states]
-            for state in states:
-                state.clear()
+        states = [state for each in done.optimizers for state in each.state.values()]
+        found = [state["momentum_buffer"] * 1 for state in states]
+        for state in states:
+            state.clear()
         return [each.cpu() for each in found]
 
     ours = momenta([Worker(acc.device(k)) for k in range(4)])

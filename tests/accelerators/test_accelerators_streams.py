@@ -1,0 +1,327 @@
+"""What people do with a pipe on streams: whatever is launched has waited for all that it uses.
+
+Simulated devices tell what has not waited, at the end of each test. Callers overwrite what they
+gave and use what they got as soon as a call is over, and drop what they need no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncpipe import inline
+from syncpipe.runtime.streams import AcceleratorStreams
+from tests import simulated
+from tests.accelerators.four import MODES, WIDTH, model, pipe_of
+from tests.support import accelerator as acc
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 8
+
+
+class Criterion(nn.Module):
+    """A loss with a parameter of its own, alone or with a weight that is a tensor of integers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64, device=device))
+        self.weighted = self.fails = False
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        loss = (output * self.scale - target).square().mean()
+        if self.fails:
+            raise ValueError("as it was told")
+        return (loss, (target > -0.5).sum()) if self.weighted else loss
+
+
+class User:
+    """A pipe, and a caller on streams of its own or on those that are current."""
+
+    def __init__(self, layout: str, schedule: str, own_streams: bool, **options: Any) -> None:
+        self.pipe, self.schedule = pipe_of(model(), layout, **options), schedule
+        self.criterion = Criterion(self.pipe.devices[-1])
+        devices = dict.fromkeys(d for d in self.pipe.devices if d.type != "cpu")
+        self.streams = [
+            torch.Stream(device=device) if own_streams else torch.accelerator.current_stream(device)
+            for device in devices
+        ]
+        acc.synchronize()  # the parameters are there
+
+    @contextmanager
+    def on(self, streams: list[torch.Stream]) -> Iterator[None]:
+        """Streams that have waited for the parameters; whoever comes next waits for them."""
+        with ExitStack() as stack:
+            for stream, mine in zip(streams, self.streams, strict=True):
+                stream.wait_stream(mine)
+                stack.enter_context(AcceleratorStreams(stream.device).use(stream))
+            yield
+
+    def joined(self, streams: list[torch.Stream]) -> None:
+        for stream, mine in zip(streams, self.streams, strict=True):
+            mine.wait_stream(stream)
+
+    def others(self) -> list[torch.Stream]:
+        return [torch.Stream(device=stream.device) for stream in self.streams]
+
+    def made(self, j: int, *, grad: bool = False) -> Tensor:
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=self.pipe.devices[j])
+        return x.requires_grad_(grad)
+
+    def leaves(self) -> list[nn.Parameter]:
+        return [*self.pipe.parameters(), self.criterion.scale]
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        for leaf in self.leaves():
+            if leaf.grad is not None:
+                leaf.sub_(leaf.grad, alpha=0.01)
+                leaf.grad = None
+
+    def batch(self, *args: Any, weighted: bool = False, **options: Any) -> Any:
+        self.criterion.weighted = weighted
+        options = {"loss_fn": self.criterion, "schedule": self.schedule, **options}
+        return self.pipe.train_batch(*args, **options)
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches, made on the way, of data that are elsewhere half of the time."""
+        for k in range(4):
+            x, target = (self.made(j)[: 1 + k] * 2 for j in ((0, -1) if k % 2 else (-1, 0)))
+            yield x, target
+
+
+@torch.no_grad()
+def overwrite(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.zero_()
+
+
+# --- what they do --------------------------------------------------------------------------------
+
+
+def forward(user: User) -> None:
+    """The input lives in the graph alone, and nodes of the caller's own go back last."""
+    for grad in (False, True):
+        beside = (torch.ones_like(user.made(-1)).requires_grad_() * 2).exp()
+        loss = (user.pipe(user.made(0, grad=grad)) + beside).sum()
+        del beside
+        loss.backward()
+        del loss
+        user.optimize()
+
+
+def from_the_output(user: User) -> None:
+    """Backward starts at the output of the pipe, and the gradient is used afterwards."""
+    x = user.made(0, grad=True)
+    output = user.pipe(x)
+    output.backward(torch.ones_like(output))
+    overwrite(x.grad)
+    user.optimize()
+
+
+def back_twice(user: User) -> None:
+    """Gradients are read between two backwards, without a call in between."""
+    losses = [user.pipe(user.made(0)).square().sum() for _ in range(2)]
+    while losses:
+        losses.pop().backward()
+        for leaf in user.pipe.parameters():
+            leaf.grad.sum()
+    user.optimize()
+
+
+@torch.no_grad()
+def evaluate(user: User) -> None:
+    """Nothing goes back, so nothing but the call's end says that all was read."""
+    x = user.made(0)
+    output = user.pipe(x)
+    overwrite(x, output, *user.leaves())
+    del output
+    user.pipe(user.made(0))
+    for j, weighted in product((0, -1), (False, True)):
+        x, target, user.criterion.weighted = user.made(0), user.made(j), weighted
+        loss = user.pipe.eval_batch(x, target, loss_fn=user.criterion)
+        overwrite(x, target, loss)
+    overwrite(user.pipe.eval_batch(user.made(0)))
+
+
+def train(user: User) -> None:
+    """Everything that went in is overwritten, and everything that came out is used."""
+    for j, weighted in ((0, False), (-1, False), (-1, True)):
+        x, target = user.made(0, grad=True), user.made(j)
+        loss, output = user.batch(x, target, return_outputs=True, weighted=weighted)
+        overwrite(x, target, loss, output, x.grad)
+        del loss, output
+        user.optimize()
+
+
+def accumulate(user: User) -> None:
+    """Gradients are there already; the second time they are scaled in the end."""
+    for weighted in (False, True):
+        user.batch(user.made(0), user.made(-1), weighted=weighted)
+    user.pipe(user.made(0)).square().sum().backward()
+    user.batch(user.made(0), user.made(-1))
+    user.optimize()
+
+
+def fail(user: User) -> None:
+    """Gradients are put back, used, and so is the memory of what the call had in hands."""
+    user.batch(user.made(0), user.made(-1))
+    user.criterion.fails = True
+    with pytest.raises(ValueError, match="as it was told"):
+        user.batch(user.made(0), user.made(-1))
+    user.criterion.fails = False
+    user.optimize()
+
+
+def iterate(user: User) -> None:
+    user.batch(data_iter=user.pairs())
+    user.optimize()
+    with torch.no_grad():
+        overwrite(user.pipe.eval_batch(data_iter=user.pairs(), loss_fn=user.criterion))
+
+
+def take_turns(user: User) -> None:
+    """Callers on several streams that do not wait for each other, in training and without."""
+
+    def train(weighted: bool) -> None:
+        user.batch(user.made(0, grad=True), user.made(-1), weighted=weighted)
+        overwrite(*(leaf.grad for leaf in user.leaves()))
+        for leaf in user.leaves():
+            leaf.grad = None
+
+    @torch.no_grad()
+    def look() -> None:
+        user.pipe(user.made(0)).sum()
+
+    def evaluate(loss_fn: Any) -> None:
+        target = None if loss_fn is None else user.made(-1)
+        overwrite(user.pipe.eval_batch(user.made(0), target, loss_fn=loss_fn))
+
+    uses: list[tuple[Callable[..., None], list[Any]]] = [
+        (train, [False]), (train, [True]), (look, []), (evaluate, [None]),
+        (evaluate, [user.criterion]),
+    ]  # fmt: skip
+    for use, options in uses:
+        turns = [user.others() for _ in range(3)]
+        user.criterion.weighted = False
+        for streams in turns:
+            with user.on(streams):
+                use(*options)
+        for streams in turns:
+            user.joined(streams)
+
+
+def go_on_on_other_streams(user: User) -> None:
+    """A graph of ``pipe(x)`` keeps alive the nodes that add to ``.grad``, on its streams."""
+    output, others = user.pipe(user.made(0)), user.others()
+    with user.on(others):
+        user.batch(user.made(0), user.made(-1))
+        del output
+        user.optimize()
+    user.joined(others)
+
+
+USES = [
+    forward,
+    from_the_output,
+    back_twice,
+    evaluate,
+    train,
+    accumulate,
+    fail,
+    iterate,
+    take_turns,
+]
+USES += [go_on_on_other_streams]
+SCHEDULES = ["naive", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b"]
+
+
+def used(user: User, by_hand: bool, uses: list[Callable[[User], None]] = USES) -> None:
+    """Each use, twice: what the first leaves behind the second one meets."""
+    with inline() if by_hand else nullcontext(), user.on(user.streams):
+        for use in [*uses, *uses]:
+            use(user)
+
+
+PLACES = ["four", "interleaved", "workers", "one", "two workers on one", "in turns"]
+PLACES += ["three and one"]
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("layout", PLACES)
+def test_whatever_is_launched_has_waited_for_what_it_uses(layout, k):
+    two_stages = layout in ("interleaved", "two workers on one", "in turns")
+    schedule = SCHEDULES[k % (5 if two_stages else 4)]
+    other = k + PLACES.index(layout)
+    options = {"checkpoint": [*MODES, "offload"][other % 4], "chunks": 1 + (other + k) % 4}
+    used(User(layout, schedule, other % 2 == 1, **options), by_hand=k in (1, 4))
+
+
+@pytest.mark.parametrize("layout", ["four", "workers", "three and one"])
+def test_what_a_stream_gave_may_be_written_into_and_dropped(layout):
+    user = User(layout, "1f1b", True)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    with user.on(user.streams):
+        for _ in range(2):
+            batches = [(user.made(0), user.made(-1)) for _ in range(3)]
+            made = user.pipe.train_stream(batches, optimizer=adam, loss_fn=F.mse_loss)
+            states = [state["exp_avg"] for own in made.optimizers for state in own.state.values()]
+            overwrite(made.losses, *states, *user.pipe.parameters())
+            del made, states, batches
+
+
+@pytest.mark.skipif(not simulated.loaded(), reason="real devices do not tell")
+@pytest.mark.parametrize("name", ["wait", "keep"])
+@pytest.mark.parametrize("layout", ["two workers on one", "four"])
+@pytest.mark.parametrize("use", [forward, train])
+def test_what_is_left_out_is_told(use, layout, name, monkeypatch):
+    """Line by line that is ``python -m tests.mutations``."""
+    monkeypatch.setattr(AcceleratorStreams, name, lambda *_: None)
+    used(User(layout, "1f1b", True, checkpoint="never"), False, [use])
+    word = {"wait": "race: ", "keep": "memory may be reused too early"}[name]
+    assert any(race.startswith(word) for race in simulated.races())
+
+
+DRIVERS: dict[str, Callable[..., Any]] = {
+    "train_batch": lambda pipe, **given: pipe.train_batch(**given),
+    "eval_batch": lambda pipe, **given: pipe.eval_batch(**given),
+    "train_stream": lambda pipe, data_iter, loss_fn: pipe.train_stream(
+        data_iter, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=loss_fn
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["four", "workers"])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_iterator_is_asked_on_the_callers_streams(driver, layout):
+    user, seen = User(layout, "1f1b", True), []
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(4):
+            seen.append([torch.accelerator.current_stream(s.device) for s in user.streams])
+            yield user.made(0), user.made(-1)
+
+    with user.on(user.streams):
+        DRIVERS[driver](user.pipe, data_iter=pairs(), loss_fn=F.mse_loss)
+    acc.synchronize()
+    assert seen == [user.streams] * 4
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_trace_waits_for_nothing_that_it_does_not_need(by_hand, checkpoint):
+    user = User("workers", "1f1b", True, checkpoint=checkpoint)
+    with user.pipe.trace() as trace:
+        used(user, by_hand, [train, iterate])
+    kinds = {span.kind for span in trace.spans}
+    assert kinds >= {"forward", "backward", "transfer"}
+    assert ("recompute" in kinds) == (checkpoint == "always")
