@@ -37,16 +37,13 @@ class Clock:
 
 
 class Takes(nn.Module):
-    """Takes a second for each sample in forward, and two of them in backward.
-
-    The first runs are late by so many seconds; its parameter takes some more for each sample.
+    """Takes a second for each sample in forward, and two of them in backward; its parameter takes
+    some more for each sample.
     """
 
-    def __init__(
-        self, clock: Clock, seconds: float, late: tuple[float, ...] = (), weight: float = 0
-    ) -> None:
+    def __init__(self, clock: Clock, seconds: float, weight: float = 0) -> None:
         super().__init__()
-        self.arguments, self.late = (clock, seconds, late, weight), list(late)
+        self.arguments = clock, seconds, weight
         self.clock, self.seconds, self.own = clock, seconds, weight
         self.weight = nn.Parameter(torch.ones(()))
 
@@ -54,7 +51,7 @@ class Takes(nn.Module):
         return type(self)(*self.arguments).requires_grad_(self.weight.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.take(self.seconds * len(x) + (self.late.pop(0) if self.late else 0))
+        self.take(self.seconds * len(x))
         weight = on_gradient(self.weight * 1, lambda _: self.take(self.own * len(x)))
         return on_gradient(x * weight, lambda grad: self.take(2 * self.seconds * len(grad)))
 
@@ -77,11 +74,6 @@ def test_forward_and_backward_apart_for_each_size(clock: Clock) -> None:
         nothing, {2: 2, 4: 4, 8: 8}, nothing, {2: 6, 4: 12, 8: 24},
     ]  # fmt: skip
     assert [layer.backward[8] for layer in layers] == [0, 16, 0, 48]
-
-
-def test_the_first_run_and_a_slow_one_do_not_count(clock: Clock) -> None:
-    model = nn.Sequential(Takes(clock, 1, late=(1000, 0, 50)))
-    assert profile(model, torch.rand(4, 2), sizes=[4], timeout=0.05).layers[0].forward == {4: 4}
 
 
 def test_without_time_layers_run_once(clock: Clock) -> None:

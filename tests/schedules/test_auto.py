@@ -27,8 +27,7 @@ from syncpipe.schedules import (
 )
 from syncpipe.schedules.auto import lower_bound
 from syncpipe.schedules.greedy import Problem
-from tests.schedules.test_schedule import placements, schedules
-from tests.schedules.test_simulation import costs_for
+from tests.schedules.test_schedule import costs_for, placements, schedules
 
 UNEVEN = Costs((1, 2, 1, 3), (1, 2, 1.5, 3), (1, 2, 0.5, 2), (0.1, 0.2, 0.1))
 

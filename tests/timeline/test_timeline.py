@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from syncpipe.schedules import build, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from syncpipe.schedules.player import Costs, Simulation, simulate
 from syncpipe.timeline import KINDS, Span, Timeline, compare, save_comparison
-from tests.schedules.test_schedule import rounds
-from tests.schedules.test_simulation import costs_for, simulations
+from tests.schedules.test_schedule import costs_for, rounds, simulations
 
 # One row works for 3 of 4 ms, the other for 2; then a second step, in which both work throughout.
 TWO_STEPS = [
