@@ -88,8 +88,7 @@ class MiniBatchStatistics:
 def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of all micro-batches together.
 
-    The parallel formula of Chan, Golub and LeVeque (1979) for any number of parts at a time. All
-    means are taken relative to the first, so that nothing cancels when they are large.
+    The mean of the variances plus the variance of the means: nothing cancels where these are large.
     """
     parts = sorted(parts, key=lambda part: part.i)
     total = sum(part.values for part in parts)
@@ -104,11 +103,9 @@ def _pool(module: DeferredBatchNorm, parts: list[_Moments]) -> tuple[Tensor, Ten
     variances = torch.stack([moved(p.var, device) for p in parts])
     shares = torch.tensor([[p.values / total] for p in parts], dtype=means.dtype)
     shares = moved(shares, means.device)
-
-    offsets = means - means[0]
-    offset = (shares * offsets).sum(0)
-    biased = (shares * (variances + (offsets - offset).square())).sum(0)
-    return means[0] + offset, biased * (total / (total - 1))
+    mean = (shares * means).sum(0)
+    biased = (shares * (variances + (means - mean).square())).sum(0)
+    return mean, biased * (total / (total - 1))
 
 
 class collect:
