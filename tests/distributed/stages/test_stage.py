@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from syncpipe import NoChunk, Pipe, sequential
 from syncpipe.commands.demo import resnet
-from syncpipe.distributed import stage
+from syncpipe.distributed import peers, stage
 from syncpipe.distributed.schedules import SCHEDULES
 from tests.distributed.processes import told
 from tests.distributed.stages.models import data, expected, model, specs
@@ -158,6 +160,30 @@ def test_training_and_evaluation_by_each_schedule_are_the_plain_model_s(four, na
     four.run(trained, name)
 
 
+def announced() -> None:
+    """A call writes into the store once, and asks nobody; only those of a tie add up gradients."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        return lambda *args, **options: counts.update([name]) or function(*args, **options)
+
+    c10d = dist.distributed_c10d
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(peers, "PATIENCE", 600.0)  # nobody looks
+        store = c10d._get_default_store()
+        names = [name for name in dir(store) if not name.startswith("_") and name != "timeout"]
+        counted = SimpleNamespace(**{k: counting(k, getattr(store, k)) for k in names})
+        patched.setattr(c10d, "_get_default_store", lambda: counted)
+        mine = stage(model(), BALANCES["one"], sample=data()[0][:2])
+        schedule = mine.schedule("1f1b", chunks=M, loss_fn=F.cross_entropy)
+        for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "barrier"):
+            patched.setattr(dist, name, counting(name, getattr(dist, name)))
+        counts.clear()
+        for _ in range(3):
+            schedule.step(data()[0], target=data()[1])
+    assert counts == {"set": 3, **({"all_reduce": 3} if mine.rank in (0, 3) else {})}
+
+
 def batch_norm() -> None:
     """The demo's model: gradients, and running statistics that have seen each batch once."""
     torch.manual_seed(1)
@@ -258,7 +284,7 @@ def clipped() -> None:
         assert mine.rank == 3 or torch.allclose(own.grad, own * (0.5 / norm).to(own), rtol=1e-2)
 
 
-@pytest.mark.parametrize("act", [batch_norm, built, trees, clipped])
+@pytest.mark.parametrize("act", [announced, batch_norm, built, trees, clipped])
 def test_models_of_all_kinds(four, act):
     four.run(act)
 
