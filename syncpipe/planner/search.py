@@ -53,8 +53,9 @@ _LONG, _SHORT, _CELLS = 300_000, 30_000, 4096
 #: So many drafts are improved, one of each cut first, with so many actions to play, if they are at
 #: most so many times as slow as the best.
 _IMPROVED, _WORK, _PROMISING = 32, 600_000, 1.2
-#: So many of those that are cut anew near the best one are improved, with so many actions each.
-_AROUND, _EACH = 8, 250_000
+#: So many of those that are cut anew near the best one are improved, with so many actions for each,
+#: and for all.
+_AROUND, _EACH, _NEAR = 8, 250_000, 1_000_000
 _MOST_DEVICES = 64
 #: Cuts are looked for at so many boundaries, and then at those near the ones that were found.
 _BOUNDARIES = 256
@@ -325,14 +326,16 @@ def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) 
 
 def _around(program: Program, best: Draft) -> Draft:
     """The best after cutting anew for slots near its own."""
-    m, n, before = program.count, len(best.balance), math.inf
+    m, n, before, work = program.count, len(best.balance), math.inf, _NEAR
     while n > 1 and best.time < before and best.time > best.bound * (1 + NOTICED):
         before, found, own = best.time, dict[Draft, None](), best.form.in_flight
         for step in (0, 1, 2, -1):
             slots = tuple(min(m, max(1, q + step)) for q in own[:-1]) + own[-1:]
             found |= dict.fromkeys(_cut_anew(program, n, slots, best.time, own))
         for draft in sorted(found, key=_rank)[:_AROUND]:
-            best = min(best, improved(program.terms, draft, _EACH)[0], key=_rank)
+            each = min(work, _EACH)
+            better, left = improved(program.terms, draft, each)
+            best, work = min(best, better, key=_rank), work - each + left
     return best
 
 
@@ -450,47 +453,54 @@ def choose(
         NoPlan: nothing fits into memory; it says what would.
         ValueError: an argument does not fit.
     """
-    if replicas:
-        order, best = tuple(range(len(terms.machine))), shared(terms, chunks)
-        if best.excess > 1:
-            raise NoPlan(_nearest("with replicas=True", terms.machine, best))
-        return order, best
-    usual = schedule in (None, "1f1b")
+    usual, order = schedule in (None, "1f1b"), tuple(range(len(terms.machine)))
     choice: dict[str, Any] = {"chunks": chunks, "stages": stages if usual else None}
-    order, found = search_orders(terms, **choice)
-    machine, made = terms.machine.ordered(order), found[:1]
+    if replicas:
+        found, made, how = list[Draft](), [shared(terms, chunks)], "replicas=True"
+    else:
+        order, found = search_orders(terms, **choice)
+        made, how = found[:1], f"schedule={schedule!r}"
+    there = terms.on(terms.machine.ordered(order))
     if not usual and schedule is not None:
         names = LAYOUTS if schedule == ANY else [schedule]
         sizes = _sizes(terms, found, chunks, stages)
-        made = variants(terms.on(machine), found, names, sizes, _LONG, stages)
+        made = variants(there, found, names, sizes, _LONG, stages)
         if schedule == ANY:
             made += [draft for draft in found if stages in (None, len(draft.balance))]
         if not made and (found or schedule not in (ANY, AUTO)):
             wanted = f" stages={stages} with" if stages is not None else ""
             raise ValueError(
-                f"schedule={schedule!r} is not possible for{wanted} {len(machine)} devices and "
+                f"{how} is not possible for{wanted} {len(order)} devices and "
                 f"{len(terms.profile.layers)} layers: it needs {LAYOUTS[schedule][1]}, none of "
                 "them empty"
             )
-    if not made or (schedule == ANY and min(made, key=_rank).excess > 1):
-        text = f"no plan fits {len(machine)} devices and batch_size={terms.batch_size}"
+    best = min(made, key=_rank, default=None)
+    if best is None or (schedule == ANY and best.excess > 1):
+        text = f"no plan fits {len(order)} devices and batch_size={terms.batch_size}"
         raise NoPlan(shortage(terms, **choice) or text)
-    best = min(made, key=_rank)
     if best.excess > 1:
-        raise NoPlan(_nearest(f"under schedule={schedule!r}", machine, best))
+        ways = [f"leave out {how}, for plain 1F1B takes the least"]
+        raise NoPlan(_nearest(there, best, f" with {how} that was looked at", ways))
     return order, best
 
 
-def _nearest(how: str, machine: Machine, best: Draft) -> str:
-    """By how much the best misses."""
-    d = max(range(best.form.devices), key=lambda d: best.on_device[d] / machine.memory[d])
-    needs, has = best.on_device[d], machine.memory[d]
+def _nearest(terms: Terms, draft: Draft, how: str, ways: Sequence[str]) -> str:
+    """What comes nearest to fitting, by how much it misses, and what would make it fit."""
+    machine, layers = terms.machine, terms.profile.layers
+    d = max(range(draft.form.devices), key=lambda d: draft.on_device[d] / machine.memory[d])
+    needs, has, own = draft.on_device[d], machine.memory[d], draft.form.stages_of[d]
+    told = []
+    for i, j in (draft.ends[s] for s in own):
+        first, last = repr(layers[i].name), repr(layers[j - 1].name)
+        told.append(f"layer {first}" if j - i == 1 else f"layers {first} to {last}")
+    what = f"stage {own[0]}" if len(own) == 1 else f"stages {', '.join(map(str, own))}"
+    modes = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
     return (
-        f"no plan {how} that was looked at fits into memory. Nearest comes "
-        f"balance={list(best.balance)} with chunks={best.chunks}: {machine.name(d)} needs "
-        f"{in_bytes(needs, up=True)}, {in_bytes(needs - has, up=True)} more than its "
-        f"{in_bytes(has)}. Leave that out: plain 1F1B takes the least, and a shortage is explained "
-        "there"
+        f"no plan{how} fits into memory. Nearest comes balance={list(draft.balance)} with "
+        f"chunks={draft.chunks} under {draft.schedule!r}: {what} ({' and '.join(told)}) needs "
+        f"{in_bytes(needs, up=True)}{modes[draft.modes[own[0]]]}, {in_bytes(needs - has, up=True)} "
+        f"more than the {in_bytes(has)} of {machine.name(d)}. What would make it fit: "
+        f"{', or '.join(ways)}"
     )
 
 
@@ -676,11 +686,6 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
         return None
     draft = terms.draft(one_f_one_b_form(m, (1,) * len(balance)), balance)
     assert draft is not None
-    s = max(range(len(balance)), key=lambda s: draft.memory[s] / machine.memory[s])
-    i, j = ends_of(balance)[s]
-    first, last = repr(layers[i].name), repr(layers[j - 1].name)
-    which = f"layer {first}" if j - i == 1 else f"layers {first} to {last}"
-    how = {"store": "", "recompute": ", recomputing its forward", "offload": ", offloading"}
     ways = []
     if machine.uniform:
         more = in_bytes(draft.excess * machine.memory[0] * (1 + 1e-9), up=True)
@@ -696,10 +701,4 @@ def shortage(terms: Terms, *, chunks: Chunks = None, stages: int | None = None) 
     ways += [f"batch_size={k * step}"] * (k > 0)
     ways.append("a smaller param_scale (an optimizer with less state)")
     ways += ["the devices in another order"] * (not machine.uniform)
-    needs, has = draft.memory[s], machine.memory[s]
-    return (
-        f"no plan fits into memory. Nearest comes balance={list(balance)} with chunks={m} under "
-        f"'1f1b': stage {s} ({which}) needs {in_bytes(needs, up=True)}{how[draft.modes[s]]}, "
-        f"{in_bytes(needs - has, up=True)} more than the {in_bytes(has)} of {machine.name(s)}. "
-        f"What would make it fit: {', or '.join(ways)}"
-    )
+    return _nearest(terms, draft, "", ways)
