@@ -52,7 +52,22 @@ def test_the_largest_device_comes_first_and_what_does_not_fit_there_is_cut() -> 
     assert second <= 0.5 * size
 
 
-def test_nothing_of_the_model_is_changed() -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of each plan: whether the layers had been measured, memory, and numbers of micro-batches."""
+    found: list[Any] = []
+    plan = syncpipe.planner.auto.plan
+
+    def noted(module: Any, *args: Any, **options: Any) -> Any:
+        known = isinstance(module, syncpipe.balance.Profile)
+        found.append((known, options["memory"], options.get("chunks")))
+        return plan(module, *args, **options)
+
+    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
+    return found
+
+
+def test_nothing_of_the_model_is_changed(asked: list[Any]) -> None:
     """Parameters, buffers, gradients, hooks that step, modes and generators, bit for bit."""
     model = nn.Sequential(
         nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.ReLU()
@@ -67,6 +82,7 @@ def test_nothing_of_the_model_is_changed() -> None:
     x = torch.randn(4, 8)
     state = torch.get_rng_state()
     pipe = Pipe.auto(model, x, batch_size=8, devices=TWO, **QUICK)
+    assert [chunks for *_, chunks in asked] == [[1, 2, 4]]  # BatchNorm needs two samples
     assert torch.equal(torch.get_rng_state(), state)
     assert pipe.training
     assert not model[2].training
@@ -79,21 +95,6 @@ def test_nothing_of_the_model_is_changed() -> None:
     handle.remove()
     pipe.train_batch(torch.randn(8, 8), loss_fn=torch.mean)
     assert len(steps) > 0  # the hook is there again
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Of each plan: whether the layers had been measured, memory, and numbers of micro-batches."""
-    found: list[Any] = []
-    plan = syncpipe.planner.auto.plan
-
-    def noted(module: Any, *args: Any, **options: Any) -> Any:
-        known = isinstance(module, syncpipe.balance.Profile)
-        found.append((known, options["memory"], options.get("chunks")))
-        return plan(module, *args, **options)
-
-    monkeypatch.setattr("syncpipe.planner.auto.plan", noted)
-    return found
 
 
 def test_it_takes_the_next_plan_where_a_step_does_not_fit(
@@ -121,12 +122,6 @@ def test_it_takes_the_next_plan_where_a_step_does_not_fit(
     with pytest.raises(ValueError, match=r"no plan fits, also none for 70% .*to take 7 bytes"):
         Pipe.auto(Residual(32, 3), torch.randn(2, 24), **call)
     assert len(asked) == 8
-
-
-def test_batch_norm_gets_no_micro_batch_of_one_sample(asked: list[Any]) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    Pipe.auto(model, torch.randn(2, 4), batch_size=12, devices=TWO, verbose=False, **QUICK)
-    assert [chunks for *_, chunks in asked] == [[1, 2, 3, 4, 6]]
 
 
 def test_the_loss_and_its_target_are_tried() -> None:
