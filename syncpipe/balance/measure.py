@@ -603,8 +603,9 @@ class _Profiler:
                 for k in reversed(range(len(least) - 1)):
                     least[k] = min(least[k], least[k + 1])  # fewer samples never take longer
                 numbers[what] = dict(zip(self._sizes, least, strict=True))
-                if self._timed:
-                    self._rounds.append((min(times[-1]), statistics.median(times[-1])))
+                if self._timed:  # what fewer samples took says how little these may have taken
+                    most = [OUT * self._sizes[-1] / n * x + TINY for n, x in numbers[what].items()]
+                    self._rounds.append((min(least[-1], *most), statistics.median(times[-1])))
             if self._timed:
                 numbers["weight_share"] = visits[-1].weight_share()
 

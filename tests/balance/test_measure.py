@@ -173,6 +173,19 @@ def test_fewer_samples_never_take_longer(clock: Clock, monkeypatch: pytest.Monke
     assert layers[0].forward == {2: 3, 4: 3, 8: 4}
 
 
+@pytest.mark.parametrize(("slow", "spread"), [(4, 0), (4000, pytest.approx(249, rel=1e-3))])
+def test_more_samples_that_take_a_thousand_times_as_long_leave_a_spread(
+    slow: float, spread: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they do so in all rounds; four times as long as in proportion may be right."""
+
+    def odd(x: Tensor) -> None:
+        clock.now += {2: 1, 4: 2, 8: slow}[len(x)]
+
+    monkeypatch.setattr(measuring, "AGAIN", 0)
+    assert profile(nn.Sequential(Do(odd)), torch.rand(8, 2), timeout=0.0).spread == spread
+
+
 # --- the weight half of backward, and the interpreter -------------------------------------------
 
 
