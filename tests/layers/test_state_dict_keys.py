@@ -177,6 +177,14 @@ def test_wrappers_inside_of_wrappers_go_and_what_is_there_already_is_not_replace
             pipe.load_state_dict({**state, extra: torch.ones(2)})
 
 
+def test_names_count_before_the_order() -> None:
+    old = named(a=linear(), b=linear())
+    state = old_state("torchgpipe", old, [1, 1])
+    turned = {key: state[key] for key in sorted(state, key=lambda key: ".a." in key)}
+    assert list(turned) != list(state)
+    loaded(Pipe(named(a=linear(), b=linear()), [2]), turned, old)
+
+
 def test_an_old_checkpoint_of_another_model_is_refused() -> None:
     state = old_state("torchgpipe", nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), [1, 1])
     with pytest.raises(RuntimeError, match="size mismatch"):
