@@ -98,6 +98,17 @@ def test_edited_layers_are_on_the_device_of_their_stage() -> None:
     assert pipe(torch.randn(2, WIDTH, device=A)).shape == (2, 2)
 
 
+def test_a_move_that_does_not_fit_is_taken_back() -> None:
+    pipe = Pipe([nn.Linear(WIDTH, WIDTH) for _ in range(4)], [1, 3], devices=[A, A])
+    x = torch.randn(2, WIDTH, device=A)
+    expected = pipe(x)
+    with simulated.capacity(B, 5 * LAYER // 2), pytest.raises(torch.OutOfMemoryError):
+        pipe.devices = [A, B]
+    assert [p.device for p in pipe.parameters()] == [A] * 8
+    assert pipe.devices == [A, A]
+    assert torch.equal(pipe(x), expected)
+
+
 def tied_specs() -> list[Any]:
     spec = TiedLayerSpec("a", nn.Linear, WIDTH, WIDTH)
     return [spec, torch.tanh, spec]
