@@ -24,11 +24,12 @@ _SAVED = [_ATEN.addmm.default, _ATEN.mm.default, _ATEN.tanh.default, _ATEN.nativ
 _MODES = [*CHECKPOINT_MODES, *CHECKPOINT_MODES, "offload"]
 #: Those that replicas may run at the same time: they write into no state, nor have hidden leaves.
 ALIKE = ["linear", "conv", "layer_norm", "tanh", "gelu", "frozen", "residual", "relu_", "mul_"]
+ALIKE += ["forward_hook", "backward_hook"]
 ALIKE += ["fork", "join", "twice", "meet", "send", "send_int", "send_none"]
 ALIKE += ["receive", "receive_unused", "dropout", "rrelu", "noise", "dawdle"]
 
 DRIVERS = ["forward", "forward", "train", "train", "train", "iterator", "eval"]
-DRIVERS += ["no_grad", "inference_mode"]
+DRIVERS += ["outputs", "no_grad", "inference_mode"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Call:
     Attributes:
         driver: one of ``DRIVERS``.
         schedule: of ``train_batch``.
-        loss: ``"mean"``, ``"sum"`` or ``"weighted"``.
+        loss: ``"mean"``, ``"sum"`` or ``"weighted"``; or a mean that draws, ``"noisy"``, or
+            that calls the pipe, as its data does, ``"nested"``.
         sizes: the samples of each micro-batch, or of the mini-batch alone.
         autocast: run it under autocast, with its casts ``"cached"`` or made ``"anew"``.
         zero: forget the gradients of earlier calls.
@@ -71,6 +73,7 @@ class Case:
     calls: tuple[Call, ...]
     listed: bool = False
     unpack: bool = False
+    beside: bool = False  #: a thread of the user's, so that layers draw in another way
 
     @property
     def copied(self) -> bool:
@@ -133,6 +136,8 @@ def drawn_case(
             if chance.random() < 0.3:
                 sizes = [chance.randint(1, 3) for _ in range(chunks)]
         loss = chance.choice(["mean", "mean", "mean", "sum", "weighted"])
+        if model.draws and chance.random() < 0.4:
+            loss = "noisy" if model.counts else chance.choice(["noisy", "nested"])
         flags = [chance.random() < p for p in (0.6, 0.3, 0.85)]
         calls.append(Call(driver, schedule, loss, tuple(sizes), autocast, *flags))
     case = Case(
@@ -150,7 +155,8 @@ def drawn_case(
     checkpoint = _by_layer(chance, modes, edges) or case.checkpoint
     lone = not {"fork", "twice", "weighs"} & {*model.layers}  # what these make is one argument
     unpack = lone and chance.random() < 0.2
-    return replace(case, checkpoint=checkpoint, unpack=unpack)
+    beside = model.draws and chance.random() < 0.3
+    return replace(case, checkpoint=checkpoint, unpack=unpack, beside=beside)
 
 
 def _schedule(chance: random.Random, devices: Sequence[int], model: Model, copied: bool) -> Any:

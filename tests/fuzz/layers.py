@@ -39,6 +39,24 @@ class Hidden(OnX):
         return x * scale + bias.view(1, CHANNELS, LENGTH)
 
 
+class Some(Hidden):
+    """Uses the leaves that a function of its input says; the first gradients of two are one."""
+
+    def __init__(self, choose: Callable[[Tensor], slice]) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.randn(LENGTH)) for _ in range(2)]
+        self.choose = choose
+
+    def act(self, x: Tensor) -> Tensor:
+        chosen = [near(weight, x).view(LENGTH) for weight in self.weights[self.choose(x.detach())]]
+        return x * sum(chosen[1:], chosen[0])
+
+
+def sign(x: Tensor) -> slice:
+    k = int(x[0, 0, 0] > 0)
+    return slice(k, k + 1)
+
+
 def closure() -> nn.Module:
     """A leaf that only a function knows; of one sample it gets the very gradient of the input."""
     leaf = torch.randn(CHANNELS, LENGTH, requires_grad=True)
@@ -122,18 +140,6 @@ class Stateful(OnX):
         return y
 
 
-class ReadsStatistics(OnX):
-    """Reads what another layer, inside of it, changes without a trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(CHANNELS)
-
-    def act(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y + x - self.norm.running_mean.view(-1, 1)
-
-
 class Autocast(OnX):
     """A linear layer under an autocast of its own, or without that of the caller."""
 
@@ -177,18 +183,6 @@ class Slope(OnX):
             return torch.autograd.grad(self.net(x).square().sum(), x, create_graph=True)[0]
 
 
-class Recurrent(OnX):
-    """An LSTM, which has its weights in a plain list, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(LENGTH, LENGTH, batch_first=True)
-
-    def act(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
-        return y
-
-
 def piped(*layers: nn.Module) -> nn.Module:
     """A pipe of two stages inside of a layer."""
     devices = ["cpu:0", "cpu:1"]
@@ -207,34 +201,11 @@ class Weighs(nn.Module):
         return {"x": x, "weight": self.weight}
 
 
-class Weighed(nn.Module):
-    """From the tree of Weighs back to a tensor."""
-
-    def forward(self, tree: dict[str, Any]) -> Tensor:
-        return tree["x"] * tree["weight"]
-
-
-class Twice(nn.Module):
-    """From a tensor to a tree that has it twice."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"x": x, "again": x}
-
-
-class Meet(nn.Module):
-    """From the tree of Twice back to a tensor."""
-
-    def forward(self, tree: dict[str, Any]) -> Tensor:
-        return tree["x"] - tree["again"] * 0.5
-
-
-class ForkRng(OnX):
+def fork_rng(x: Tensor) -> Tensor:
     """Draws from the global generator, and puts it back."""
-
-    def act(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return x * torch.rand(LENGTH).to(x)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return x * torch.rand(LENGTH).to(x)
 
 
 class Dawdle(TensorHook):

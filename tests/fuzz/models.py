@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from syncpipe import LayerSpec
@@ -24,22 +25,19 @@ from tests.fuzz.layers import (
     Checkpointed,
     Dawdle,
     Embed,
-    ForkRng,
     Hidden,
-    Meet,
     ParameterViews,
     Plus,
-    ReadsStatistics,
-    Recurrent,
     Slope,
+    Some,
     Stateful,
     TensorHook,
-    Twice,
-    Weighed,
     Weighs,
     closure,
+    fork_rng,
     on_current_device,
     piped,
+    sign,
 )
 from tests.support.models import (
     CHANNELS,
@@ -54,7 +52,7 @@ from tests.support.models import (
     Tied,
     on_x,
 )
-from tests.support.running import Do, Residual
+from tests.support.running import Do, Residual, Using
 from tests.support.ties import tie
 
 __all__ = ["KINDS", "Model", "drawn_model"]
@@ -62,6 +60,10 @@ __all__ = ["KINDS", "Model", "drawn_model"]
 
 def _linear() -> nn.Linear:
     return nn.Linear(LENGTH, LENGTH)
+
+
+def _using(function: Callable[..., Tensor], *layers: nn.Module) -> nn.Module:
+    return Inner(Using(function, *layers))
 
 
 def _frozen() -> nn.Module:
@@ -150,11 +152,17 @@ KINDS: dict[str, Kind] = {
     "attention": Kind(
         lambda: Inner(nn.TransformerEncoderLayer(LENGTH, 1, 4, 0.0, batch_first=True)), once=False
     ),
-    "lstm": Kind(Recurrent, stores=True, once=False, cpu=True),
+    "lstm": Kind(
+        lambda: _using(lambda x, lstm: lstm(x)[0], nn.LSTM(LENGTH, LENGTH, batch_first=True)),
+        stores=True,
+        once=False,
+        cpu=True,
+    ),
     "slope": Kind(Slope, once=False),
     "pipe": Kind(
         lambda: piped(nn.BatchNorm1d(CHANNELS), nn.Tanh()), stores=True, counts=True, cpu=True
     ),
+    "buffer": Kind(lambda: Stateful(lambda layer, x: None)),
     "counter": Kind(Counter, counts=True),
     "two_counters": Kind(_two_counters, counts=True),
     "assigned": Kind(  # whose memory belongs to a stream that nobody knows
@@ -164,13 +172,21 @@ KINDS: dict[str, Kind] = {
     ),
     "no_trace": Kind(lambda: Stateful(lambda layer, x: layer.state.data.copy_(x)), counts=True),
     "late": Kind(lambda: Stateful(lambda layer, x: layer.state.add_(x), late=True), counts=True),
-    "reads_statistics": Kind(ReadsStatistics, once=False, counts=True),
+    "reads_statistics": Kind(  # which a layer inside of it changes without a trace
+        lambda: _using(
+            lambda x, norm: norm(x) + x - norm.running_mean.view(-1, 1), nn.BatchNorm1d(CHANNELS)
+        ),
+        once=False,
+        counts=True,
+    ),
     "spectral_norm": Kind(lambda: Inner(spectral_norm(_linear())), counts=True),
     "weight_norm": Kind(lambda: Inner(weight_norm(_linear()))),
     "autocast": Kind(lambda: Autocast(True), cpu=True),
     "full_precision": Kind(lambda: Autocast(False), cpu=True),
     "residual": Kind(lambda: Inner(Residual(LENGTH)), once=False),
     "hidden": Kind(Hidden),
+    "both": Kind(lambda: Some(lambda x: slice(None))),
+    "either": Kind(lambda: Some(sign)),
     "closure": Kind(closure),
     "parameter_views": Kind(ParameterViews),
     "plus": Kind(Plus),
@@ -210,13 +226,18 @@ KINDS: dict[str, Kind] = {
     "dropout_": Kind(
         lambda: Inner(nn.Dropout(0.4, inplace=True)), inplace=True, passes=True, draws=True
     ),
+    "dropouts": Kind(  # in a module, and outside of it
+        lambda: _using(lambda x, d: F.dropout(d(x), 0.2, d.training), nn.Dropout(0.3)),
+        draws=True,
+        once=False,
+    ),
     # It draws for negative numbers only; there is always one, for whoever first draws late may be
     # recomputed with other numbers, as the limits say.
     "rrelu": Kind(
         lambda: Inner(nn.Sequential(Do(lambda x: x - x.amax()), nn.RReLU())), draws=True, once=False
     ),
     "noise": Kind(Noise, passes=True, draws=True),
-    "fork_rng": Kind(ForkRng, draws=True, cpu=True),
+    "fork_rng": Kind(lambda: Inner(fork_rng), draws=True, cpu=True),
     "checkpoint_dropout": Kind(
         lambda: Checkpointed(reentrant=False, dropout=True), stores=True, draws=True
     ),
@@ -231,10 +252,10 @@ KINDS: dict[str, Kind] = {
     # from a tensor to a tree, and back
     "fork": Kind(Fork, once=False),
     "join": Kind(Join),
-    "twice": Kind(Twice, passes=True, once=False),
-    "meet": Kind(Meet),
+    "twice": Kind(lambda: Do(lambda x: {"x": x, "again": x}), passes=True, once=False),
+    "meet": Kind(lambda: Do(lambda tree: tree["x"] - tree["again"] * 0.5)),
     "weighs": Kind(Weighs, passes=True),
-    "weighed": Kind(Weighed),
+    "weighed": Kind(lambda: Do(lambda tree: tree["x"] * tree["weight"])),
     # skips
     "send": Kind(Send, passes=True, once=False),
     "send_int": Kind(lambda: Send("int"), passes=True),
@@ -353,7 +374,7 @@ class Model:
 #: Layers that may be tied; those in the second set use a parameter more than once.
 _TIED = (
     "linear", "conv", "layer_norm", "tied", "residual", "parameter_views", "embedding", "frozen",
-    "checkpoint", "reentrant", "forward_hook", "backward_hook", "parameter_hook",
+    "checkpoint", "reentrant", "forward_hook", "backward_hook", "parameter_hook", "attention",
 )  # fmt: skip
 _OFTEN = ("tied", "parameter_views", "reentrant")
 

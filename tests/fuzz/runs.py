@@ -8,6 +8,7 @@ balance, themselves under ``syncpipe.inline()``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tests.fuzz.cases import Call, Case
 from tests.fuzz.models import leaves
 from tests.support.compare import assert_same
 from tests.support.models import CHANNELS, LENGTH, Result, concatenate, loss_of, seen, wanted_in
+from tests.support.running import another_thread
 from tests.support.training import go_back, orders_of, own_leaves, weigh
 
 
@@ -40,11 +42,31 @@ def target_of(x: Tensor) -> dict[str, Any]:
     return {"scale": scale, "word": "x", "none": None}
 
 
-def loss_function(kind: str) -> Any:
+def loss_function(kind: str, pipe: Pipe) -> Any:
     """A loss, with its weight if it has one."""
+    if kind == "nested":
+        return lambda output, target: weigh(output, target) + inside(pipe)
+    if kind == "noisy":
+        return lambda output, target: weigh(output, target) * torch.rand(())
     if kind != "weighted":
         return weigh
     return lambda output, target: (weigh(output, target), len(target["scale"]) + 0.5)
+
+
+@torch.no_grad()
+def inside(pipe: Pipe) -> Tensor:
+    """A forward in the middle of a call."""
+    return weigh(pipe(torch.ones(2, CHANNELS, LENGTH))).tanh()
+
+
+def drawing(
+    pairs: list[tuple[Tensor, Any]], nested: Callable[[], Any]
+) -> Iterator[tuple[Tensor, Any]]:
+    """An iterator that draws, as augmentations do, before and after others had their turn."""
+    for x, target in pairs:
+        scale = torch.rand(()) + 0.5 + nested()
+        os.sched_yield()
+        yield x * scale + torch.rand(()), target
 
 
 def autocast(call: Call) -> AbstractContextManager[Any]:
@@ -53,7 +75,12 @@ def autocast(call: Call) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=call.autocast == "cached")
 
 
-_WITHOUT_GRAD: Any = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+#: Calls that give outputs without a graph; "outputs" is ``eval_batch`` without a loss.
+_WITHOUT_GRAD: Any = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "outputs": nullcontext,
+}
 
 
 # --- the pipe, and the plain model ---------------------------------------------------------------
@@ -86,7 +113,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     xs = [place.input(x, call).detach().requires_grad_(case.input_grad) for x in made]
     # PyTorch refuses to write into leaves, and so into views of them.
     given = [x.clone() for x in xs] if case.model.begins_in_place or call.computed else xs
-    options: dict[str, Any] = {"loss_fn": loss_function(call.loss)}
+    options: dict[str, Any] = {"loss_fn": loss_function(call.loss, pipe)}
     options["loss_reduction"] = "sum" if call.loss == "sum" else "mean"
     loss = output = None
     pipe.train(call.training)
@@ -96,12 +123,14 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
             loss = loss_of(output)
         elif call.driver in _WITHOUT_GRAD:
             with _WITHOUT_GRAD[call.driver]():
-                output = pipe(given[0])
+                output = (pipe.eval_batch if call.driver == "outputs" else pipe)(given[0])
         elif call.driver == "eval":
             loss = pipe.eval_batch(given[0], targets[0], **options)
         else:
             pairs = list(zip(given, targets, strict=True))
-            source = {"data_iter": iter(pairs)} if call.driver == "iterator" else {}
+            nested = partial(inside, pipe) if call.loss == "nested" else int
+            data = drawing(pairs, nested) if case.model.draws else iter(pairs)
+            source = {"data_iter": data} if call.driver == "iterator" else {}
             loss, output = pipe.train_batch(
                 *(() if source else pairs[0]),
                 **source,
@@ -114,6 +143,7 @@ def run_pipe(pipe: Pipe, case: Case, call: Call, k: int, place: Place) -> Result
     left = [x.detach().clone() for x in given]  # without a wait, which would hide others
     place.close([*xs, *given], output)
     assert_same([x.to("cpu") for x in left], made, "the caller's input ")
+    assert all(layer.training is call.training for layer in pipe.modules())
     return seen(pipe, xs, output, loss, leaves(pipe))
 
 
@@ -150,7 +180,7 @@ def run_plain(
         whole = [piece.data.requires_grad_(case.input_grad) for piece in whole]
     pieces = [Aligned.apply(p) if case.model.begins_in_place else p for p in whole]
     trains = call.driver in ("forward", "train", "iterator")
-    model.train(call.training and call.driver != "eval")
+    model.train(call.training and call.driver not in ("eval", "outputs"))
     outputs, losses = [], []
     with autocast(call), torch.set_grad_enabled(trains):
         for piece in pieces:
@@ -218,7 +248,8 @@ def check(case: Case) -> None:
                 found.output = found.output, torch.get_rng_state()
             return found
 
-        with inline() if case.by_hand else nullcontext():
+        beside = another_thread() if case.beside else nullcontext()
+        with beside, inline() if case.by_hand else nullcontext():
             return list(results(case.calls, pipe, run, rounded))
 
     found = through(pipe, case)
@@ -232,6 +263,7 @@ def check(case: Case) -> None:
             for call, made in zip(case.calls, schedules, strict=True)
         )
         alone = replace(case, balance=(count,), devices=(0,), replicas=(1,), by_hand=False)
+        alone = replace(alone, beside=False)
         alone = replace(alone, checkpoint="never", calls=calls)
         wanted = through(alone.pipe(), alone)
     for k, pair in enumerate(zip(found, wanted, strict=True)):

@@ -42,25 +42,6 @@ def grads(module):
     return [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("inner_mode", MODES)
-def test_a_pipe_inside_a_pipe(mode, inner_mode):
-    def make():
-        inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Tanh())
-        outer = nn.Sequential(nn.Linear(6, 8), nn.Identity(), nn.Dropout(), nn.BatchNorm1d(8))
-        outer[1] = pipe_of(inner, [2, 2], chunks=2, checkpoint=inner_mode)
-        return pipe_of(outer, [2, 2], chunks=3, checkpoint=mode)
-
-    x, ours = torch.randn(12, 6), make()
-    theirs = copy.deepcopy(ours)
-    for _ in range(2):
-        torch.manual_seed(1)
-        result = trained(ours, ours, x)
-        torch.manual_seed(1)
-        with inline():
-            assert_same(result, trained(theirs, theirs, x))
-    assert ours[1][2].num_batches_tracked == 2 * 3 * 2
-
-
 def tied():
     layers = model()
     layers[0] = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
@@ -184,19 +165,6 @@ def test_uses_of_gradients(mode, use, x):
 # --- layers out of the ordinary --------------------------------------------------------------
 
 
-class Slope(nn.Module):
-    """The gradient of a scalar network: autograd inside of forward, as in energy models."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
-
-
 class Fork(nn.Module):
     def __init__(self):
         super().__init__()
@@ -204,21 +172,6 @@ class Fork(nn.Module):
 
     def forward(self, x):
         return self.a(x), self.b(x).tanh()
-
-
-class Weighs(nn.Module):
-    """Returns a parameter itself, as learned queries are."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(8) + 1)
-
-    def forward(self, x):
-        return x, self.weight
-
-
-def leaf_is_sent():
-    return behind_linear(Weighs(), Do(lambda y: (y[0] * y[1])[:, :3]))
 
 
 class Again(nn.Module):
@@ -237,12 +190,9 @@ def behind_linear(*layers):
 
 
 LAYERS = {
-    "slope": ([1, 1, 1], lambda: behind_linear(Slope(), nn.Linear(8, 3))),
-    "slope, two stages": ([1, 2], lambda: behind_linear(Slope(), nn.Linear(8, 3))),
     "first output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[0]))),
     "other output": ([1, 2, 1], lambda: behind_linear(nn.Tanh(), Fork(), Do(lambda y: y[1]))),
     "cut": ([1, 1, 1], lambda: behind_linear(Do(torch.Tensor.detach), nn.Linear(8, 3))),
-    **{f"a leaf is sent {b}": (b, leaf_is_sent) for b in ([1, 1, 1], [2, 1])},
 }
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from syncpipe import Pipe, Selective, is_checkpointing, is_recomputing
-from tests.support.models import in_turn, linear_model
-from tests.support.running import assert_same, beside, trained
+from tests.support.running import assert_same
 from tests.support.training import FOUR
 from tests.support.watched import Memory, alive, gone
 
@@ -69,11 +68,6 @@ def by_function(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 every_driver = pytest.mark.parametrize("run", [forward, train])
-SELECTIVE = {
-    "list": Selective(PRODUCTS),
-    "function": Selective(by_function),
-    "context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS),
-}
 BY_LAYER = {
     "function": (lambda layer: isinstance(layer, Other), [1, 3, 5]),
     "indices": ([1, 2, -1], [1, 2, 5]),
@@ -178,12 +172,6 @@ def test_what_a_policy_saves_is_kept_and_comes_back_and_nothing_else(run):
 # --- the same result -------------------------------------------------------------------------
 
 
-def mlp(drop: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(drop)) for _ in range(4)]
-    )
-
-
 class Draws(nn.Module):
     """Draws twice: a policy may save one of the two."""
 
@@ -206,32 +194,6 @@ def test_what_is_computed_again_draws_what_it_drew_also_behind_what_is_saved(sav
         results.append([x.grad, *(p.grad for p in pipe.parameters()), torch.rand(3)])
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_deferred_batch_norm_counts_each_micro_batch_once(deferred):
-    results = []
-    for checkpoint in ("never", [0, 1]):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-        how = {"checkpoint": checkpoint, "deferred_batch_norm": deferred}
-        pipe = Pipe(layers, [2, 1], devices=FOUR[:2], chunks=4, **how)
-        results.append(trained(pipe, pipe, torch.randn(8, 3)))
-    assert_same(*results)
-
-
-def test_autocast_of_the_forward_is_that_of_the_recomputation_with_hooks_around_it():
-    pipe, _, plain = beside([0, 2], linear_model(), (2, 2))
-    shapes: list[Any] = []
-    pipe.partitions[0].register_forward_hook(lambda m, args, y: shapes.append(y.shape))
-    x, results = torch.randn(8, 3), []
-    for module, call in ((pipe, pipe), (plain, in_turn(plain, pipe.chunks))):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = call(x)
-        y.float().sum().backward()
-        results.append([y, *(p.grad for p in module.parameters())])
-    assert_same(*results)
-    assert shapes == [(2, 3)] * 4
 
 
 # --- what users do with it -------------------------------------------------------------------
@@ -261,7 +223,7 @@ def test_a_policy_is_asked_on_the_workers_and_its_exception_is_the_callers():
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         raise ValueError("mine")
 
-    pipe = Pipe(mlp(), [2, 2], devices=FOUR[:2], chunks=2, checkpoint=Selective(policy))
+    pipe = pipe_of(Selective(policy))
     for _ in range(2):
         with pytest.raises(ValueError, match="mine"):
             pipe(torch.randn(4, 3))
@@ -317,35 +279,9 @@ def test_two_backwards_through_one_graph_recompute_twice():
 
 def test_a_policy_is_printed_and_refused():
     assert repr(Selective([ops.mm.default])) == f"Selective([{ops.mm.default!r}])"
-    assert isinstance(pipe_of(SELECTIVE["context_fn"]).checkpoint, Selective)
+    context_fn = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    assert isinstance(pipe_of(context_fn).checkpoint, Selective)
     with pytest.raises(TypeError, match="must be a list of operations"):
         Selective(3)
     with pytest.raises(ValueError, match="OpOverload"):
         Selective([torch.mm])
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [
-        ([0, 6], "6 is no layer; there are 6, from 0"),
-        ([0, -7], "-7 is no layer"),
-        ([1, 1], "a layer is in it twice"),
-        ([(0, 1), 1], "a layer is in it twice"),
-        ([(0, 2)], r"\(0, 2\) are no layers one after another"),
-        ([True, False], "one bool for each of the 6 layers"),
-        ([True, 1, 2], "one bool for each of the 6 layers"),
-        (["never", [0]], "stage 1 has the layers 4 to 5"),
-        (["never", ["never", [0]]], "is not one of 'always'"),
-        ([[0], "never", "never"], "has 3 modes, but there are 2 stages"),
-        (lambda layer: isinstance(layer, nn.Conv2d), "no layer of the model fulfils it"),
-        (["never", lambda layer: False], "no layer of stage 1 fulfils it"),
-        *[(none, "a function .* a list of layers") for none in (nn.Linear, [1.5], [()], 3)],
-    ],
-)
-def test_what_makes_no_sense_is_refused(checkpoint, message):
-    with pytest.raises(ValueError, match=message):
-        pipe_of(checkpoint)
-    pipe = pipe_of("never")
-    with pytest.raises(ValueError, match="checkpoint="):
-        pipe.checkpoint = checkpoint
-    assert pipe.checkpoint == "never"

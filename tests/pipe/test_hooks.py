@@ -17,7 +17,7 @@ from syncpipe.training.weight_gradients import WeightGradients
 from tests.support.running import MODES
 from tests.support.training import FOUR, KINDS, RUNS
 
-every_mode = pytest.mark.parametrize("mode", MODES)
+every_mode = pytest.mark.parametrize("mode", [*MODES, [0, 2]])
 every_driver = pytest.mark.parametrize("driver", ["pipe(x)", *KINDS])
 KIND_OF_HOOKS = ["forward_pre", "forward", "forward_kwargs", "full_backward_pre", "full_backward"]
 

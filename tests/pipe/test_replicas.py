@@ -69,27 +69,6 @@ def test_several_stages_on_each_device(schedule, stages):
 # --- arguments, traces, verify -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("balance", "replicas", "devices", "error", "message"),
-    [
-        ([2, 2], [2, 1], SIX[:4], ValueError, r"replicas=\[2, 1\] need 3 devices.*4 are given"),
-        ([2, 2], [2, 1], SIX[:2], ValueError, r"need 3 devices.*2 are given: cpu:0, cpu:1"),
-        ([2, 2], [2, 1, 1], SIX[:4], ValueError, r"has 3 numbers, but balance has 2 partitions"),
-        ([2, 2], [2, 0], SIX[:2], ValueError, r"replicas=\[2, 0\].*at least 1"),
-        ([2, 2], 0, SIX[:2], ValueError, r"replicas=0.*at least 1"),
-        *[([2, 2], no, SIX[:2], TypeError, f"replicas={no!r}.*integer") for no in (True, 2.0, "2")],
-        ([2, 2], 3, SIX[:4], ValueError, r"replicas=\[3, 3\] need 6 devices.*4 are given"),
-        ([2, 2], 2, ["cpu:0", *SIX[:3]], ValueError, r"replicas of stage 0 would"),
-        ("parameters", 2, SIX[:5], ValueError, "5 devices cannot be divided by 2"),
-        ("parameters", [2, 1], SIX[:3], ValueError, "makes stages that are alike, but replicas"),
-        (None, 2, None, ValueError, r"replicas=2 needs balance=\[...\] and devices"),
-    ],
-)
-def test_what_does_not_fit_is_refused(balance, replicas, devices, error, message):
-    with pytest.raises(error, match=message):
-        Pipe(linear_model(), balance, replicas=replicas, devices=devices)
-
-
 def test_devices_are_listed_stage_by_stage_and_there_are_workers_by_default():
     for devices in SIX[:3], None:
         pipe = Pipe(linear_model(), [3, 1], replicas=[2, 1], devices=devices)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from syncpipe import inline, is_recomputing
+from syncpipe import is_recomputing
 from syncpipe.runtime.random_numbers import _cell_seed
 from syncpipe.state import sandboxed
 from tests.support.running import (
@@ -35,55 +33,6 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "zb_h1")
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Nested(nn.Module):
-    """Dropout deep inside of a layer that it calls ``layer``, and functions that draw."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)))
-
-    def forward(self, x):
-        return F.dropout(self.layer(x), 0.2, self.training) + torch.randn(6)
-
-
-def many_random_layers(size=12):
-    kinds = [
-        lambda: nn.Sequential(nn.Linear(6, 6), Dawdle(1), nn.Dropout()),
-        Nested,
-        Noise,
-        lambda: nn.Sequential(Dawdle(2), nn.RReLU()),
-        lambda: nn.AlphaDropout(0.1),
-        lambda: nn.Sequential(Dawdle(3), nn.BatchNorm1d(6)),
-    ]
-    return nn.Sequential(*(kinds[k % len(kinds)]() for k in range(size)))
-
-
-def assert_as_inline(ours, theirs, run, steps):
-    """Both do the same from the same seeds, one of them inline; generators stand where they did."""
-    for step in range(steps):
-        # Every second step with other numbers from the same seed; modes change as they like.
-        torch.manual_seed(step // 2)
-        torch.rand(step % 2)
-        for pipe in (ours, theirs):
-            pipe.train(step % 7 != 3)
-        state = torch.get_rng_state()
-        result, after = run(ours, step), torch.get_rng_state()
-        torch.set_rng_state(state)
-        with inline():
-            expected = run(theirs, step)
-        assert_same(result, expected)
-        assert torch.equal(after, torch.get_rng_state())
-        assert not torch.equal(after, state)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_hundred_steps_on_four_workers_draw_what_the_inline_run_draws(mode):
-    layers = many_random_layers()
-    theirs = pipe_of(copy.deepcopy(layers), [3, 3, 3, 3], checkpoint="never")
-    ours = pipe_of(layers, [3, 3, 3, 3], checkpoint=mode)
-    assert_as_inline(ours, theirs, lambda pipe, _: trained(pipe, pipe, X), 100)
-
-
 def test_seeds_of_a_long_stream_do_not_repeat():
     micro_batches = [*range(9), *(k << 16 for k in range(1, 600)), *range(65_530, 65_540)]
     seeds = {_cell_seed(5, j, i) & 0xFFFFFFFF for i in set(micro_batches) for j in range(40)}
@@ -93,7 +42,8 @@ def test_seeds_of_a_long_stream_do_not_repeat():
 def test_the_callers_generator_moves_by_one_draw_a_call_whatever_the_layers_do():
     seeds = Do(lambda x: torch.manual_seed(0) and None)
     states, outputs = [], []
-    for layers in (nn.Sequential(nn.Tanh()), many_random_layers(2), nn.Sequential(seeds, Noise())):
+    draws = nn.Sequential(nn.Dropout(), nn.RReLU())
+    for layers in (nn.Sequential(nn.Tanh()), draws, nn.Sequential(seeds, Noise())):
         torch.manual_seed(5)
         y = pipe_of(layers, checkpoint="always")(X.clone().requires_grad_())
         y.sum().backward()
@@ -147,115 +97,15 @@ def test_what_is_recomputed_draws_what_was_drawn_or_is_known_from_the_next_call_
             assert_same(noises, noises[:1] * 2)
 
 
-# --- layers that do more with a generator than draw in forward
-
-
-class Checkpointed(nn.Module):
-    """PyTorch's checkpoint inside of a layer, which saves and sets states."""
-
-    def __init__(self, reentrant, *inner):
-        super().__init__()
-        self.reentrant = reentrant
-        self.inner = nn.Sequential(nn.Linear(6, 6), Dawdle(3), *inner)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class Forked(nn.Module):
-    """Draws the same numbers every time, and leaves the generator as it was."""
-
-    def __init__(self):
-        super().__init__()
-        self.slow = Dawdle(4)
-
-    def forward(self, x):
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            self.slow(x)
-            return x + torch.rand(6)
-
-
-def noisy_hook(grad):
-    return grad + torch.rand(grad.shape)
-
-
-def noisy_gradient(x):
-    """Draws in backward."""
-    return on_gradient(x, lambda grad: noisy_hook(Dawdle(5)(grad)))
-
-
-def forking_hook(grad):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return grad * torch.rand(grad.shape)
-
-
-class HookedWeight(nn.Linear):
-    """A hook on a parameter that draws."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.weight.register_hook(noisy_hook)
-
-
-def hook(function):
-    return lambda x: x.register_hook(function) and None
-
-
-KINDS = {
-    "reentrant": lambda: Checkpointed(True),
-    "reentrant, dropout": lambda: Checkpointed(True, nn.Dropout()),
-    "not reentrant": lambda: Checkpointed(False),
-    "not reentrant, dropout": lambda: Checkpointed(False, nn.Dropout()),
-    "fork_rng": Forked,
-    "hook with fork_rng": lambda: Do(hook(forking_hook)),
-    "parameter hook": HookedWeight,
-    "function": lambda: Do(noisy_gradient),
-}
-
-
-def stepped(pipe, step=0, loss_fn=F.mse_loss):
-    pipe.zero_grad()
-    x, schedule = X.clone().requires_grad_(), SCHEDULES[step % len(SCHEDULES)]
-    loss = pipe.train_batch(x, X, loss_fn=loss_fn, schedule=schedule)
-    return [loss, x.grad, *(p.grad for p in pipe.parameters())]
-
-
-def noisy(y, target):
-    """A loss that draws in backward."""
-    return F.mse_loss(noisy_gradient(y), target)
-
-
-RUNS = {
-    "train": (stepped, 8),
-    "loss": (lambda p, step: stepped(p, step, noisy), 4),
-    "forward": (lambda p, _: trained(p, p, X), 4),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS)
-def test_what_uses_the_state_or_draws_in_backward_does_as_inline(run, kind, mode):
-    layers = []
-    for j in range(4):
-        layers += [nn.Linear(6, 6), KINDS[kind](), nn.Sequential(Dawdle(j), nn.Dropout(0.3))]
-    other = copy.deepcopy(nn.Sequential(*layers))
-    for module in other.modules():
-        if isinstance(module, HookedWeight):  # hooks are not copied
-            module.weight.register_hook(noisy_hook)
-    ours = pipe_of(nn.Sequential(*layers), [3, 3, 3, 3], checkpoint=mode)
-    theirs = pipe_of(other, [3, 3, 3, 3], checkpoint=mode)
-    assert_as_inline(ours, theirs, *RUNS[run])
+# --- layers that draw in backward
 
 
 def test_what_draws_in_backward_draws_anew_for_each_layer_micro_batch_and_call():
     drawn = []
-    note = hook(lambda grad: drawn.append(tuple(torch.rand(4).tolist())))
+    note = lambda x: on_gradient(x, lambda _: drawn.append(tuple(torch.rand(4).tolist())))  # noqa: E731
     pipe = pipe_of(nn.Sequential(nn.Linear(6, 6), Do(note), Do(note)))
     for _ in range(3):
-        stepped(pipe)
+        pipe.train_batch(X, X, loss_fn=F.mse_loss)
     assert len(drawn) == len(set(drawn)) == 24
 
 
@@ -286,29 +136,6 @@ def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedu
         results.append([p.grad for p in pipe.parameters()])
     for other in results[1:]:
         assert_same(other, results[0])
-
-
-class Slope(nn.Module):
-    """Draws, and then runs a backward inside of its forward, for which it is recomputed."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            energy = F.dropout(x).tanh().square().sum()
-            return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize("mode", ["except_last", "always"])
-@pytest.mark.parametrize("beside", [nullcontext, another_thread])
-def test_a_backward_inside_of_a_layer_recomputes_what_it_drew(mode, beside):
-    results = []
-    with beside():
-        for each in ("never", mode):
-            torch.manual_seed(1)
-            layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), Slope(), nn.Linear(6, 6))
-            pipe = pipe_of(layers, [2, 2], checkpoint=each)
-            results.append([trained(pipe, pipe, torch.ones(8, 6)) for _ in range(3)])
-    assert_same(*results)
 
 
 # --- a thread of the user's that draws, and layers that run at once

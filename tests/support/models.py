@@ -272,11 +272,6 @@ def step(call: Callable[[Any], Any], module: nn.Module, x: Any) -> Result:
 assert_same_tree = assert_same
 
 
-def assert_close(actual: Result, expected: Result) -> None:
-    """Equality to rounding, for where a promise goes no further."""
-    assert_same(actual, expected, rounded=True)
-
-
 def assert_equals_plain(
     model: nn.Sequential, x: Any, balance: list[int] | None, *, steps: int = 1, **arguments: Any
 ) -> Pipe:

@@ -41,8 +41,6 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "v_min": ({"schedule": "v_min"}, V),
     "dualpipev": ({"schedule": "dualpipev"}, V),
 }
-#: The same without those that split backward, whose gradients are equal to rounding only.
-WHOLE = list(RUNS)[: list(RUNS).index("interleaved_zero_bubble")]
 #: Those that take the last micro-batch back first, as ``loss.backward()`` does.
 LAST_FIRST = ["gpipe", "looped_bfs"]
 #: One of each kind, for tests where the number of slots makes no difference.
@@ -243,26 +241,19 @@ def add_grad(parameter: Tensor, grad: Tensor | None) -> None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def pipe_step(pipe: Pipe, x: Any, target: Any = None, *, leaf: bool = True, **options: Any) -> Any:
+def pipe_step(pipe: Pipe, x: Any, target: Any = None, **options: Any) -> Any:
     """A step of ``train_batch``, and all that it left behind.
 
     Args:
         pipe: the pipe.
         x: the mini-batch.
         target: its targets.
-        leaf: whether tensors that need a gradient are leaves; else they were computed.
         **options: of ``train_batch``.
     """
     x = fresh(x)
-    given = x if leaf else pytree.tree_map_only(Tensor, _computed, x)
-    loss, output = pipe.train_batch(given, target, return_outputs=True, **options)
+    loss, output = pipe.train_batch(x, target, return_outputs=True, **options)
     assert not any(is_wanted(value) for value in [loss, *pytree.tree_leaves(output)])
     return seen(pipe, x, output, loss)
-
-
-def _computed(tensor: Tensor) -> Tensor:
-    """The same values and gradients, but no leaf."""
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def orders_of(schedule: Schedule) -> list[list[int]]:

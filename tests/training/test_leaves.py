@@ -15,64 +15,14 @@ from syncpipe.runtime.graph import nodes_of
 from syncpipe.schedules.schedule import Action, Schedule
 from syncpipe.training.cell import ANCHOR, Border
 from tests.support.models import CHECKPOINT_MODES
-from tests.support.running import pipe_of
+from tests.support.running import Do
 from tests.support.training import KINDS, RUNS
-
-
-class Unseen(nn.Module):
-    """Multiplies by the sum of some of two weights in a plain list, which it chooses by its input.
-
-    Of both the first gradients are one tensor.
-    """
-
-    def __init__(self, choose: Any) -> None:
-        super().__init__()
-        self.unseen, self.choose = [nn.Parameter(torch.ones(2, 4)) for _ in range(2)], choose
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * sum(weight.view(-1) for weight in self.unseen[self.choose(x)]).view(2, 4)
-
-
-def test_two_leaves_whose_first_gradients_are_one_tensor_get_one_each():
-    layer = Unseen(lambda x: slice(None))
-    pipe_of(nn.Sequential(layer, nn.Identity()), chunks=3).train_batch(
-        torch.ones(6, 4), loss_fn=torch.sum, loss_reduction="sum"
-    )
-    for weight in layer.unseen:
-        assert torch.equal(weight.grad, torch.full((2, 4), 3.0))
-
-
-def test_a_leaf_that_only_some_micro_batches_use_is_found():
-    """With ``(loss, weight)`` gradients are put right at the end, but for what was there before."""
-    layer = Unseen(lambda x: slice(int(x[0, 0]) - 1, int(x[0, 0])))
-    pipe = pipe_of(nn.Sequential(nn.Identity(), layer), checkpoint="never")
-    x = torch.tensor([1.0, 2.0, 2.0, 1.0]).repeat_interleave(2)[:, None].repeat(1, 4)
-    given = iter([1.0, 3.0, 3.0, 1.0])
-    layer.unseen[1].grad = torch.ones(2, 4)
-    pipe.train_batch(x, loss_fn=lambda y: (y.sum(), next(given)))
-    torch.testing.assert_close(layer.unseen[0].grad, torch.full((2, 4), 2 / 8))
-    torch.testing.assert_close(layer.unseen[1].grad, torch.full((2, 4), 1 + 2 * 6 / 8))
-    for leaf in layer.unseen:
-        leaf.grad = None
-    pipe(x).sum().backward()
-    assert [leaf.grad.sum().item() for leaf in layer.unseen] == [16.0, 32.0]
-
-
-class Borrows(nn.Module):
-    """Uses a tensor that it got hold of somewhere."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight_of = lambda: weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_of())
 
 
 def borrowed(first: bool, last: bool, *, devices: Any = None, **options: Any) -> tuple[Pipe, Any]:
     """A pipe whose first and last layer may have one weight, in a closure; and its first layer."""
     owner = nn.Linear(4, 4, bias=False)
-    borrows = Borrows(owner.weight)
+    borrows = Do(lambda x: F.linear(x, owner.weight))
     layers = [borrows if first else owner, nn.Tanh(), nn.Tanh(), borrows if last else nn.Tanh()]
     return Pipe(nn.Sequential(*layers), [1] * 4, devices=devices, **options), owner
 

@@ -2,77 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, inline
-from tests.support.running import MODES, Dawdle, Noise, assert_same, pipe_of
+from tests.support.models import linear_model
+from tests.support.running import pipe_of
 
-SCHEDULES = ("naive", "gpipe", "1f1b")  # what zero bubble adds is equal to rounding only
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(2))
 
 
-class Scaled(nn.Module):
-    """Has a buffer, so that its stage has to be locked."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def model():
-    """Layers that draw in training."""
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(6, 6), Dawdle(1), nn.Dropout()),
-        nn.Sequential(Dawdle(2), nn.LayerNorm(6), Noise()),
-        nn.Sequential(Scaled(), Dawdle(3), nn.Dropout()),
-        nn.Sequential(nn.Linear(6, 6), Dawdle(4), nn.Dropout(0.2)),
-    )
-
-
 def pieces():
     return zip(X.chunk(4), Y.chunk(4), strict=True)
-
-
-def steps(pipe):
-    """Some steps in which the loss function and the iterator use the pipe."""
-
-    @torch.no_grad()
-    def use(x):
-        return pipe(x).pow(2).mean()
-
-    def loss_fn(output, target):
-        return F.mse_loss(output, target) + use(target)
-
-    results = []
-    for step, schedule in enumerate(SCHEDULES):
-        torch.manual_seed(step)
-        data = ((x + use(x), y + torch.rand(6)) for x, y in pieces())
-        pipe.zero_grad()
-        loss = pipe.train_batch(data_iter=data, loss_fn=loss_fn, schedule=schedule)
-        results += [loss, *(p.grad for p in pipe.parameters()), *pipe.buffers()]
-        results += [torch.get_rng_state()]
-    return [r.clone() for r in results]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_forward_inside_does_as_inline(mode):
-    torch.manual_seed(1)
-    layers = model()
-    ours, theirs = (pipe_of(copy.deepcopy(layers), checkpoint=mode) for _ in range(2))
-    with inline():
-        expected = steps(theirs)
-    assert_same(steps(ours), expected)
 
 
 def stream(pipe, **given):
@@ -95,7 +41,7 @@ REFUSED = [*product(["train_batch", "eval_batch"], list(CALLS)[:3]), *product(["
 @pytest.mark.parametrize("where", ["loss_fn", "data_iter"])
 @pytest.mark.parametrize(("outer", "inner"), REFUSED)
 def test_what_changes_gradients_modes_or_weights_is_refused_inside(outer, inner, where, context):
-    pipe = pipe_of(model())
+    pipe = pipe_of(linear_model(width=6))
 
     def again():
         CALLS[inner](pipe, data_iter=iter(pieces()), loss_fn=F.mse_loss)

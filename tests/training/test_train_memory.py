@@ -174,19 +174,24 @@ def test_nothing_is_left_after_a_call_not_even_a_cycle(call, checkpoint):
         gc.enable()
 
 
-@pytest.mark.parametrize("run", KINDS)
-def test_hundreds_of_steps_leave_as_much_as_a_few(run):
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("run", [*KINDS, "pipe(x)"])
+def test_hundreds_of_steps_leave_as_much_as_a_few(run, checkpoint):
     layers = nn.Sequential(
         nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3)
     )
-    pipe = Pipe(layers, [1, 2, 1, 1], devices=RUNS[run][1], chunks=2, checkpoint="except_last")
+    options, devices = RUNS.get(run, ({}, FOUR))
+    pipe = Pipe(layers, [1, 2, 1, 1], devices=devices, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 3, requires_grad=True)
 
     def steps(count: int) -> tuple[Counter[str], int]:
         for _ in range(count):
             x.grad = None
             pipe.zero_grad()
-            pipe.train_batch(x, loss_fn=lambda y: (y.pow(2).mean(), len(y)), **RUNS[run][0])
+            if run == "pipe(x)":
+                pipe(x).sum().backward()
+                continue
+            pipe.train_batch(x, loss_fn=lambda y: (y.pow(2).mean(), len(y)), **options)
             pipe.eval_batch(x)
         gc.collect()  # flattening a tree in PyTorch's way makes small cycles
         found = Counter(type(thing).__name__ for thing in gc.get_objects())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import UserDict
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from syncpipe import Pipe, RepeatingLoader, inline
-from tests.support.models import assert_same_tree, linear_model
-from tests.support.running import Do, assert_same, pipe_of
+from syncpipe import Pipe, RepeatingLoader
+from tests.support.models import linear_model
+from tests.support.running import Do, pipe_of
 from tests.support.training import KINDS, RUNS
 from tests.training.failures.failing import Grads
 from tests.training.loss.whole import four, grads_of, whole
@@ -144,41 +142,6 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
             pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
     epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
     assert seen == epoch * 2
-
-
-class Random(TensorDataset):
-    """Adds noise to its samples, as augmentations do."""
-
-    def __getitem__(self, k):
-        x, t = super().__getitem__(k)
-        return x + torch.rand(()), t
-
-
-def draw_slowly(x: Tensor) -> Tensor:
-    """Draws, lets others have their turn, and draws again."""
-    y = x * torch.rand(())
-    for _ in range(50):
-        os.sched_yield()
-    return y + torch.rand(())
-
-
-def test_data_that_is_drawn_is_the_same_every_time_and_disturbs_no_layer():
-    dataset = Random(torch.randn(8, 3), torch.arange(8))
-    runs = []
-    for k in range(6):
-        torch.manual_seed(1)
-        layers = [nn.Sequential(nn.Linear(3, 3), Do(draw_slowly)) for _ in range(3)]
-        pipe, seen = pipe_of(nn.Sequential(*layers), chunks=3), []
-        data = iter(RepeatingLoader(DataLoader(dataset, batch_size=2, shuffle=True)))
-        watched = ((seen.append((x, t)) or x, t) for x, t in data)
-        torch.manual_seed(4)
-        for _ in range(5):
-            with nullcontext() if k else inline():
-                loss = pipe.train_batch(data_iter=watched, loss_fn=lambda y, t: y.pow(2).mean())
-        runs.append(([loss, *grads_of(pipe), torch.get_rng_state()], seen))
-    for result, seen in runs[1:]:
-        assert_same_tree(seen, runs[0][1], "data")
-        assert_same(result, runs[0][0])
 
 
 def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():

@@ -10,34 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from syncpipe import Pipe
-from tests.support.models import assert_same_tree
 from tests.support.running import Dawdle, Do, in_threads, pipe_of
 from tests.support.watched import Memory, alive
-
-
-def noisy_model() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Sequential(nn.Dropout(), nn.RReLU())
-    )
-
-
-def test_eval_batch_gives_the_outputs_of_the_model_in_eval_mode():
-    pipe = pipe_of(noisy_model(), chunks=3, checkpoint="always")
-    x = torch.randn(7, 3, requires_grad=True)
-    torch.manual_seed(3)
-    pipe(x[[*range(7), 0, 1]])  # some statistics
-    after = torch.get_rng_state()
-    plain = copy.deepcopy(nn.Sequential(*pipe)).eval()
-    before = {key: value.clone() for key, value in pipe.state_dict().items()}
-    torch.manual_seed(3)
-    output = pipe.eval_batch(x)
-    assert torch.equal(after, torch.get_rng_state())  # it moves as with a forward
-    assert torch.equal(output, torch.cat([plain(piece) for piece in x.chunk(3)]))
-    assert not output.requires_grad
-    assert output.grad_fn is None
-    assert_same_tree(dict(pipe.state_dict()), before, "state")
-    assert pipe.training
 
 
 def test_eval_batch_in_several_threads_leaves_the_flags_and_is_right():
