@@ -23,7 +23,7 @@ while a forward lasts (Wan et al. 2025, PipeOffload).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -168,9 +168,12 @@ class Chain:
         return found | {"time": tuple(f + b for f, b in both)}
 
     @cached_property
+    def _columns(self) -> dict[str, tuple[float, ...]]:
+        return self.sums | {"shared": self.shared, "inputs": self.inputs}
+
+    @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        starts = {"shared": self.shared, "inputs": self.inputs}
-        return {what: doubles(each) for what, each in (self.sums | starts).items()}
+        return {what: doubles(each) for what, each in self._columns.items()}
 
     @cached_property
     def _transient(self) -> Tensor:
@@ -191,9 +194,7 @@ class Chain:
             found[stash + 1 : pop + 1, pop + 1 :] += size
         return found
 
-    def runs(self, at: Sequence[int], first: bool) -> Run:
-        """What the layers between each of these boundaries and each other one have, as tensors."""
-        x, i, j = self._tensors, torch.tensor(at[:-1])[:, None], torch.tensor(at)
+    def _run(self, x: Mapping[str, Any], i: Any, j: Any, first: bool) -> Run:
         f, b, fixed, stored = (
             x[what][j] - x[what][i] for what in ("forward", "backward", "fixed", "stored")
         )
@@ -201,19 +202,20 @@ class Chain:
         popped = self._popped[i, j] if self.skips else 0.0
         return Run(first, f, b, fixed, x["inputs"][i], stored + x["shared"][i], transient, popped)
 
+    def runs(self, at: Sequence[int], first: bool) -> Run:
+        """What the layers between each of these boundaries and each other one have, as tensors."""
+        return self._run(self._tensors, torch.tensor(at[:-1])[:, None], torch.tensor(at), first)
+
     @cached_property
     def _runs(self) -> dict[tuple[int, int], Run]:
         return {}
 
     def run(self, i: int, j: int) -> Run:
-        """The same of one run, as numbers."""
+        """What the layers ``[i, j)`` have, as numbers."""
         if (i, j) not in self._runs:
-            names = ("forward", "backward", "fixed", "stored")
-            f, b, fixed, stored = (self.sums[what][j] - self.sums[what][i] for what in names)
-            transient = float(self._transient[i, j]) if self.peaks else 0.0
-            popped = float(self._popped[i, j]) if self.skips else 0.0
-            stored, inputs = stored + self.shared[i], self.inputs[i]
-            self._runs[i, j] = Run(i == 0, f, b, fixed, inputs, stored, transient, popped)
+            found = self._run(self._columns, i, j, i == 0)
+            transient, popped = float(found.transient), float(found.popped)
+            self._runs[i, j] = found._replace(transient=transient, popped=popped)
         return self._runs[i, j]
 
     def held(self, run: Run, q: Any, q0: Any, mode: Mode, taken: Any = 0.0) -> Held:

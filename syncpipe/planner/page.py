@@ -281,7 +281,7 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
     }
     made = {
         "figures": (f"<div>{name} <b>{_clean(x)}</b>{_clean(of)}</div>" for name, x, of in figures),
-        "stages": (_row(*map(_clean, row)) for row in [_HEADER, *_rows(plan)]),
+        "stages": [_row(*_HEADER, tag="th"), *(_row(*map(_clean, row)) for row in _rows(plan))],
         "layers": _layers(plan),
         "step": [_picture(plan)],
         "memory": _lanes(plan),
@@ -292,8 +292,8 @@ def save(path: str | os.PathLike[str], plan: Plan) -> None:
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _row(*cells: str, look: str = "") -> str:
-    return f'<tr class="{look}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+def _row(*cells: str, look: str = "", tag: str = "td") -> str:
+    return f'<tr class="{look}">{"".join(f"<{tag}>{cell}</{tag}>" for cell in cells)}</tr>'
 
 
 def _layers(plan: Plan) -> Iterator[str]:
