@@ -273,36 +273,20 @@ def _drafts(program: Program, n: int, low: float) -> Iterator[Draft]:
 
 
 def _cut_anew(program: Program, n: int, slots: Slots, at_most: float, *more: Slots) -> list[Draft]:
-    """The cut with the least bound for these slots: what fits of it with them, with others, and
-    with those that suit it, as many of them as fit.
+    """The cut with the least bound for these slots: what fits of it with them and with others, as
+    many of them as fit.
     """
     terms, m = program.terms, program.count
     value, balance = program.cut(n, slots)
     if value == math.inf:
         return []
-    caps = (slots or (m,) * n, *_families(n, m)[1:3], _suiting(terms, balance, m), *more)
+    caps = (slots or (m,) * n, *_families(n, m)[1:3], *more)
     fitting = (_fitting(terms, balance, m, modes, cap) for cap in caps for modes in (1, 2))
     drafts = (
         terms.draft(one_f_one_b_form(m, some), balance, at_most=at_most * _PROMISING)
         for some in dict.fromkeys(filter(None, fitting))
     )
     return [draft for draft in drafts if draft is not None and draft.excess <= 1]
-
-
-def _suiting(terms: Terms, balance: Balance, m: int) -> Slots:
-    """Slots that keep the stages of a cut busy until their first micro-batch is back.
-
-    If that takes ``D`` to the end and back, and one leaves the pipeline every ``P`` seconds, there
-    are ``1 + D / P`` on their way, rounded up: the textbook's numbers for even stages.
-    """
-    costs = terms.costs(one_f_one_b_form(m, (1,) * len(balance)), balance)
-    times = costs.times["backward"]
-    times = [f + b for f, b in zip(costs.forward, times, strict=True)]
-    pace = max(*times, *costs.transfer, 1e-30)
-    ways = zip(times[1:], costs.transfer, strict=True)
-    trips = accumulate((time + 2 * way for time, way in reversed([*ways])), initial=0.0)
-    slots = [min(m, 1 + math.ceil(trip / pace - NOTICED)) for trip in trips]
-    return tuple(reversed(slots))
 
 
 def _fitting(terms: Terms, balance: Balance, m: int, modes: int, limits: Slots) -> Slots | None:
