@@ -253,27 +253,26 @@ def _problems(schedule: Schedule) -> Iterator[str]:
     def kinds(i: int, j: int) -> tuple[Kind, ...]:
         return ("forward", *HALVES) if (i, j) in schedule.splits else ("forward", "backward")
 
-    there: set[Action] = set()
+    place: dict[Action, tuple[int, int]] = {}
     for d, row in enumerate(rows):
         for p, action in enumerate(row):
             kind, i, j = action
             own = 0 <= i < m and 0 <= j < n and schedule.device(i, j) == d
-            if action in there or not own or kind not in kinds(i, j):
-                why = "is there twice" if action in there else "is none of its cells, or is split"
+            if action in place or not own or kind not in kinds(i, j):
+                why = "is there twice" if action in place else "is none of its cells, or is split"
                 yield f"{action}, action {p} of device {d}, {why}: {m=}, {device_of=}"
-            there.add(action)
+            place[action] = p, d
     every = (Action(kind, i, j) for i in range(m) for j in range(n) for kind in kinds(i, j))
-    for action in (action for action in every if action not in there):
+    for action in (action for action in every if action not in place):
         d = schedule.device(action.i, action.j)
         yield f"{action} is missing on device {d}: {action.kind} of {action[1:]}"
     waiting = play(rows, m, device_of, Costs.even(n, 0.0, 0.0, 0.0)).waiting
-    place = {action: (p, d) for d, row in enumerate(rows) for p, action in enumerate(row)}
+    reached = [math.inf if action is None else place[action][0] for action in waiting]
     stuck = []
     for action in filter(None, waiting):
-        p, d = place[action]
         needed = [(a, *place[a]) for a in schedule.predecessors(action)]
-        reached = [math.inf if each is None else place[each][0] for each in waiting]
-        missing = " and ".join(f"{a}, action {q} of {e}" for a, q, e in needed if q >= reached[e])
+        missing = " and ".join(f"{a}, action {p} of {d}" for a, p, d in needed if p >= reached[d])
+        p, d = place[action]
         stuck.append(f"{action}, action {p} of device {d}, waits for {missing}")
     if stuck:
         yield f"deadlock: {'; '.join(stuck)}"
