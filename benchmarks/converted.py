@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Group, Options, Part
 from syncpipe import Pipe, sequential
+from syncpipe.compare import compare
 from syncpipe.data import tensors_in
 from syncpipe.layers.conversion.sequential import Converted
 
@@ -269,29 +270,19 @@ def compared(model: nn.Module, layers: Converted, args: Any, kwargs: Any) -> str
     plain.eval()  # dropout draws other numbers in a pipe
     pipe.eval()
     pieces = [chunked(args, kwargs, i) for i in range(2)]
-    ours = tensors_in(pipe(*args, **kwargs))
-    theirs = zip(*(tensors_in(plain(*a, **k)) for a, k in pieces), strict=True)
-    pairs = [(a, torch.cat(parts)) for a, parts in zip(ours, theirs, strict=True)]
+    ours = dict(enumerate(tensors_in(pipe(*args, **kwargs))))
+    parts = zip(*(tensors_in(plain(*a, **k)) for a, k in pieces), strict=True)
+    theirs: dict[Any, Any] = dict(enumerate(map(torch.cat, parts)))
     named = dict(zip(inspect.signature(plain.forward).parameters, args, strict=False))
     pipe.train_batch({**named, **kwargs}, loss_fn=loss_of)
     for (a, k), weight in zip(pieces, (2 / 3, 1 / 3), strict=True):
         (loss_of(plain(*a, **k)) * weight).backward()
-    gradients = dict(plain.named_parameters())
-    for name, parameter in pipe.named_parameters():
-        a, b = parameter.grad, gradients[name].grad
-        if a is None or b is None:
-            if a is not b:
-                return f"no: {name} has a gradient on one side only"
-        else:
-            pairs.append((a, b))
-    if all(torch.equal(a, b) for a, b in pairs):
-        return "to the bit"
-    try:
-        for a, b in pairs:
-            torch.testing.assert_close(a, b, equal_nan=True)
-    except AssertionError:
-        return "no"
-    return "to rounding"
+    found = compare(
+        {**ours, **{name: p.grad for name, p in pipe.named_parameters()}},
+        {**theirs, **{name: p.grad for name, p in plain.named_parameters()}},
+    )
+    words = {"equal": "to the bit", "rounding": "to rounding"}
+    return words.get(found.status, f"no: {found.at} {found.words}")
 
 
 def row(name: str, made: Model) -> dict[str, Any]:

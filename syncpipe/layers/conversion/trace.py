@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from syncpipe.data import flatten, tensors_in
+from syncpipe.data import flatten, tensors_in, unflatten
 from syncpipe.runtime.interrupts import forkable
 
 __all__ = [
@@ -244,7 +244,7 @@ class Tracer(TorchFunctionMode):
     ``paths`` are those of all modules, ``leaves`` those of leaf modules, ``names`` those of inputs;
     ``objects`` is what the model uses besides its own tensors and plain values, in all traces of
     it, by names in the code. After the run, ``nodes`` is what the model did, in order, from the
-    caller's tensors (``inputs``) to the output, ``result`` what it gave, ``steps`` how many there
+    caller's tensors to the output, ``result`` what it gave, ``steps`` how many there
     are in each call, and ``faults`` what the trace cannot stand for.
     """
 
@@ -263,7 +263,6 @@ class Tracer(TorchFunctionMode):
         self._call: _Call = ((0, ""),)
         self.steps: dict[_Call, int] = {self._call: 0}
         self.faults: list[Whole] = []
-        self.inputs: list[fx.Node] = []
         self.nodes: list[fx.Node] = []
         self.result: Any = None
         self._nodes: dict[int, fx.Node] = {}
@@ -276,15 +275,17 @@ class Tracer(TorchFunctionMode):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Runs the model; tensors in the arguments are its inputs, in order."""
 
+        names = iter(self._names)
+
         def entering(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            own, k = leaf.detach().requires_grad_(leaf.requires_grad), len(self.inputs)
-            node = self._place("placeholder", self._names[k], key=("input", k), value=own)
-            self.inputs.append(node)
+            own, name = leaf.detach().requires_grad_(leaf.requires_grad), next(names)
+            self._place("placeholder", name, key=("input", name), value=own)
             return own
 
-        args, kwargs = map_tree(entering, (args, kwargs))
+        leaves, structure = flatten((args, kwargs))
+        args, kwargs = unflatten(map(entering, leaves), structure)
         with _tracing_lock, self._tracing():
             self.result = self._model(*args, **kwargs)
             output = self._lift(self.result)

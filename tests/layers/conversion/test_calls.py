@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from syncpipe import NoChunk, Pipe, sequential
-from tests.layers.conversion.models import Pair, Transformer, tokens
+from tests.layers.conversion.models import Does, Pair, Transformer, tokens
 
 
 class Two(Pair):
@@ -49,6 +49,15 @@ def test_positional_keyword_and_variable_arguments():
     model, pipe = two(*args, **kwargs)
     args, kwargs = given(6)
     assert_close(pipe(*args, **kwargs), model(*args, **kwargs))
+
+
+def test_an_argument_may_be_a_container_that_only_pytree_knows():
+    def given(n: int) -> Any:
+        return torch.rand(n, 4, 5).max(2)
+
+    model = Does(lambda m, found: m.b(m.a(found.values)) + found.indices)
+    layers, found = sequential(model, given(3)), given(5)
+    assert torch.equal(layers(found), model(found))
 
 
 @pytest.mark.parametrize("form", [tuple, dict, OrderedDict, UserDict, MappingProxyType])

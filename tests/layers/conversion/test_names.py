@@ -57,6 +57,8 @@ def test_in_another_module_names_have_its_prefix_only():
     pipe = Pipe(sequential(copy.deepcopy(model), torch.rand(3, 4)), "uniform", devices=["cpu:0"])
     around, plain = nn.ModuleDict({"net": pipe}), nn.ModuleDict({"net": model})
     assert list(around.state_dict()) == list(plain.state_dict())
+    versions = around.state_dict()._metadata, plain.state_dict()._metadata
+    assert versions[0]["net.last"] == versions[1]["net.last"] == {"version": 2}
     around.load_state_dict(plain.state_dict())
     ours, theirs = (
         {name for name, _ in each.named_parameters("m", remove_duplicate=False)}
