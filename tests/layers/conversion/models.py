@@ -178,12 +178,16 @@ def carries(m: Any, x: Tensor) -> Tensor:
     return x + small if m.training else x
 
 
+def doubled(x: Tensor) -> Output:
+    return Output(x * 2)
+
+
 class UsesAttributes(Pair):
     """Hands on what is an attribute of something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wraps, self.layers = Do(lambda x: Output(x * 2)), nn.ModuleList([nn.Linear(4, 4)])
+        self.wraps, self.layers = Do(doubled), nn.ModuleList([nn.Linear(4, 4)])
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.wraps(self.a(x)).logits
