@@ -330,14 +330,14 @@ def without_reds(name: str) -> Detector:
         reds = reds_by(Path(folder), detector)
         notes = Path(folder, "notes.txt")
         runs = frozenset(notes.read_text().split("\n")) if notes.exists() else frozenset()
-    runs = frozenset(key for key in runs if re.search(detector.about, key))
-    print(f"{name} runs {len(runs)} of them", flush=True)
     for red in reds:
         print(f"{name}: red without any change, and so left out: {red}", flush=True)
-    if detector.fuzz:
-        return detector._replace(runs=frozenset() if reds else runs)
-    left_out = [f"--deselect={red}" for red in reds]
-    return detector._replace(arguments=[*detector.arguments, *left_out, "-x"], runs=runs)
+    if not all("::" in red for red in reds):  # it cannot judge anything
+        return detector
+    runs = frozenset(key for key in runs if re.search(detector.about, key))
+    print(f"{name} runs {len(runs)} of them", flush=True)
+    more = [] if detector.fuzz else ["-x", *(f"--deselect={red}" for red in reds)]
+    return detector._replace(arguments=[*detector.arguments, *more], runs=runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

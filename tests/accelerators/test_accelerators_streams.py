@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from syncpipe import inline
 from syncpipe.runtime.streams import AcceleratorStreams
 from tests import simulated
-from tests.accelerators.four import MODES, WIDTH, model, pipe_of
+from tests.accelerators.four import MODES, SHAPES, WIDTH, model, pipe_of
 from tests.support import accelerator as acc
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,8 @@ class User:
     """A pipe, and a caller on streams of its own or on those that are current."""
 
     def __init__(self, layout: str, schedule: str, own_streams: bool, **options: Any) -> None:
+        if layout in SHAPES and acc.count() < 4:
+            pytest.skip("needs four accelerators")
         self.pipe, self.schedule = pipe_of(model(), layout, **options), schedule
         self.criterion = Criterion(self.pipe.devices[-1])
         devices = dict.fromkeys(d for d in self.pipe.devices if d.type != "cpu")
