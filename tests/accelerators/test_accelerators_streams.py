@@ -270,15 +270,20 @@ def test_whatever_is_launched_has_waited_for_what_it_uses(layout, k):
 
 @pytest.mark.parametrize("layout", ["four", "workers", "three and one"])
 def test_what_a_stream_gave_may_be_written_into_and_dropped(layout):
-    user = User(layout, "1f1b", True)
-    adam = partial(torch.optim.Adam, lr=0.01)
-    with user.on(user.streams):
-        for _ in range(2):
-            batches = [(user.made(0), user.made(-1)) for _ in range(3)]
+    """While somebody else goes on with the weights."""
+    user, adam = User(layout, "1f1b", True), partial(torch.optim.Adam, lr=0.01)
+    streams = user.streams
+    for _ in range(3):
+        others = user.others()
+        with user.on(streams):
+            batches = [(user.made(0), user.made(-1)) for _ in range(6)]
             made = user.pipe.train_stream(batches, optimizer=adam, loss_fn=F.mse_loss)
+            for other, mine in zip(others, streams, strict=True):
+                other.wait_stream(mine)
             states = [state["exp_avg"] for own in made.optimizers for state in own.state.values()]
-            overwrite(made.losses, *states, *user.pipe.parameters())
+            overwrite(made.losses, *states)
             del made, states, batches
+        streams = others
 
 
 @pytest.mark.skipif(not simulated.loaded(), reason="real devices do not tell")
