@@ -83,9 +83,11 @@ class Source:
         m: how many.
         total: the number of samples in all of them, where it is known.
         sizes: in each of them; 0 before one is pulled.
+        turns: the lock of those that are lazy; to be taken before the random generators.
     """
 
     lazy = False
+    turns: threading.Lock
 
     def __init__(self, inputs: list[Any], targets: list[Any], sizes: list[int]) -> None:
         self.m, self.sizes = len(inputs), sizes
@@ -131,16 +133,15 @@ class FromIterator(Source):
     def __init__(self, iterator: Iterator[Any], m: int, where: Any, pack: _Pack) -> None:
         super().__init__([None] * m, [], [0] * m)
         self._iterator, self._where, self._pack = iterator, where, pack
-        self._lock = threading.Lock()  # the replicas of the first stage take turns
+        self.turns = threading.Lock()  # of the replicas of the first stage
         self._waiting: dict[int, Any] = {}  # what came to light, and was not pulled yet
         self._following = 0
 
     def pull(self, i: int) -> Any:
-        with self._lock:
-            while self._following <= i:
-                self._waiting[self._following] = self._taken(self._following)
-                self._following += 1
-            return self._waiting.pop(i)
+        while self._following <= i:
+            self._waiting[self._following] = self._taken(self._following)
+            self._following += 1
+        return self._waiting.pop(i)
 
     def _taken(self, i: int) -> Any:
         if (pair := self._next_pair(f"micro-batch {i}")) is None:

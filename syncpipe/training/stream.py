@@ -505,10 +505,9 @@ class _MiniBatches(FromIterator):
 
     def there(self, i: int) -> bool:
         """Whether there is a micro-batch ``i``; to be asked once for each, in any order."""
-        with self._lock:
-            while self._following <= min(i, self.extent.backwards - 1):
-                self._take(self._following)
-            return i < self.extent.backwards
+        while self._following <= min(i, self.extent.backwards - 1):
+            self._take(self._following)
+        return i < self.extent.backwards
 
     def _take(self, i: int) -> None:
         """Takes the mini-batch that begins with micro-batch ``i``; or the stream ends there."""
@@ -607,7 +606,8 @@ class _StreamTask(TrainingTask):
 
         def forward(i: int, parcels: list[Parcel]) -> Sequence[Parcel]:
             if self._first[j]:
-                there = undisturbed(partial(self._comes, i))
+                with self._stream.turns:
+                    there = undisturbed(partial(self._comes, i))
             else:
                 there = parcels[0].value is not _END
             if not there:

@@ -176,7 +176,9 @@ class TrainingTask:
         """The input of the first stage, its flags, and the target that came with it."""
         source, grad = self._source, self.call.state.grad
         if source.lazy:
-            value = self.call.to_stage(undisturbed(partial(self._taken, i)), j, self._ready[i])
+            with source.turns:
+                value = undisturbed(partial(self._taken, i))
+            value = self.call.to_stage(value, j, self._ready[i])
         else:
             value = source.pull(i)
         flags = [grad and tensor.requires_grad for tensor in tensors_in(value)]

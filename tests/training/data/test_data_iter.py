@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict
 from typing import Any
 
@@ -142,6 +143,20 @@ def test_a_loader_is_asked_for_one_mini_batch_in_each_step() -> None:
             pipe.train_batch(data_iter=loader, loss_fn=loss_fn, verify=False)
     epoch = [[0, 1], [2, 3], [4, 5], [6, 7], [8], [9]]
     assert seen == epoch * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replicas_of_the_first_stage_take_turns_where_a_pipe_makes_the_data(stream):
+    """That pipe gives up the random generators, which keep others out otherwise."""
+    never = threading.Event()
+    teacher = pipe_of(nn.Sequential(Do(lambda x: x + never.wait(0.1))), chunks=1)
+    options = {"devices": ["cpu:0", "cpu:1"], "chunks": 4}
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3)), [1], replicas=2, **options)
+    data = ((teacher(x), None) for x in torch.randn(4, 2, 3))
+    if stream:
+        pipe.train_stream(data, optimizer=torch.optim.SGD, loss_fn=torch.mean)
+    else:
+        pipe.train_batch(data_iter=data, loss_fn=torch.mean)
 
 
 def test_a_repeating_loader_begins_again_also_after_an_empty_pass_or_one_that_fails():
