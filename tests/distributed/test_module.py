@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncpipe
 from syncpipe import Pipe
-from syncpipe.distributed import broadcast_buffers, data_parallel
+from syncpipe.distributed import broadcast_buffers, data_parallel, stage
 from tests.distributed.processes import told
 from tests.distributed.test_gradients import (
     batches,
@@ -150,7 +150,7 @@ def subgroup() -> None:
 
 
 def dropped() -> None:
-    """Threads, groups, stores and tensors go with the pipes."""
+    """Threads, groups, stores and tensors go with the pipes, and with stages."""
 
     def count() -> int:
         gc.collect()
@@ -164,6 +164,11 @@ def dropped() -> None:
         for pipe in pipes:
             for _ in range(3):
                 pipe.train_batch(*mine(), loss_fn=F.cross_entropy)
+        x = torch.randn(4, 2)
+        made = [stage([nn.Linear(2, 2), nn.Linear(2, 2)], [1, 1], sample=x[:2]) for _ in range(5)]
+        for each in made:
+            each.schedule("1f1b", chunks=2, loss_fn=F.mse_loss).step(x, target=x)
+            each.clip_grad_norm_(1.0)
         return count()
 
     five()
