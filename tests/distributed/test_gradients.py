@@ -69,10 +69,10 @@ def pipe_of(kind: str = "layers", *, stages: int = 3, **options: Any) -> tuple[P
     """A data-parallel pipe, and a copy of its layers that is no part of it."""
     layers = layers_of(kind)
     balance = [2, *[1] * (stages - 2), len(layers) - stages]
-    parallel = {k: options.pop(k) for k in ("bucket_mb", "timeout") if k in options}
+    bucket_mb = options.pop("bucket_mb", 25)
     devices = [f"cpu:{w}" for w in range(6)] if "replicas" in options else DEVICES[stages]
     pipe = Pipe(layers, balance, devices=devices, **{"chunks": 4, **options})
-    pipe = data_parallel(pipe, timeout=parallel.pop("timeout", 30), **parallel)
+    pipe = data_parallel(pipe, bucket_mb=bucket_mb)
     return pipe, copy.deepcopy(pipe[:])
 
 
@@ -281,7 +281,7 @@ def grad_scaler() -> None:
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     alone = Pipe(copy.deepcopy(layers), [2, 1], devices=["cpu:0", "cpu:1"], chunks=12)
-    pipe = data_parallel(Pipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=4), timeout=30)
+    pipe = data_parallel(Pipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=4))
     pairs = [(x.float(), y) for x, y in batches([8, 8, 8], 3, masked=False)]
     for model, (x, target) in (pipe, pairs[rank]), (alone, whole(pairs)):
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -297,7 +297,7 @@ def grad_scaler() -> None:
 def half_precision() -> None:
     """A gradient in float16, whose sum by weights would be infinite."""
     layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity()).half()
-    pipe = data_parallel(Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"]), timeout=30)
+    pipe = data_parallel(Pipe(layers, [1, 1], devices=["cpu:0", "cpu:1"]))
     for _ in range(2):
         pipe.zero_grad()
         pipe.train_batch(torch.full((8, 1), 3e4).half(), loss_fn=torch.mean)

@@ -17,7 +17,7 @@ def losses_of(folder: Path, *command: str) -> list[float]:
     """The losses that a script prints under torchrun."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *command],
-        cwd=folder, capture_output=True, text=True, timeout=200, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=800, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from syncpipe import Pipe
@@ -156,41 +158,6 @@ def test_a_target_in_the_memory_of_an_input_is_fine_where_nobody_writes(checkpoi
     assert_all_equal(others, first)
 
 
-# --- the first call is like all others -----------------------------------------------------------
-
-
-class Twice(nn.Module):
-    """Two products with one input, which autocast casts once if it is a leaf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * self.b(x)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@every_mode
-def test_the_gradient_of_an_input_under_autocast(checkpoint, chunks):
-    layers, start = nn.Sequential(Twice(), nn.Linear(8, 8)), torch.randn(4, 8)
-    pipe = pipe_of(*copy.deepcopy(layers), chunks=chunks, checkpoint=checkpoint)
-
-    def plain(x: Tensor) -> Tensor:
-        return layers(x) if chunks == 1 else torch.cat([layers(c) for c in x.chunk(chunks)])
-
-    grads = []
-    for run in (plain, pipe, pipe, pipe):
-        x = start.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(x)
-        weigh(y.float()).backward()
-        grads.append(x.grad)
-    assert_all_equal(grads[2:], grads[1])
-    # A leaf has one cast, in which its gradients are added up, and that of a cell is none.
-    assert torch.allclose(grads[1], grads[0], rtol=0.05, atol=0.05 if chunks == 1 else 0)
-
-
 @every_mode
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_tensor_several_times_in_the_output(schedule, checkpoint):
@@ -250,7 +217,7 @@ def test_overlap_goes_by_storage_and_extent():
     assert not overlap(x[:0], x)
 
 
-# --- without grad --------------------------------------------------------------------------------
+# --- layers that write ---------------------------------------------------------------------------
 
 
 class Repair(nn.Module):
@@ -260,55 +227,64 @@ class Repair(nn.Module):
         return x.clamp_(-1, 1) if x.abs().max() > 1 else x
 
 
-@every_mode
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize(
-    "driver", ["pipe", "train_batch", "eval_batch", "no_grad", "inference_mode"]
-)
-def test_a_layer_that_writes_in_a_later_call_only(driver, before, checkpoint):
-    layers = *(nn.Identity() for _ in range(before)), Repair(), nn.Linear(3, 3)
-    pipe = pipe_of(*layers, checkpoint=checkpoint)
-    x = torch.linspace(-3, 3, 12).reshape(4, 3)
-
-    def run(given: Tensor) -> Tensor:
-        if driver == "eval_batch":
-            return pipe.eval_batch(given)
-        if driver == "train_batch":
-            return pipe.train_batch(given, loss_fn=torch.mean, return_outputs=True)[1]
-        with (
-            torch.inference_mode(driver == "inference_mode"),
-            torch.set_grad_enabled(driver == "pipe"),
-        ):
-            return pipe(given)
-
-    for scale in (0.1, 1.0, 1.0, 0.1, 1.0):
-        given = x * scale
-        expected = layers[-1](given.clamp(-1, 1))
-        torch.testing.assert_close(run(given), expected)
-        assert torch.equal(given, x * scale)
-
-
-@every_mode
-def test_what_is_recomputed_in_a_later_call_only_from_what_was_written_into(checkpoint):
-    layers = nn.Sequential(nn.Linear(3, 3), Repair(), nn.Linear(3, 3))
-    plain, pipe = copy.deepcopy(layers), pipe_of(*layers, checkpoint=checkpoint)
-    x = torch.randn(4, 3)
-    for scale in (0.1, 9.0, 0.1, 9.0):
-        plain.zero_grad()
-        torch.cat([plain(c) for c in (x * scale).chunk(2)]).square().sum().backward()
-        for found in both_drivers(pipe, x * scale)[:2]:
-            torch.testing.assert_close(found, grads_of(plain))
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_forward_of_its_own_makes_a_layer_of_pytorch_one_that_may_write(inside):
-    layer: nn.Module = nn.Sequential(nn.Linear(3, 3)) if inside else nn.Linear(3, 3)
+def own_forward(layer: nn.Module) -> nn.Module:
     layer.forward = lambda x: x.mul_(2)  # type: ignore[method-assign]
-    pipe = pipe_of(layer, nn.ReLU(), chunks=1)
-    x = torch.randn(4, 3)
-    given = x.clone()
-    pipe(given)
-    assert torch.equal(given, x)
+    return layer
+
+
+#: Before a layer whose input nobody may change.
+LAYERS: dict[str, Any] = {
+    "identity": nn.Identity,
+    "linear": lambda: nn.Linear(3, 3),
+    "relu_": lambda: nn.ReLU(inplace=True),
+    "mul_": lambda: Do(lambda x: x.mul_(2)),
+    "repair": Repair,
+    "own forward": lambda: own_forward(nn.Linear(3, 3)),
+    "own forward inside": lambda: own_forward(nn.Sequential(nn.Linear(3, 3))),
+}
+DRIVERS = ["pipe", "train_batch", "eval_batch", "no_grad", "inference_mode"]
+
+
+@settings(max_examples=120)
+@given(
+    kinds=st.lists(st.sampled_from([*LAYERS]), min_size=1, max_size=3),
+    large=st.lists(st.booleans(), min_size=2, max_size=4),
+    driver=st.sampled_from(DRIVERS),
+    checkpoint=st.sampled_from(CHECKPOINT_MODES),
+    chunks=st.sampled_from([1, 2]),
+)
+@example(["repair"], [False, True, True, False, True], "inference_mode", "always", 2)
+@example(["linear", "repair"], [False, True, False, True], "pipe", "always", 2)
+def test_what_layers_write_is_seen_by_nobody_else(kinds, large, driver, checkpoint, chunks):
+    """They may write in a later call only, where a large value comes."""
+    layers = [
+        layer
+        for kind in kinds
+        for layer in (LAYERS[kind](), *[nn.Linear(3, 3)] * (kind == "relu_"))
+    ]
+    plain = copy.deepcopy(nn.Sequential(*layers, nn.Linear(3, 3)))
+    pipe = pipe_of(*copy.deepcopy(plain), stages=2, chunks=chunks, checkpoint=checkpoint)
+    for each in large:
+        x = torch.linspace(-3, 3, 12).reshape(4, 3) * (3.0 if each else 0.1)
+        given = x.clone()
+        expected = torch.cat([plain(c.clone()) for c in x.chunk(chunks)])
+        plain.zero_grad()
+        expected.mean().backward()
+        pipe.zero_grad()
+        if driver == "eval_batch":
+            output = pipe.eval_batch(given)
+        elif driver == "train_batch":
+            output = pipe.train_batch(given, loss_fn=torch.mean, return_outputs=True)[1]
+        else:
+            inference, grad = driver == "inference_mode", driver == "pipe"
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                output = pipe(given)
+            if driver == "pipe":
+                output.mean().backward()
+        torch.testing.assert_close(output, expected)
+        assert torch.equal(given, x)
+        if driver in ("pipe", "train_batch"):
+            torch.testing.assert_close(grads_of(pipe), grads_of(plain))
 
 
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
