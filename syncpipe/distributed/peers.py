@@ -170,15 +170,8 @@ class Peers:
     def close(self) -> None:
         """Closes the connections of all groups, so that nobody waits in them any more."""
         for group in [*self.groups, *self.closed]:
-            with suppress(Exception):
-                backend, size = str(dist.get_backend_config(group)), dist.get_world_size(group)
-                if size > 1 and "cpu:gloo" in backend:
-                    # It closes all when one receive takes too long.
-                    other = (dist.get_rank(group) + 1) % size
-                    work = dist.irecv(torch.empty(1), None, group, tag=2**20, group_src=other)
-                    work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
-                if size > 1 and "nccl" in backend:
-                    group.abort()
+            with suppress(Exception):  # it is gone
+                _close(group)
 
     # --- what all do together --------------------------------------------------------------------
 
@@ -271,6 +264,17 @@ def _destroy(groups: list[Any], process: int) -> None:
     for group in groups if process == os.getpid() else []:
         with suppress(Exception):  # all may have been destroyed by the user
             dist.destroy_process_group(group)
+
+
+def _close(group: Any) -> None:
+    backend, size = str(dist.get_backend_config(group)), dist.get_world_size(group)
+    for other in range(size) if "cpu:gloo" in backend else ():
+        # Gloo closes all when one receive takes too long: from one that has not closed before.
+        with suppress(Exception):
+            work = dist.irecv(torch.empty(1), None, group, tag=2**20, group_src=other)
+            work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+    if size > 1 and "nccl" in backend:
+        group.abort()
 
 
 def _watch(found: weakref.ref[Peers], stop: threading.Event) -> None:
