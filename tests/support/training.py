@@ -41,8 +41,6 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "v_min": ({"schedule": "v_min"}, V),
     "dualpipev": ({"schedule": "dualpipev"}, V),
 }
-#: Those that take the last micro-batch back first, as ``loss.backward()`` does.
-LAST_FIRST = ["gpipe", "looped_bfs"]
 #: One of each kind, for tests where the number of slots makes no difference.
 KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zb_h1"]
 
