@@ -8,8 +8,9 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
-from syncpipe.commands.demo import BATCH_SIZE, batches, load_digits, resnet
+from syncpipe.commands.demo import BATCH_SIZE, load_digits, resnet
 from syncpipe.distributed import stage
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
@@ -19,6 +20,8 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)  # so that all ranks draw the same mini-batches
 digits = load_digits()
+data = TensorDataset(digits.train_images, digits.train_labels)
+batches = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
 mine = stage(
     resnet(torch.nn.BatchNorm2d), [2, 2, 2, 1], sample=digits.train_images[: BATCH_SIZE // CHUNKS]
 )
@@ -27,7 +30,7 @@ optimizer = torch.optim.AdamW(mine.parameters(), lr=2e-3)
 
 for epoch in range(EPOCHS):
     mine.train()
-    for images, labels in batches(digits):
+    for images, labels in batches:
         optimizer.zero_grad()
         losses = []
         schedule.step(images, target=labels, losses=losses, return_outputs=False)
