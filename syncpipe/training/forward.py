@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
-from itertools import chain, compress, groupby, islice, repeat
+from itertools import chain, compress, islice, repeat
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ class Captured(Leaves):
         self, task: TrainingTask, head: _Outputs, entered: list[Tensor], outputs: list[Any]
     ) -> list[Any]:
         self._close()
-        self._head, call = head, self._call
+        self._head = head
         self._task = task.going_back(None, None, keep=False)  # which must not hold this object
         self.entered, self.trained = entered, [tensor for tensor, _ in self._given]
         # Each of them comes to the node by an alias. The alias that is made last gets its gradient
@@ -181,13 +181,7 @@ class Captured(Leaves):
         # while it waits for that of a leaf, which an operator in another thread may hold when it
         # waits for the interpreter's. And where there are accelerators, the engine lets a node wait
         # for another one of the same device only, on the stream on which that was made.
-        tensors = [*entered, *self.trained]
-        stages = [0] * len(entered)
-        stages += [call.pipeline.stages[places[0][0]].j for _, places in self._given]
-        for j, those in groupby(range(len(tensors)), stages.__getitem__):
-            with call.caller_of[j].active():
-                for k in those:
-                    tensors[k] = _alias(tensors[k])
+        tensors = map(_alias, [*entered, *self.trained])
         flags = list(chain.from_iterable(head.flags))
         needed = list(compress(tensors_in(outputs), flags))
         made = iter(_Node.apply(self, needed, *tensors))  # type: ignore[no-untyped-call]
