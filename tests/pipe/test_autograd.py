@@ -219,6 +219,19 @@ def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
     assert_same(grads(pipe), grads(copied), rounded=True)
 
 
+def test_what_a_hook_kept_is_used_outside_with_the_plain_graph_only(mode, x):
+    layers, kept = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), []
+    layers[1].register_forward_hook(lambda _, args, y: kept.append(y))
+    pipe = pipe_of(layers, chunks=1, checkpoint=mode)
+    pipe(x)
+    with pytest.raises(RuntimeError, match=r"inline\(graph=True\)"):
+        kept[-1].sum().backward()
+    with inline(graph=True):
+        pipe(x)
+    kept[-1].sum().backward()
+    assert layers[0].weight.grad is not None
+
+
 def test_a_leaf_of_three_stages_is_added_up_as_in_one_backward(mode):
     leaf, x = torch.randn(100, requires_grad=True), torch.randn(1, 100)
     layers = nn.Sequential(*(Do(lambda x: (x * leaf).sin() + x) for _ in range(3)))
