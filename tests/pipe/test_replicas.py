@@ -170,6 +170,11 @@ def decays(x: Tensor, linear: nn.Module) -> Tensor:
     return linear(x)
 
 
+def compiled(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="eager")
+    return layer
+
+
 @every_driver
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
@@ -185,6 +190,7 @@ def decays(x: Tensor, linear: nn.Module) -> Tensor:
         (lambda: Pipe(linear_model(), [2, 2]), ValueError, "has a Pipe in it"),
         (lambda: Using(lambda x, table: x + table((x > 0).long()).sum(-1),
                        nn.Embedding(2, 3, max_norm=1.0)), ValueError, "max_norm"),
+        (lambda: compiled(nn.Linear(3, 3)), ValueError, "a Linear has replicas.*knows this one"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_shared_out_are_refused(driver, layer, error, message):
