@@ -35,6 +35,7 @@ struct Use {
 struct Block {
   char* data;
   size_t size;  // what the system gave
+  size_t rounded;  // what counts: it may be used again for less
   size_t requested;
   c10::DeviceIndex device;
   c10::StreamId stream;
@@ -77,7 +78,7 @@ std::string told(const Block& block, const Use& use, c10::Stream stream) {
 Block* made(size_t size, size_t requested, c10::DeviceIndex device, c10::StreamId stream) {
   void* data = nullptr;
   TORCH_CHECK(posix_memalign(&data, 64, size) == 0, "the host has no memory left");
-  return new Block{static_cast<char*>(data), size, requested, device, stream};
+  return new Block{static_cast<char*>(data), size, size, requested, device, stream};
 }
 
 c10::DataPtr handed_out(Block* block, c10::DeleterFnPtr hand_back, c10::Device device) {
@@ -118,11 +119,12 @@ struct Devices final : c10::DeviceAllocator {
       memory.stats.reserved_bytes[0].increase(size);
       memory.stats.segment[0].increase(1);
     }
+    block->rounded = size;
     block->requested = n;
     memory.stats.allocation[0].increase(1);
     memory.stats.active[0].increase(1);
-    memory.stats.allocated_bytes[0].increase(block->size);
-    memory.stats.active_bytes[0].increase(block->size);
+    memory.stats.allocated_bytes[0].increase(size);
+    memory.stats.active_bytes[0].increase(size);
     memory.stats.requested_bytes[0].increase(n);
     return handed_out(block, &hand_back, device);
   }
@@ -139,7 +141,7 @@ struct Devices final : c10::DeviceAllocator {
     live().erase(block->data);
     DeviceMemory& memory = memories[block->device];
     memory.stats.allocation[0].decrease(1);
-    memory.stats.allocated_bytes[0].decrease(block->size);
+    memory.stats.allocated_bytes[0].decrease(block->rounded);
     memory.stats.requested_bytes[0].decrease(block->requested);
     for (c10::StreamId other : block->recorded) {
       join(block->pending.clock, clock_of(stream_of(block->device, other)));
@@ -231,7 +233,7 @@ struct Devices final : c10::DeviceAllocator {
       if (!reached(block->pending)) return false;
       block->pending = {};
       memory.stats.active[0].decrease(1);
-      memory.stats.active_bytes[0].decrease(block->size);
+      memory.stats.active_bytes[0].decrease(block->rounded);
       auto& blocks = memory.free[block->stream];
       blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);  // the first to go
       return true;
