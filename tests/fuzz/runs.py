@@ -333,7 +333,8 @@ def in_one_stage(made: Schedule, m: int, devices: Any) -> Schedule:
 def to_rounding(case: Case, call: Call, schedule: Schedule | None) -> set[str]:
     """What is equal to rounding only, as docs/limits.md says."""
     rounded = set()
-    if call.autocast and "Selective" in str(case.checkpoint):  # each use of a weight has a cast
+    inner = {"pipe", "pipe_dropout"} & {*case.model.layers}  # with micro-batches of its own
+    if call.autocast and (inner or "Selective" in str(case.checkpoint)):  # each use has a cast
         rounded |= {"parameter_grads"}
     if case.copied and case.model.draws:  # beside a pipe without replicas
         rounded |= {"parameter_grads"}
