@@ -219,6 +219,19 @@ def test_a_tied_weight_used_once_more_behind_its_layer(mode, x):
     assert_same(grads(pipe), grads(copied), rounded=True)
 
 
+def test_one_thread_at_a_time_runs_a_stage_with_buffers(mode, x):
+    inside, never = [], threading.Event()
+
+    def alone(x):
+        assert not inside
+        inside.append(None)
+        never.wait(0.02)
+        inside.pop()
+
+    layers = nn.Sequential(nn.BatchNorm1d(6), Do(alone), nn.Linear(6, 3))
+    in_threads(pipe_of(layers, [3], chunks=2, checkpoint=mode), x, x)
+
+
 def test_what_a_hook_kept_is_used_outside_with_the_plain_graph_only(mode, x):
     layers, kept = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), []
     layers[1].register_forward_hook(lambda _, args, y: kept.append(y))
