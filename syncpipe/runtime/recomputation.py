@@ -310,6 +310,13 @@ class Recomputation:
             self._copies[module, name] = _copy(module._buffers[name], made)
         return outputs
 
+    def note_all(self) -> None:
+        """Takes every buffer for one that changes: the cell runs again before it is through."""
+        made: dict[int, Tensor] = {}
+        for module, noted in self._noted:
+            for name, buffer, version in noted:
+                self._copies[module, name] = _copy(self._first.original(buffer, version), made)
+
     def keep(self, cell: Callable[[Any], Any], inputs: Any) -> None:
         """Keeps the detached inputs until they are given to the cell again."""
         self.cell, self.inputs = cell, inputs

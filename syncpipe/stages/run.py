@@ -151,13 +151,22 @@ class StageRun:
         return outputs
 
     def forward_without_storing(
-        self, i: int, inputs: Inputs, detached: Inputs, marks: Sequence[int], target: Any = None
+        self,
+        i: int,
+        inputs: Inputs,
+        detached: Inputs,
+        marks: Sequence[int],
+        target: Any = None,
+        begun: Callable[[Recomputation], None] | None = None,
     ) -> tuple[Inputs, Recomputation]:
         """As :meth:`forward`, but the graph is dropped; with what :meth:`recompute` computes the
-        outputs from again: from the inputs without their graph (``detached``)."""
+        outputs from again: from the inputs without their graph (``detached``). ``begun`` gets it
+        before the forward, in the middle of which it may have to do so."""
         if self.modules is None:
             self.modules = ModuleState(self.stage.partition, self.stage.changes)
-        return self._locked(self._without_storing, self.modules, i, inputs, detached, marks, target)
+        return self._locked(
+            self._without_storing, self.modules, i, inputs, detached, marks, target, begun
+        )
 
     def _without_storing(
         self,
@@ -167,6 +176,7 @@ class StageRun:
         detached: Inputs,
         marks: Sequence[int],
         target: Any,
+        begun: Callable[[Recomputation], None] | None,
     ) -> tuple[Inputs, Recomputation]:
         stage, where = self.stage, f"{self.words} {i}"
         cell, drawn = Recomputation(modules, where), Drawn()
@@ -174,6 +184,9 @@ class StageRun:
         run = partial(self._run, i, drawn=drawn, saved=saved)
         if self.first and self.writes:
             marks = entering(inputs[0], target)
+        if begun is not None:
+            cell.keep(partial(run, again=True), detached)
+            begun(cell)
         shapes = None  # the first cell of a call is compared with its recomputation
         if i <= self._compared and stage.compares_later:  # a script compiles itself in its second
             stage.compares_later, self._compared = False, 1  # run, and stores other tensors then
@@ -197,17 +210,24 @@ class StageRun:
 
     def checkpointed(self, i: int, inputs: Inputs, marks: Sequence[int]) -> Inputs:
         """Computes cell ``(i, j)`` as a part of a graph that stores nothing of it."""
-        recomputation: Recomputation | None = None
+        begun: list[Recomputation] = []
+        running = True
         flags = [tensor.requires_grad for tensor in tensors_in(inputs)]
 
         def run(_: Tensor) -> Inputs:
-            nonlocal recomputation, inputs
-            if recomputation is None:
+            nonlocal running, inputs
+            if not begun:
                 detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
-                outputs, recomputation = self.forward_without_storing(i, inputs, detached, marks)
-                inputs = detached
+                outputs, _ = self.forward_without_storing(
+                    i, inputs, detached, marks, begun=begun.append
+                )
+                running, inputs = False, detached
                 return outputs
-            following = iter(flags)
+            recomputation, following = begun[0], iter(flags)
+            if running:  # a layer runs a backward in its forward
+                recomputation.note_all()
+                if self._new or recomputation.modules.lazy:
+                    recomputation.modules = ModuleState(self.stage.partition, self.stage.changes)
             given = map_tensors(
                 lambda tensors: [t.detach().requires_grad_(next(following)) for t in tensors],
                 recomputation.inputs,
@@ -402,7 +422,8 @@ class StageRun:
         stage = self.stage
         which, wanted = stage.generators.all if first else stage.draws[k], None
         if again:
-            which, wanted = (0, None) if drawn is None else drawn.get(k, (0, None))
+            unknown = stage.generators.all, None  # the forward has not come so far
+            which, wanted = (0, None) if drawn is None else drawn.get(k, unknown)
         elif drawn is not None:
             drawn[k] = which, None  # a backward inside of the layer recomputes this cell now
         if which:

@@ -38,12 +38,11 @@ WIDE = torch.float64
 DEVICES = simulated.DEVICES  #: real ones stand for several where there are fewer
 #: The reference is the CPU's, so nothing that draws. Moved to a backend that PyTorch does not know
 #: by name, a parameter is another one: its hooks stay behind. Of an LSTM's cell the CPU has no
-#: kernel to borrow. And a late layer counts how often it runs, also in the middle of a layer before
-#: it that goes back by itself.
+#: kernel to borrow.
 CHOSEN = [
     name
     for name, kind in KINDS.items()
-    if not kind.draws and not kind.cpu and name not in ("parameter_hook", "lstm", "late")
+    if not kind.draws and not kind.cpu and name not in ("parameter_hook", "lstm")
 ]
 
 
