@@ -218,9 +218,9 @@ class StageRun:
             nonlocal running, inputs
             if not begun:
                 detached = map_tensors(lambda tensors: [t.detach() for t in tensors], inputs)
-                outputs, _ = self.forward_without_storing(
+                outputs = self.forward_without_storing(
                     i, inputs, detached, marks, begun=begun.append
-                )
+                )[0]
                 running, inputs = False, detached
                 return outputs
             recomputation, following = begun[0], iter(flags)
