@@ -63,8 +63,10 @@ class Peers:
         self._prefix = f"{name}/{_NUMBERS[name]}"
         self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
-        #: The last calls, why there are no more, and whether that is a failure.
-        self._row: dict[str, Any] = {"calls": deque(maxlen=_KEPT), "gone": "", "failed": False}
+        #: The last calls, that refused last, why there are no more, and whether that is a failure.
+        self._row: dict[str, Any] = {
+            "calls": deque(maxlen=_KEPT), "refused": 0, "gone": "", "failed": False
+        }  # fmt: skip
         self._calls, self._begun, self._stop = 0, math.inf, threading.Event()
         self._write = partial(_written, self._store, self._keys[self.rank], self._row)
         self.groups: list[Any] = []
@@ -98,12 +100,14 @@ class Peers:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Makes a call, which is the same in all processes. One that fails ends all of them."""
+        """Makes a call, which is the same in all processes. One that fails ends all of them, but
+        for one that all refuse before anything is ``sent``."""
         if self._row["gone"]:
             raise RuntimeError(
                 f"this {self._what} has ended: {self._row['gone']}. Start the processes anew, from "
                 "a checkpoint"
             )
+        self.sent = False
         self._calls += 1
         self._row["calls"].append([self._calls, name])
         self._write()
@@ -113,10 +117,22 @@ class Peers:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, Exception) and not self.sent and self._all_refuse():
+                raise
             found = self._failed(error)
             raise found from found.__cause__
         finally:
             self._begun = math.inf
+
+    def _all_refuse(self) -> bool:
+        self._row["refused"] = self._calls
+        self._write()
+        until, all_do = time.monotonic() + PATIENCE, False
+        while not all_do and time.monotonic() < until and not self.why():
+            time.sleep(0.05)
+            others = [row for _, row in self._others() if row["refused"] >= self._calls]
+            all_do = len(others) == self.size - 1
+        return all_do
 
     def _failed(self, error: BaseException) -> BaseException:
         """Ends working together. What to raise: the error, or the reason that another one gave."""
@@ -205,7 +221,7 @@ class Peers:
         return [found for _, _, found in rows]
 
     def _exchange(self, message: Any) -> list[Any]:
-        own = pickle.dumps(message)
+        self.sent, own = True, pickle.dumps(message)
         sizes = [int(size) for size in self._gather(torch.tensor([len(own)]))]
         own = own.ljust(max(sizes))
         rows = self._gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))

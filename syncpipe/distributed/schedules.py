@@ -120,7 +120,7 @@ class _Checked:
             The outputs on the rank of the last stage, detached; None elsewhere.
 
         Raises:
-            TypeError, ValueError: the arguments do not fit.
+            TypeError, ValueError: the arguments do not fit. Where all ranks refuse, all can go on.
             RuntimeError: another rank has failed, refused its arguments or does something else.
         """
         run, owner, backward = self._syncpipe, self._syncpipe.owner, self._has_backward
@@ -131,6 +131,7 @@ class _Checked:
         with owner.peers.call(f"{what} with {run.chunks} micro-batches"):
             try:
                 batch = _MiniBatch(run, args, kwargs, target, backward, return_outputs)
+                owner.peers.sent = True
                 self._prepare_anew()
                 with owner._added_up() if backward else _forward_only(self):
                     # Outputs are kept here, for they may be any trees.

@@ -421,9 +421,10 @@ class Stages(ModelNames):
         for grads in by_mesh.values():
             norm: Any = nn.utils.get_total_norm(grads, norm_type)
             norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type, keepdim=True)
-        everywhere = own.new_empty(self.peers.size)
-        dist.all_gather_into_tensor(everywhere, own, group=self._group)
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        rows = [torch.empty_like(own) for _ in range(self.peers.size)]
+        self.peers.wait(dist.all_gather(rows, own, self._group, async_op=True), own)
+        everywhere = torch.stack(rows)
         return torch.linalg.vector_norm(everywhere, norm_type)  # type: ignore[no-any-return]
 
     @contextmanager

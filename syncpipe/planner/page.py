@@ -58,9 +58,11 @@ def _title(plan: Plan) -> str:
 
 def _way(plan: Plan) -> Iterator[str]:
     """The schedule, how many stages and micro-batches, and why no more of them."""
-    n, m, used = len(plan.balance), plan.chunks, max(plan.device_of) + 1
-    what = f"{TITLES[plan.schedule]}, {count(n, 'stage')}" if n > 1 else "one device, no pipeline"
-    what += f" on {count(used, 'device')}" * (1 < n > used)
+    n, m, used = len(plan.balance), plan.chunks, plan.chosen.form.devices
+    what = "one device, no pipeline"
+    if used > 1:
+        what = f"{TITLES[plan.schedule]}, {count(n, 'stage')}"
+        what += f" on {count(used, 'device')}" * (n != used)
     size, rest = sizes_of(plan.batch_size, m)
     last = f", the last of {rest}" * (rest < size)
     yield f"{what}, {count(m, 'micro-batch', 'es')} of {count(size, 'sample')}{last}"
@@ -119,7 +121,7 @@ def _verdict(plan: Plan) -> tuple[str, bool]:
     time, other = next((pair for pair in times if pair[1].pipeline), (math.inf, None))
     if other and time * _WORTH < step:
         words.append(f"As a pipe, {other.name} would be {step / time:.2f} times as fast.")
-    fewer = len(plan.balance) == 1 < len(plan.machine) and not plan.fixed
+    fewer = plan.chosen.form.devices == 1 < len(plan.machine) and not plan.fixed
     if fewer:
         words.append("No pipeline that was found is faster than one of these devices alone.")
     time, other = next((pair for pair in times if not pair[1].pipeline), (math.inf, None))

@@ -184,19 +184,22 @@ class StageRun:
         run = partial(self._run, i, drawn=drawn, saved=saved)
         if self.first and self.writes:
             marks = entering(inputs[0], target)
+        writes = self.writes or any(marks)
         if begun is not None:
             cell.keep(partial(run, again=True), detached)
+            cell.mutates_inputs = writes  # as long as nobody knows whether it does
             begun(cell)
         shapes = None  # the first cell of a call is compared with its recomputation
         if i <= self._compared and stage.compares_later:  # a script compiles itself in its second
             stage.compares_later, self._compared = False, 1  # run, and stores other tensors then
         elif i <= self._compared:  # in the first call with shapes
             shapes = stage.is_new(("stored", stage.partition.training))
-        if self.writes or any(marks):
+        if writes:
             given = Given(inputs, marks, copy=self.writes, again=True)
             outputs = cell.forward(run, given.tree, shapes, guard=True)
-            if given.written(where):
-                cell.mutates_inputs, cell.stored = True, None
+            cell.mutates_inputs = given.written(where)
+            if cell.mutates_inputs:
+                cell.stored = None
         else:
             outputs = cell.forward(run, inputs, shapes)
         if self._new or modules.lazy:  # it may have made its parameters only now

@@ -35,6 +35,7 @@ def test_a_random_pipe_computes_what_the_plain_model_computes(chance: random.Ran
         # It does so in the middle of the forward, which changes buffers once all the same.
         (("slope", "batch_norm"), ((0, 1),), "train"),
         (("slope", "counter"), ((0, 1),), "train"),
+        (("linear", "mul_", "slope"), (0, (1, 2)), "train"),
         (("no_trace", "counter", "slope", "spectral_norm", "dropout"), ((0, 1, 2, 3, 4),), "train"),
     ],
 )

@@ -260,6 +260,7 @@ def test_what_is_said_for_which_plan() -> None:
         (planned(heavy, "4 x 0.5GB, 10GB/s"),
          ("that was looked at is faster than this plan.", "does not fit")),
         (planned(devices="1 x 1GB"), ("one device, no pipeline",)),
+        (planned(light, replicas=True), ("1F1B, 1 stage on 4 devices,",)),
         (planned(stages=2), ("(2 devices left over: as asked)",)),
         (planned(schedule="zbv"), ("device 0, stages 0, 7 at once",)),
         (tight, ("+ recompute",)),

@@ -440,21 +440,31 @@ class ModelNames(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; the keys are those of the model, in its order."""
-        found = super().state_dict(*args, **kwargs)
-        layer = next(filter(None, map(self._layer, self._modules)), None)
-        if layer is None:
-            return found
-        [prefix] = args[1:2] or [kwargs.get("prefix", "")]
-        for own in (found, getattr(found, "_metadata", {})):
-            named = {}
-            for key in [key for key in own if key.startswith(prefix)]:
-                name = key.removeprefix(prefix)
-                indexed = self._layer(name) is not None and "." in name
-                named[name.partition(".")[2] if indexed else name] = own.pop(key)
-            for name in dict.fromkeys([*filter(named.__contains__, layer._names[1]), *named]):
-                own[prefix + name] = named[name]
-        return found
+        handle = self._register_state_dict_hook(_with_model_names)  # type: ignore[no-untyped-call]
+        hooks: Any = self._state_dict_hooks
+        hooks.move_to_end(handle.id, last=False)  # before those of users
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            handle.remove()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         index_keys(state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _with_model_names(module: ModelNames, state_dict: Any, prefix: str, _: Any) -> None:
+    """Renames what the layers have saved, and sorts it as in the model."""
+    layer = next(filter(None, map(module._layer, module._modules)), None)
+    if layer is None:
+        return
+    for own in (state_dict, getattr(state_dict, "_metadata", {})):
+        named = {}
+        for key in [key for key in own if key.startswith(prefix)]:
+            name, value = key.removeprefix(prefix), own.pop(key)
+            if module._layer(name) is None:
+                named[name] = value
+            elif "." in name:  # a layer itself is nobody's in the model
+                named[name.partition(".")[2]] = value
+        for name in dict.fromkeys([*filter(named.__contains__, layer._names[1]), *named]):
+            own[prefix + name] = named[name]

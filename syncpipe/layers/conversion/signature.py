@@ -44,9 +44,10 @@ class Signature:
         """Learns a sample, and returns the tensors in it, which are not kept."""
         sample = self._bound(args, kwargs)
         self._refuse_lists_of_images(sample)
-        self._structure = flatten(sample)[1]
         found = _named(sample)
         self._sample = {at: Tensor if _is_tensor(leaf) else leaf for at, leaf in found.items()}
+        bare = unflatten(self._sample.values(), flatten(sample)[1])
+        self._structure = flatten(bare)[1]  # which holds containers, but no tensors
         named = {at: leaf for at, leaf in found.items() if _is_tensor(leaf)}
         self.names, tensors = list(named), list(map(_bare, named.values()))
         self._alone = len(tensors) == 1 and _is_tensor(next(iter(sample.values())))

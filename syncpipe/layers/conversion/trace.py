@@ -309,8 +309,13 @@ class Tracer(TorchFunctionMode):
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         applied = self._applying(torch.autograd.Function.__dict__["apply"])
+        kinds = {cls for module in self._paths for cls in type(module).__mro__}
         replaced: list[tuple[Any, str, Any]] = [
-            (nn.Module, "__call__", self._calling(nn.Module.__call__)),
+            *(
+                (cls, "__call__", self._calling(cls.__dict__["__call__"]))
+                for cls in kinds
+                if issubclass(cls, nn.Module) and "__call__" in cls.__dict__
+            ),
             (torch.autograd.Function, "apply", classmethod(applied)),
             (builtins, "len", self._len),
             (transformer, "_detect_is_causal_mask", self._is_causal(_CAUSAL.fn)),
@@ -337,6 +342,8 @@ class Tracer(TorchFunctionMode):
             if self._idle or module not in self._paths:
                 return call(module, *args, **kwargs)
             path = self._paths[module]
+            if path == self._call[-1][1]:  # the model, or a class's own __call__ that goes on here
+                return call(module, *args, **kwargs)
             if path in self._leaves:
                 bound = lambda *a, **k: call(module, *a, **k)  # noqa: E731
                 return self._perform("call_module", path, bound, args, kwargs)

@@ -71,6 +71,20 @@ def test_in_another_module_names_have_its_prefix_only():
         assert torch.equal(value, pipe.state_dict()[name])
 
 
+def test_hooks_of_a_state_dict_see_and_change_the_models_names():
+    model, pipe = both()
+    seen: list[str] = []
+
+    def hook(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        seen.extend(state)
+        del state[seen[0]]
+
+    pipe.register_state_dict_post_hook(hook)
+    found = list(pipe.state_dict())
+    assert seen == list(model.state_dict())
+    assert found == seen[1:]
+
+
 def test_what_does_not_fit_is_said_by_the_models_names():
     model, pipe = both()
     state = model.state_dict()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import pickle
 import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -54,6 +56,31 @@ def assert_same(plain: nn.Module, pipe: Pipe, inputs: tuple[Tensor, ...]) -> Non
     assert_same_tree(dict(pipe.named_buffers()), buffers, "buffers")
     plain.zero_grad()
     pipe.zero_grad()
+
+
+def test_containers_of_a_sample_are_kept_without_its_tensors() -> None:
+    model, x = nn.Module(), torch.rand(3, 4)
+    model.layer = nn.Linear(4, 4)
+    model.forward = lambda batch: model.layer(batch["x"])  # type: ignore[method-assign]
+    layers, alive = sequential(model, UserDict(x=x)), weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
+    assert layers(UserDict(x=torch.rand(2, 4))).shape == (2, 4)
+
+
+class Doubles(nn.Linear):
+    """A leaf module that does something before PyTorch's own ``__call__``."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_call_of_a_class_itself_is_made_once(verify: bool) -> None:
+    model, x = nn.ModuleList([Doubles(4, 4), nn.Linear(4, 4)]), torch.rand(3, 4)
+    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
+    assert torch.equal(sequential(model, x, verify=verify)(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*nested_tensor")
