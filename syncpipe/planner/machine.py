@@ -218,7 +218,7 @@ def _described(text: str, bandwidth: Any = None, whole: str = "") -> Machine:
             part = _described(inside, whole=whole or text)
         else:
             size = number_of(f"{what}: memory", memory, BYTES)
-            factor = number_of(f"{what}: speed", speed or "1", FACTOR)
+            factor = number_of(f"{what}: speed", "1" if speed is None else speed, FACTOR)
             part = Machine((size,), ((math.inf,),), speed=(factor,))
         number = number_of(f"{what}: number of devices", count or "1", FACTOR)
         most = (_MOST_DEVICES - sum(map(len, parts))) // len(part)

@@ -459,7 +459,7 @@ def choose(
                 "them empty"
             )
     best = min(made, key=_rank, default=None)
-    if best is None or (schedule == ANY and best.excess > 1):
+    if best is None or (best.excess > 1 and (schedule == ANY or not found)):
         text = f"no plan fits {len(order)} devices and batch_size={terms.batch_size}"
         raise NoPlan(shortage(terms, **choice) or text)
     if best.excess > 1:

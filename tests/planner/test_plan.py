@@ -424,7 +424,12 @@ def test_no_plan_fits_names_the_stage_what_is_missing_and_the_way_out() -> None:
         ({"schedule": gpipe}, TypeError, "names"),
         ({"schedule": "zbv", "stages": 5}, ValueError, "two stages on each device"),
         ({"schedule": "zbv", "module": profile_of([1, 2, 3])}, ValueError, "3 layers"),
-        ({"schedule": "zb_h1", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "more than the 2.0 MB"),
+        (
+            {"schedule": "zb_h1", "devices": "3 x 2MB, 1GB/s"},
+            NoPlan,
+            "under '1f1b'.* more than the 2.0 MB",
+        ),
+        ({"devices": "4 x 16GB@, 12GB/s"}, ValueError, "speed"),
         ({"schedule": "auto", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "no plan fits"),
         ({"schedule": "any", "devices": "3 x 2MB, 1GB/s"}, NoPlan, "no plan fits"),
         ({"chunks": 60}, ValueError, "chunks=60 does not divide batch_size=64 .* makes 32 of 2"),
