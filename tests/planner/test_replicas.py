@@ -157,7 +157,7 @@ def test_what_does_not_fit_has_smaller_micro_batches() -> None:
     )  # fmt: skip
     assert max(free.chosen.on_device) > 30 >= max(limited.chosen.on_device)
     assert limited.chunks > free.chunks
-    with pytest.raises(NoPlan, match="no plan fits into memory.* more than the 5 B"):
+    with pytest.raises(NoPlan, match=r"no plan fits into memory.* more than the 5 B"):
         syncpipe.plan(
             Profile(tuple(layers)), devices=Machine.even(4, 5.0), batch_size=12, replicas=True
         )
