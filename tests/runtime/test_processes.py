@@ -20,7 +20,7 @@ from torch import nn
 import syncpipe.pipe
 from syncpipe.runtime.worker import FREE_THREADED
 from tests.conftest import our_threads
-from tests.support.running import Do, assert_same, pipe_of, plain, trained, weigh
+from tests.support.running import Do, assert_same, in_threads, pipe_of, plain, trained, weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -53,6 +53,19 @@ def test_workers_are_started_once_and_not_at_every_call():
         pipe(torch.ones(4, 1))
     assert len(seen) == 3
     assert set(our_threads()) == seen
+
+
+def test_first_calls_at_once_start_a_thread_for_each_worker():
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(60):
+            pipe = pipe_of(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh()))
+            in_threads(lambda x, pipe=pipe: pipe(x), *[torch.ones(8, 4)] * 4)
+            assert len(our_threads()) == 3
+            del pipe
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_deleting_a_pipe_ends_its_threads_at_once():
