@@ -114,12 +114,14 @@ class Program:
         if nothing fits.
         """
         layers = len(self.chain)
+        if n == 1:
+            return self._cut(1, slots, (0, layers))[0], (layers,)
         step = -(-layers // _BOUNDARIES)
         value, ends = self._cut(n, slots, (*range(0, layers, step), layers))
         if step > 1 and value < math.inf:
             near = {end + k for end in ends for k in range(-2 * step, 2 * step + 1)}
             value, ends = self._cut(n, slots, tuple(sorted(near & {*range(layers + 1)})))
-        elif step > 1:
+        elif step > 1 and not slots:  # what asks for more in flight fits even less
             value, ends = self._cut(n, slots, tuple(range(layers + 1)))
         return value, tuple(b - a for a, b in pairwise(ends))
 
