@@ -126,9 +126,7 @@ def _data_parallel(terms: Terms) -> list[Alternative]:
         if best is not None:
             largest = max(part.trained(i, j) for i, j in best.ends)
             average = 2 * (d - 1) / d * largest / machine.bandwidth[0][1]
-            time, note = (
-                best.time + average,
-                (f"{duration(average)} of it to average gradients, not overlapped"),
-            )
+            time = best.time + average
+            note = f"{duration(average)} of it to average gradients, not overlapped"
         found.append(Alternative(name, time, note, False))
     return sorted(found, key=lambda one: math.inf if one.time is None else one.time)[:2]
