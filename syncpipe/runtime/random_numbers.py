@@ -264,13 +264,17 @@ class Turn:
         """Runs a layer while it holds all generators, and sees from which it draws."""
         start = self._own = states_of(self._generators)
         self.touches = sys.getprofile() is not None  # somebody else looks: there can be only one
-        try:
+
+        def looked_at() -> Any:
             if not self.touches:
                 sys.setprofile(self._look)
-            output = layer(value)
-        finally:
+            return layer(value)
+
+        def end() -> None:
             if sys.getprofile() == self._look:
                 sys.setprofile(None)
+
+        output = undone(looked_at, end)
         self.draws = changed(self._generators, start)
         self.drew_outside |= bool(changed(self._generators, self._own))
         return output

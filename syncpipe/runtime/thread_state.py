@@ -170,7 +170,7 @@ def settled(run: Callable[[], _T]) -> _T:
             raise
 
     functions, dispatch = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
-    before = functions(), dispatch(), torch.is_grad_enabled(), sys.getprofile()
+    before = functions(), dispatch(), torch.is_grad_enabled()
 
     def undo() -> None:
         while functions() > before[0]:
@@ -178,7 +178,6 @@ def settled(run: Callable[[], _T]) -> _T:
         while dispatch() > before[1]:
             _C._pop_torch_dispatch_stack(None)
         _C._set_grad_enabled(before[2])
-        sys.setprofile(before[3])
 
     return undone(closed, undo)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import cProfile
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from contextlib import nullcontext
@@ -54,6 +56,22 @@ def autocast_state():
 def intra_op_threads():
     """The calling thread's own number; ``torch.get_num_threads`` says what was set last."""
     return int(re.search(r"omp_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())[1])
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu:0", "cpu:1"]])
+def test_under_a_profiler_of_python_the_results_are_the_same(devices):
+    x, found = torch.randn(8, 6), []
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    for profiler in (nullcontext(), cProfile.Profile()):
+        pipe = pipe_of(copy.deepcopy(layers), [3] if len(devices) == 1 else [1, 2], devices=devices)
+        torch.manual_seed(0)
+        with profiler:
+            before = sys.getprofile()
+            pipe(x).sum().backward()
+            pipe.train_batch(x, loss_fn=torch.mean)
+            assert sys.getprofile() is before
+        found.append([p.grad for p in pipe.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 flag = contextvars.ContextVar("flag", default="nothing")
