@@ -38,6 +38,7 @@ from syncpipe.runtime.random_numbers import (
     holds_generators,
     is_random,
     never_draws,
+    outside_of_turn,
     put_back_states,
     run_seeded,
     states_of,
@@ -236,7 +237,8 @@ class StageRun:
                 recomputation.inputs,
             )
             moment = torch._C._current_graph_task_id()
-            return self.recompute(recomputation, given, moment, keep=True)
+            run_again = partial(self.recompute, recomputation, given, moment, keep=True)
+            return outside_of_turn(run_again)  # the order of locks is: stage before random state
 
         like = torch.empty(0, device=self.stage.device)  # tells what kind of device it is
         outputs: Inputs = checkpoint(
@@ -266,14 +268,14 @@ class StageRun:
         which = stage.generators.all if draws is None else draws
         cell = (self.seed, stage.first + len(stage.names), i)
         result, seen = run_seeded(stage.generators, which, cell, function, given, observe=observe)
-        if observe or seen.nests:
+        if observe:
             stage.learn(seen)
         return result, seen.draws if draws is None else draws
 
     def backward(self, i: int, run: Callable[..., None], *args: Any) -> None:
         """Runs the backward of cell ``(i, j)``: seeded, as layers are, where it may draw."""
         stage, draws = self.stage, self.backward_draws
-        first = draws is None and not (stage.nests or stage.quiet_backward)
+        first = draws is None and not stage.quiet_backward
         if first:
             draws = stage.generators.all
         elif draws is None:
@@ -288,7 +290,7 @@ class StageRun:
                 stage.generators, draws, cell, lambda _: run(*args), None, observe=first
             )
             if first:
-                stage.backward_draws |= 0 if stage.nests else seen.draws
+                stage.backward_draws |= seen.draws
                 self.backward_draws = stage.backward_draws
 
         self._locked(seeded)  # the order of locks is: stage before random state
@@ -436,7 +438,7 @@ class StageRun:
                 module=stage.partition[k], mark=drawn is not None,
             )  # fmt: skip
             ends = seen.ends
-            if first or seen.nests:
+            if first:
                 stage.learn(seen, k)
         else:
             mine = stage.generators.own

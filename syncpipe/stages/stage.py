@@ -57,7 +57,6 @@ class Stage:
         commits: whether it moves running statistics; where there are replicas, none does.
         draws: for each layer a bit mask of the generators that it ever drew from.
         backward_draws: the generators that any backward ever drew from.
-        nests: whether a layer uses a pipe.
         changes: what its forwards change.
         seen: the modes in which it ran.
     """
@@ -87,7 +86,6 @@ class Stage:
             let_modules_hold(partition)
         self.draws = [0] * len(self.names)
         self.backward_draws = 0
-        self.nests = False
         self.compares_later = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
         self.seen: set[Any] = set()
         self._units: tuple[Any, list[tuple[Stage, bool]]] = (None, [])
@@ -127,12 +125,8 @@ class Stage:
         """Remembers what a first run showed of layer ``k`` (None: of the loss function)."""
         if k is not None:
             self.draws[k] |= seen.draws
-        if seen.nests:  # cells of that pipe go back with this one, and take locks of their stages
-            self.nests = True
         if seen.touches:
             self.backward_draws = self.generators.all
-        if self.nests:
-            self.backward_draws = 0
         if self.whole is not None:  # which goes back as a whole
             self.whole.learn(seen)
 

@@ -124,12 +124,13 @@ class Starts(nn.Linear):
         return y
 
 
+@pytest.mark.parametrize("after", [nn.Dropout, lambda: pipe_of(nn.Sequential(nn.Linear(6, 6)))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedule):
+def test_what_begins_to_draw_in_backward_in_a_later_call_is_learned_there(schedule, after):
     results = []
     for _ in range(6):
         torch.manual_seed(2)
-        pipe = pipe_of(nn.Sequential(*(nn.Sequential(Starts(), nn.Dropout()) for _ in range(3))))
+        pipe = pipe_of(nn.Sequential(*(nn.Sequential(Starts(), after()) for _ in range(3))))
         for _ in range(4):
             pipe.zero_grad()
             pipe.train_batch(X, X, loss_fn=F.mse_loss, schedule=schedule)
