@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe import inline, is_recomputing
 from tests.support.running import (
@@ -218,6 +219,27 @@ def test_a_function_mode_sees_every_call_in_the_layers():
         plain(layers, x)
     for name in ("linear", "tanh", "gelu"):
         assert ours.calls[name] == theirs.calls[name] > 0
+
+
+class CountOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [CountCalls, CountOperators])
+def test_a_mode_sees_nothing_of_how_random_numbers_are_kept(mode):
+    pipe, x = (
+        pipe_of(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), checkpoint="always"),
+        torch.randn(8, 6),
+    )
+    with mode() as seen:
+        pipe.train_batch(x, loss_fn=weigh)
+    assert not seen.calls.keys() & {"equal", "random_", "view.dtype", "long", "tolist"}
 
 
 # Debugging and measuring
