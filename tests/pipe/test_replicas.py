@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import syncpipe
-from syncpipe import Pipe, Selective
+from syncpipe import NoChunk, Pipe, Selective
 from syncpipe.schedules import gpipe, one_f_one_b
 from tests.support.models import CHECKPOINT_MODES, linear_model
 from tests.support.models import Counter as Counting
-from tests.support.running import Do, Noise, Using
+from tests.support.running import Do, Noise, Using, on_gradient
 from tests.support.training import assert_trains_as, weigh
 
 SIX = [f"cpu:{k}" for k in range(6)]
@@ -296,6 +297,28 @@ def test_deferred_statistics(driver, checkpoint, momentum, chunks):
             run(pipe, driver, x)
         found.append({**dict(pipe.named_buffers()), "eval": pipe.eval()(x).detach()})
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_which_replica_is_first_changes_no_bit():
+    x, whole, found = torch.randn(16, 5), torch.randn(5, requires_grad=True), []
+    for late in range(2):
+        through: list[int] = []
+        done = threading.Event()
+
+        def wait(_: Tensor, late: int = late, through: Any = through, done: Any = done) -> None:
+            if threading.current_thread().name.endswith(f"cpu:{late}"):
+                assert done.wait(30)
+            else:
+                through.append(1)
+                if len(through) == 2:
+                    done.set()
+
+        layers = nn.Sequential(Do(lambda given, wait=wait: on_gradient(given[0] * given[1], wait)))
+        pipe = dealt(layers, [1], [2], chunks=4)
+        pipe.train_batch((x, NoChunk(whole)), loss_fn=lambda y: y.tanh().mean(), verify=False)
+        found.append(whole.grad)
+        whole.grad = None
+    assert torch.equal(*found)
 
 
 def test_replicas_see_what_becomes_of_the_parameters():
