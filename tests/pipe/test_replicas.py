@@ -302,16 +302,14 @@ def test_deferred_statistics(driver, checkpoint, momentum, chunks):
 def test_which_replica_is_first_changes_no_bit():
     x, whole, found = torch.randn(16, 5), torch.randn(5, requires_grad=True), []
     for late in range(2):
-        through: list[int] = []
+        seen: Counter[str] = Counter()
         done = threading.Event()
 
-        def wait(_: Tensor, late: int = late, through: Any = through, done: Any = done) -> None:
-            if threading.current_thread().name.endswith(f"cpu:{late}"):
-                assert done.wait(30)
-            else:
-                through.append(1)
-                if len(through) == 2:
-                    done.set()
+        def wait(_: Tensor, late: int = late, seen: Any = seen, done: Any = done) -> None:
+            name = threading.current_thread().name
+            seen[name] += 1
+            if seen[name] == 2:  # in the first of a call it would hold the random numbers
+                assert done.wait(30) if name.endswith(f"cpu:{late}") else not done.set()
 
         layers = nn.Sequential(Do(lambda given, wait=wait: on_gradient(given[0] * given[1], wait)))
         pipe = dealt(layers, [1], [2], chunks=4)
