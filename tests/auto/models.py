@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from syncpipe import Pipe
 from syncpipe.data import tensors_in
+from tests.layers.conversion.models import Dense, ResNet, Transformer, tokens
+from tests.support.models import cut
+from tests.support.training import size_of
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 #: Samples of a sample, and of a mini-batch.
@@ -36,46 +36,10 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-class UNet(nn.Module):
-    """Skips over the middle."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        sizes = [3, width, 2 * width, 4 * width]
-        pairs = list(pairwise(sizes))
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairs)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in pairs)
-        self.up = nn.ModuleList(nn.Conv2d(2 * b, a, 3, padding=1) for a, b in reversed(pairs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for conv, norm in zip(self.down, self.norms, strict=True):
-            x = F.relu(norm(conv(x)))
-            kept.append(x)
-        for conv in self.up:
-            x = conv(torch.cat([x, kept.pop()], 1))
-        return x
-
-
-class Language(nn.Module):
-    """A tied transformer, called with a mask by its name; gives a dict."""
-
-    def __init__(self, width: int = 48, depth: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, 64, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.tokens(ids)
-        hidden = None if mask is None else mask == 0
-        for block in self.blocks:
-            x = block(x, src_key_padding_mask=hidden)
-        return {"logits": self.head(x)}
+def tied() -> nn.Module:
+    model = Transformer()
+    model.head.weight = model.tokens.weight
+    return model
 
 
 def ids(length: int = 7) -> Tensor:
@@ -89,8 +53,9 @@ def image(size: int = 32) -> Tensor:
 #: What needs nothing but PyTorch.
 WRITTEN: dict[str, Callable[[], Call]] = {
     "residual": lambda: (Residual(64, 5), (torch.randn(FEW, 24),), {}),
-    "U-Net": lambda: (UNet(), (image(16),), {}),
-    "tied language model": lambda: (Language(), (ids(),), {"mask": torch.ones(FEW, 7)}),
+    "norms": lambda: (ResNet(64), (torch.randn(FEW, 64),), {}),
+    "skips": lambda: (Dense(32), (torch.randn(FEW, 32),), {}),
+    "tied language model": lambda: (tied(), tokens(FEW)[:1], {"mask": tokens(FEW)[1]}),
 }
 
 
@@ -133,23 +98,13 @@ def assert_trains(pipe: Pipe, plain: nn.Module, args: Any, kwargs: Any) -> None:
     """
     named = dict(zip(inspect.signature(plain.forward).parameters, args, strict=False)) | kwargs
     named = {name: grown(value) for name, value in named.items()}
-    first = next(iter(named.values()))
-    expected, start = torch.zeros((), dtype=torch.float64), 0
-    for size in map(len, first.chunk(pipe.chunks)):
-        rows = slice(start, start + size)
-        cut = {k: v[rows] if isinstance(v, Tensor) else v for k, v in named.items()}
-        loss = loss_fn(plain(**cut)) * (size / BATCH)
+    expected = torch.zeros((), dtype=torch.float64)
+    for piece in cut(named, pipe.chunks):
+        loss = loss_fn(plain(**piece)) * (size_of(piece) / BATCH)
         loss.backward()
-        expected, start = expected + loss.detach(), start + size
-    place = pipe.devices[0]
-    there = {k: v.to(place) if isinstance(v, Tensor) else v for k, v in named.items()}
-    input = there if len(there) > 1 else first.to(place)
+        expected += loss.detach()
+    input = named if len(named) > 1 else named.popitem()[1]
     found = pipe.train_batch(input, loss_fn=loss_fn, verify=False)
-    torch.testing.assert_close(found.cpu(), expected)
-    parameters = dict(pipe.named_parameters())
-    for name, parameter in plain.named_parameters():
-        mine, theirs = (
-            torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu()
-            for p in (parameters[name], parameter)
-        )
-        torch.testing.assert_close(mine, theirs, msg=partial("{}: {}".format, name))
+    torch.testing.assert_close(found, expected)
+    mine, theirs = ({n: p.grad for n, p in m.named_parameters()} for m in (pipe, plain))
+    torch.testing.assert_close(mine, theirs)

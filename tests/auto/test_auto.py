@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import syncpipe
 from syncpipe import NoChunk, Pipe
-from tests.auto.models import BATCH, WRITTEN, Language, Residual, assert_trains, made
+from tests.auto.models import BATCH, WRITTEN, Residual, assert_trains, made
+from tests.layers.conversion.models import Transformer, tokens
 
 QUICK = {"timeout": 0.0}
 TWO = ["cpu:0", "cpu:1"]
@@ -266,9 +267,9 @@ def test_a_converted_pipe_has_the_signature_of_the_model() -> None:
     def names(pipe: Pipe) -> list[str]:
         return list(inspect.signature(pipe.forward).parameters)
 
-    layers = syncpipe.sequential(Language(), torch.randint(64, (2, 5)))
-    pipe = Pipe(layers, "uniform", devices=TWO)
+    pipe = Pipe(syncpipe.sequential(Transformer(), *tokens()), "uniform", devices=TWO)
+    ids, mask = tokens()
     for one in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        assert names(one) == ["ids", "mask"]
-        assert one.forward(ids=torch.randint(64, (2, 5)))["logits"].shape == (2, 5, 64)
+        assert names(one) == ["ids", "mask", "hidden", "more"]
+        assert one.forward(mask=mask, ids=ids).logits.shape == (5, 7, 20)
     assert names(Pipe(nn.Sequential(nn.ReLU()), [1])) == ["args", "kwargs"]

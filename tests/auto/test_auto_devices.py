@@ -14,7 +14,7 @@ from torch import nn
 from syncpipe import Pipe
 from syncpipe.planner.machine import clear_cache
 from tests import simulated
-from tests.auto.models import Language, Residual
+from tests.auto.models import Residual
 from tests.support import accelerator as acc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_devices")]
@@ -83,11 +83,8 @@ def test_what_it_prints_of_memory_is_what_a_training_takes(unequal, width, depth
 
 def test_what_the_model_takes_already_is_free(unequal):
     """On the device where it fills most of the memory when it is given."""
-    model = Language(320, 4).to(unequal[1])
-    pipe = Pipe.auto(
-        model, torch.randint(64, (2, 8), device=unequal[1]), batch_size=4, devices=[unequal[1]],
-        memory=None, timeout=0.0,
-    )  # fmt: skip
+    model, x = Residual(1200, 4).to(unequal[1]), torch.randn(2, 24, device=unequal[1])
+    pipe = Pipe.auto(model, x, batch_size=4, devices=[unequal[1]], memory=None, timeout=0.0)
     assert pipe.devices == [unequal[1]]
 
 

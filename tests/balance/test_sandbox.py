@@ -18,13 +18,12 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncpipe.balance import profile
-from syncpipe.runtime.recomputation import version_of
-from tests.support.interrupts import interrupt_next, interrupted, modes_on
+from tests.support.interrupts import interrupt_next, interrupted
 from tests.support.models import Counter, Noise, Receive, Send
 from tests.support.running import Do, on_gradient, raising
+from tests.support.untouched import snapshot
 
 SHAPE = (4, 4, 3)
-TOP_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Python(nn.Module):
@@ -84,32 +83,6 @@ def trained(*modules: nn.Module) -> nn.Sequential:
     return model
 
 
-def snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
-    """All that profiling might change; tensors as values, the rest by identity."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "sample": sample}
-    grads = {name: tensor.grad for name, tensor in tensors.items()}
-    found: dict[str, Any] = {
-        "tensors": {
-            name: (id(tensor), tensor.tolist(), version_of(tensor), tensor.requires_grad)
-            for name, tensor in tensors.items()
-        },
-        "grads": {n: (id(g), None if g is None else g.tolist()) for n, g in grads.items()},
-        "cpu": torch.get_rng_state().tolist(),
-        "python": random.getstate(),
-        "gradients": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "threads": torch.get_num_threads(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "saving": TOP_HOOKS(True),
-        "modes": modes_on(),
-    }
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            shown = tuple(value) if isinstance(value, (dict, list)) else value
-            found[f"{name}.{key}"] = shown if isinstance(shown, (tuple, int)) else id(shown)
-    return found
-
-
 def untouched(
     model: nn.Sequential,
     error: type[BaseException] | None = None,
@@ -119,10 +92,10 @@ def untouched(
     """The profile of a model, which with all else is as it was before."""
     torch.set_autocast_cache_enabled(True)
     sample, result = torch.rand(SHAPE, requires_grad=True), None
-    before = snapshot(model, sample)
+    before = snapshot(model, sample, versions=True)
     with nullcontext() if error is None else pytest.raises(error):
         result = run(model, sample, **{"timeout": 0.0, "sizes": [4], **options})
-    after = snapshot(model, sample)
+    after = snapshot(model, sample, versions=True)
     assert [what for what in before | after if after.get(what) != before.get(what)] == []
     return result
 

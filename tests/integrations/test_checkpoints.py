@@ -164,34 +164,6 @@ def test_a_base_is_quantized_layer_by_layer_as_it_is_filled_and_adapters_train(t
     assert all(p.grad is not None for p in pipe.parameters())
 
 
-def test_adapters_of_peft_on_a_base_that_is_filled(tmp_path):
-    peft: Any = pytest.importorskip("peft")
-    plain = llama().eval()
-    plain.save_pretrained(tmp_path)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    with torch.device("meta"):
-        base = llama()
-        model = peft.get_peft_model(base, config)
-
-    def init(module: nn.Module) -> None:
-        if isinstance(module, peft.tuners.lora.LoraLayer):
-            module.reset_lora_parameters("default", init_lora_weights=True)
-        else:
-            base._init_weights(module)
-
-    layers = sequential(model, IDS, verify=False)
-    read = checkpoints.reader(
-        layers, tmp_path, init_fn=init,
-        names=lambda name: name.removeprefix("base_model.model.").replace(".base_layer", ""),
-    )  # fmt: skip
-    pipe = Pipe(layers, "uniform", devices=TWO, init_fn=read, chunks=2).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(pipe(IDS).logits, plain(IDS).logits)
-    pipe.train().train_batch(IDS, loss_fn=lambda output: output.logits.square().mean())
-    trained = {name for name, p in pipe.named_parameters() if p.grad is not None}
-    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
-
-
 # --- what is wrong -------------------------------------------------------------------------------
 
 

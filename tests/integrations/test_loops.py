@@ -70,43 +70,6 @@ def test_schedulers_scalers_clipping_and_a_moving_average(kind: str) -> None:
     torch.testing.assert_close(averages[0](x), averages[1](x))
 
 
-def test_a_run_is_resumed_under_another_balance(tmp_path: Any) -> None:
-    pipes = [pipe_and_model(balance)[0] for balance in ([2, 3], [1, 2, 2], [4, 1])]
-    optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in pipes]
-    whole, first, second = zip(pipes, optimizers, strict=True)
-    steps(*whole, batches())
-    steps(*first, batches()[:2])
-    torch.save([each.state_dict() for each in first], tmp_path / "run.pt")
-    nn.init.zeros_(second[0][0].weight)
-    for each, state in zip(second, torch.load(tmp_path / "run.pt"), strict=True):
-        each.load_state_dict(state)
-    steps(*second, batches()[2:])
-    assert_trained_alike(second[0], whole[0], exact=True)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_distributed_checkpoints_have_the_names_of_the_model(tmp_path: Any) -> None:
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    pipe, _ = pipe_and_model([2, 3])
-    adam = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    steps(pipe, adam, batches(2))
-    state = dict(zip(("model", "optimizer"), get_state_dict(pipe, adam), strict=True))
-    checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
-    for module in pipe_and_model([1, 1, 3]):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
-        checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
-        set_state_dict(
-            module, optimizer, model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )  # fmt: skip
-        assert_trained_alike(module, pipe, exact=True)
-        for actual, expected in zip(module.parameters(), pipe.parameters(), strict=True):
-            assert torch.equal(optimizer.state[actual]["exp_avg"], adam.state[expected]["exp_avg"])
-
-
 # --- Accelerate ----------------------------------------------------------------------------------
 
 

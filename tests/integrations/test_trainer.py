@@ -158,17 +158,6 @@ def test_it_resumes_and_loads_the_best_model(tmp_path):
     assert_same(resumed, whole)
 
 
-def test_a_converted_pipe_is_a_model_for_the_trainer_itself(tmp_path):
-    """``remove_unused_columns`` keeps what the model names."""
-    trainer = transformers.Trainer(
-        piped(model()), args=arguments(tmp_path, batch=8, accumulate=1), train_dataset=data(16),
-        eval_dataset=data(4),
-    )  # fmt: skip
-    assert set(trainer._remove_unused_columns(data(4)).column_names) == {
-        "input_ids", "attention_mask", "labels"
-    }  # fmt: skip
-
-
 def test_supervised_fine_tuning_of_trl(tmp_path):
     """Adapters of peft: the losses of ``SFTTrainer`` alone, and the adapters that it saves."""
     trl: Any = pytest.importorskip("trl")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from syncpipe import NoChunk, Pipe, PipeSequential, plan
+from syncpipe import Pipe, PipeSequential, plan
 from syncpipe.balance import balance_by_size, balance_by_time, profile
 from syncpipe.skip import pop, skippable, stash
 from tests.support.compare import assert_same
@@ -75,9 +75,9 @@ class Receive(nn.Module):
         return x + early, mask, step
 
 
-def model_of(*middle: nn.Module) -> PipeSequential:
+def model_of() -> PipeSequential:
     torch.manual_seed(0)
-    return PipeSequential(Block(), *middle, Block(), ToNames(), Named(), Head()).eval()
+    return PipeSequential(Block(), Send(), Block(), Receive(), ToNames(), Named(), Head()).eval()
 
 
 def batch(masked: bool = True) -> tuple[Tensor, Tensor | None, int]:
@@ -88,9 +88,11 @@ def batch(masked: bool = True) -> tuple[Tensor, Tensor | None, int]:
 
 def written_out(model: nn.Sequential, x: Tensor, mask: Tensor | None, step: int) -> Tensor:
     """The plain loop over the layers, by hand."""
-    first, second, names, named, head = model
-    hidden, mask, step = second(*first(x, mask, step))
-    return head(**named(**names(hidden, mask, step)))
+    first, _, second, _, names, named, head = model
+    hidden, mask, step = first(x, mask, step)
+    early = hidden * 2
+    hidden, mask, step = second(hidden, mask, step)
+    return head(**named(**names(hidden + early, mask, step)))
 
 
 def parts_of(values: tuple[Any, ...], m: int) -> list[tuple[Any, ...]]:
@@ -104,7 +106,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Any]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    cuts=st.sets(st.integers(1, 4)),
+    cuts=st.sets(st.integers(1, 6)),
     chunks=st.integers(1, 4),
     checkpoint=st.sampled_from(CHECKPOINT_MODES),
     masked=st.booleans(),
@@ -115,7 +117,7 @@ def test_as_the_plain_loop_written_out(cuts, chunks, checkpoint, masked, by_clas
     """In ``pipe(x)``, or by ``train_batch`` and ``eval_batch``."""
     plain = model_of()
     mine = copy.deepcopy(plain)
-    balance = [b - a for a, b in pairwise([0, *sorted(cuts), 5])]
+    balance = [b - a for a, b in pairwise([0, *sorted(cuts), 7])]
     pipe = Pipe(
         mine if by_class else nn.Sequential(*mine),
         balance,
@@ -144,27 +146,9 @@ def test_as_the_plain_loop_written_out(cuts, chunks, checkpoint, masked, by_clas
     assert_same(gradients(pipe, other[0]), gradients(plain, given[0]), rounded=rounded)
 
 
-def test_the_input_may_be_a_dict_of_keyword_arguments():
-    head = PipeSequential(Named(), Head())
-    pipe = Pipe(copy.deepcopy(head), [1, 1], devices=FOUR[:2], chunks=2)
-    x, mask, _ = batch()
-    given = {"mask": mask, "hidden": x, "bias": NoChunk(torch.ones(WIDTH))}
-    halves = [head(hidden=h, mask=k, bias=torch.ones(WIDTH)) for h, k in parts_of((x, mask), 2)]
-    assert torch.equal(pipe(given), torch.cat(halves))
-
-
-def test_skips_are_verified_and_go_past_layers_with_several_arguments():
-    plain = model_of(Send(), Block(), Receive())
-    pipe = Pipe(copy.deepcopy(plain), [2, 1, 2, 3], devices=FOUR, chunks=2)
-    given = batch()
-    assert torch.equal(pipe(given), torch.cat([plain(*part) for part in parts_of(given, 2)]))
-    with pytest.raises(TypeError, match="no later layer pops it"):
-        Pipe(model_of(Send()), [3, 3], devices=FOUR[:2], unpack=True)
-
-
 def test_partitions_and_slices_called_by_hand_do_the_same():
     plain = model_of()
-    pipe = Pipe(copy.deepcopy(plain), [1, 2, 2], devices=FOUR[:3], chunks=2)
+    pipe = Pipe(copy.deepcopy(plain), [1, 3, 3], devices=FOUR[:3], chunks=2)
     value: Any = batch()
     for partition in pipe.partitions:
         value = partition(value)
@@ -188,10 +172,10 @@ def test_lists_and_named_tuples_stay_one_value(kind):
 
 def test_profiles_balances_and_plans_take_it_apart_as_well():
     model, sample = model_of(), batch()
-    assert len(profile(model, sample, timeout=0.0).layers) == 5
-    assert sum(balance_by_time(2, model, sample, timeout=0.0)) == 5
-    assert sum(balance_by_size(2, model, sample)) == 5
-    assert sum(plan(model, sample, devices=["cpu:0", "cpu:1"], batch_size=8).balance) == 5
+    assert len(profile(model, sample, timeout=0.0).layers) == 7
+    assert sum(balance_by_time(2, model, sample, timeout=0.0)) == 7
+    assert sum(balance_by_size(2, model, sample)) == 7
+    assert sum(plan(model, sample, devices=["cpu:0", "cpu:1"], batch_size=8).balance) == 7
 
 
 class Wrong(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import syncpipe
-from benchmarks.counted import actual_peaks
+from syncpipe import Pipe
 from syncpipe.balance import LayerProfile, Profile, profile
-from syncpipe.planner.chain import Chain
+from syncpipe.planner.chain import Chain, Mode
+from tests.support import accelerator as acc
 
 CHUNKS, SAMPLES = 6, 8
 
@@ -39,58 +41,62 @@ def transformer() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*blocks, nn.Linear(64, 8)), torch.rand(CHUNKS * SAMPLES, 16, 64)
 
 
-def size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def peaks(
+    layers: nn.Sequential, x: Tensor, cut: list[int], gradients: bool = False, **options: Any
+) -> list[int]:
+    """The most that each device holds in the second step, with parameters and mini-batch."""
+    places = [acc.device(j) for j in range(len(cut))]
+    target = torch.zeros_like(layers(x).detach()).to(places[-1])
+    before = [acc.allocated(place) for place in places]
+    pipe = Pipe(layers, cut, devices=places, chunks=CHUNKS, checkpoint=options.pop("checkpoint"))
+    x = x.to(places[0])
+    with syncpipe.inline():
+        pipe.train_batch(x, target, loss_fn=F.mse_loss, **options)  # learns about the layers
+        if not gradients:
+            pipe.zero_grad()
+        acc.synchronize()
+        for place in places:
+            torch.accelerator.reset_peak_memory_stats(place)
+        pipe.train_batch(x, target, loss_fn=F.mse_loss, **options)
+    acc.synchronize()
+    found = (torch.accelerator.max_memory_allocated(place) for place in places)
+    return [most - earlier for most, earlier in zip(found, before, strict=True)]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("model", [mlp, conv_net, transformer])
-def test_the_planned_peak_is_near_the_counted_one(
-    model: Any, schedule: str, checkpoint: str
-) -> None:
+@pytest.mark.usefixtures("four_devices")
+def test_the_planned_peak_is_near_what_devices_count(model, schedule, checkpoint):
     layers, x = model()
-    target = torch.zeros_like(layers(x).detach())
     cut = [len(layers) // 2, len(layers) - len(layers) // 2]
-    peaks = actual_peaks(
-        layers, cut, lambda count: (x[:count].clone(), target[:count].clone()), F.mse_loss,
-        samples=SAMPLES, m=CHUNKS, schedule=schedule, checkpoint=checkpoint,
-    )  # fmt: skip
-    found = profile(layers, x, sizes=[SAMPLES], time=False)
+    found = profile(layers, x, sizes=[SAMPLES], time=False, device=acc.device())
     chain = Chain.of(found, SAMPLES, 2.0, len(x))
     slots = (CHUNKS,) * 2 if schedule == "gpipe" else (min(CHUNKS, 3), 1)
-    planned, counted = [], []
-    for s, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))):
-        planned.append(
-            chain.memory(
-                i, j, slots[s], slots[0], "recompute" if checkpoint == "always" else "store"
-            )
-        )
-        own = sum(size(t) for x in layers[i:j] for t in (*x.parameters(), *x.buffers()))
-        counted.append(peaks[s] + own)
-    counted[0] += size(x)
-    counted[1] += size(target)
+    mode: Mode = "recompute" if checkpoint == "always" else "store"
+    planned = [
+        chain.memory(i, j, slot, slots[0], mode)
+        for (i, j), slot in zip(pairwise(accumulate(cut, initial=0)), slots, strict=True)
+    ]
+    counted = peaks(layers, x, cut, schedule=schedule, checkpoint=checkpoint)
     assert max(planned) == pytest.approx(max(counted), rel=0.1)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint: str) -> None:
+def test_gradients_that_a_step_finds_are_copied_for_it(checkpoint):
     layers, x = mlp()
-    target = torch.zeros_like(layers(x).detach())
+    sample = profile(layers, x[:SAMPLES], timeout=0)
+    (stage,) = syncpipe.plan(sample, devices="1 x 1GB, 1GB/s", batch_size=SAMPLES).stages
+    size = sum(parameter.nbytes for parameter in layers.parameters())
+    assert stage.gradients == size
     plain, there = (
-        actual_peaks(
-            layers, [len(layers)], lambda _: (x.clone(), target.clone()), F.mse_loss,
-            samples=SAMPLES, m=CHUNKS, schedule="1f1b", checkpoint=checkpoint, gradients=gradients,
-        )[0]
+        peaks(copy.deepcopy(layers), x, [len(layers)], gradients, checkpoint=checkpoint)[0]
         for gradients in (False, True)
-    )  # fmt: skip
-    plan = syncpipe.plan(
-        profile(layers, x[:SAMPLES], timeout=0), devices="1 x 1GB, 1GB/s", batch_size=SAMPLES
     )
-    (stage,) = plan.stages
-    assert stage.gradients == sum(map(size, layers.parameters()))
     # Without them, they are made; with them, copies are, which stay.
-    assert there == pytest.approx(plain, rel=0.02)
+    assert there - size == pytest.approx(plain, rel=0.02)
 
 
 def test_the_page_says_where_that_is_too_much() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from contextlib import nullcontext
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncpipe import Pipe, verify
-from syncpipe.data import tensors_in
 from tests.layers.test_time_first import First
 from tests.support.interrupts import interrupted
 from tests.support.running import Do
+from tests.support.untouched import snapshot
 from tests.verification.models import (
     WIDTH,
     Counter,
@@ -56,45 +55,13 @@ def a_pipe(**options: Any) -> Pipe:
     return pipe
 
 
-#: What the first call of a pipe sets, whatever it is: stages, and that modules hold generators.
-OF_FIRST_CALLS = ("_pipeline", "_watched", "_compiled_call_impl")
-
-
-def seen(pipe: Pipe, *trees: Any) -> Any:
-    """All that one can see, as it is now: values, and which objects they are."""
-    values: list[Any] = [torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()]
-    objects: list[Any] = []
-    for module in pipe.modules():
-        own = {k: v for k, v in vars(module).items() if k not in OF_FIRST_CALLS}
-        values.append((module.training, sorted(own), type(module)))
-        objects += [id(v) for v in own.values()]
-    for tensor in [*pipe.parameters(), *pipe.buffers(), *tensors_in(trees)]:
-        values += [tensor.detach().clone(), tensor.requires_grad]
-        values.append(None if tensor.grad is None else tensor.grad.clone())
-        objects += [id(tensor), id(tensor.grad)]
-    counter, own, memory = (
-        next(m for m in pipe if isinstance(m, kind)) for kind in (Counter, OwnGenerator, Memory)
-    )
-    kept = [memory.seen, memory.table, memory.names, memory.box.value, memory.later]
-    values += [counter.count, own.source.get_state(), copy.deepcopy(kept)]
-    return values, objects
-
-
-def assert_same(before: Any, after: Any) -> None:
-    values, objects = before
-    now, those = after
-    assert objects == those
-    torch.testing.assert_close(tensors_in(values), tensors_in(now), rtol=0, atol=0)
-    assert str(values) == str(now)
-
-
 def test_all_is_as_it_was() -> None:
     pipe, (x, y) = a_pipe(), batch()
     x.requires_grad_()
-    before = seen(pipe, x, y)
+    before = snapshot(pipe, x, y)
     report = verify(pipe, x, y, loss_fn=F.cross_entropy)
     assert not report.pipe_ok
-    assert_same(before, seen(pipe, x, y))
+    assert snapshot(pipe, x, y) == before
     assert x.grad is None
 
 
@@ -104,7 +71,7 @@ def test_after_errors_as_well(at: int, interrupt: bool) -> None:
     # Some of these layers compute something else each time. Where they are recomputed that is
     # noticed only if another worker draws meanwhile, and then there are fewer forwards.
     pipe, (x, y) = a_pipe(checkpoint="never"), batch(8)
-    before = seen(pipe, x, y)
+    before = snapshot(pipe, x, y)
     Fails.at, Fails.error = at, KeyboardInterrupt if interrupt else ValueError
     raises = interrupt or at <= 2  # on the whole mini-batch
     try:
@@ -113,7 +80,7 @@ def test_after_errors_as_well(at: int, interrupt: bool) -> None:
         assert Fails.at <= 0
     finally:
         Fails.at = -1
-    assert_same(before, seen(pipe, x, y))
+    assert snapshot(pipe, x, y) == before
 
 
 def test_leaves_of_no_layer_that_only_a_later_micro_batch_uses() -> None:
@@ -165,12 +132,12 @@ def test_ctrl_c_at_any_place() -> None:
     pipe, (x, y) = a_pipe(), batch(8)
     check = partial(verify, pipe, x, y, loss_fn=F.cross_entropy, schedules=["gpipe"])
     check()
-    before, (calls, _) = seen(pipe, x, y), interrupted(0, check)
+    before, (calls, _) = snapshot(pipe, x, y), interrupted(0, check)
     places = range(1, calls, max(1, calls // 20))
     stopped = 0
     for at in places:
         stopped += interrupted(at, check)[1]
-        assert_same(before, seen(pipe, x, y))
+        assert snapshot(pipe, x, y) == before
     assert stopped > 0.8 * len(places)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from syncpipe import sequential
 from tests.layers.conversion.models import Does, Pair, ResNet, Transformer, tokens
 from tests.support.running import Do
+from tests.support.untouched import snapshot
 
 
 def by_value(_: Any, x: Tensor) -> Tensor:
@@ -140,29 +140,13 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-def state_of(model: Any) -> Any:
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    return {
-        "modes": [module.training for module in modules],
-        "attributes": [copy.copy(vars(module)).keys() for module in modules],
-        "grads": [p.grad for module in modules for p in module.parameters()],
-        "random": [random.getstate(), torch.get_rng_state().tolist()],
-        "values": [
-            t.tolist()
-            for module in modules
-            for t in module.state_dict().values()
-            if not t.is_meta and not nn.parameter.is_lazy(t)
-        ],
-    }
-
-
 @pytest.mark.parametrize(("build", "sample", "error", "message"), REFUSED)
 def test_refused_and_the_model_is_as_it_was(build, sample, error, message):
     model = build()
-    before = state_of(model)
+    before = snapshot(model)
     with pytest.raises(error, match=message):
         sequential(model, *sample)
-    assert state_of(model) == before or build is COLLECTS  # lists of its own are its own
+    assert snapshot(model) == before or build is COLLECTS  # lists of its own are its own
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -171,9 +155,9 @@ def test_a_model_that_is_converted_is_as_it_was(training):
         model.train(training)
         if isinstance(model, ResNet):
             model.blocks[1].norm.eval()  # frozen by hand
-        before = state_of(model)
+        before = snapshot(model)
         assert sequential(model, *sample).training is training
-        assert state_of(model) == before
+        assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("between", [by_value, by_list, counts, casts, by_chance])
