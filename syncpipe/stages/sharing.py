@@ -228,7 +228,7 @@ class SharedTensors:
                 # Two threads may call the pipe, and would swap in one module.
                 run.stage.changes.lock = runs[min(home)].stage.changes.lock
         before, self._shallow = self._shallow, {}
-        for stage in [run.stage for j in sorted(copied) for run in runs[j].all]:
+        for stage in [run.stage for j in copied for run in runs[j].all]:
             self._shallow[stage] = before.get(stage) or ShallowCopy(stage.partition)
         return self._shallow
 
@@ -270,7 +270,7 @@ class CallTies:
                 hops.setdefault((target, source), []).append(tie.tensor)
         number = len(call.pipeline.edges)
         self.edges = tuple(
-            [Edge(number + k, source, j, None) for k, (j, source) in enumerate(sorted(hops))]
+            [Edge(number + k, source, j, None) for k, (j, source) in enumerate(hops)]
         )
         self.receivers: list[list[list[Tensor]]] = [[] for _ in lanes]
         self.senders: list[list[tuple[Edge, list[Tensor]]]] = [[] for _ in lanes]

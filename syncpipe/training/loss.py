@@ -477,7 +477,7 @@ class LossHead:
         self.draws: dict[int, int | None] = dict.fromkeys(call.pipeline.numbers[-1], draws)
         #: For each a parameter whose gradient tells of a backward.
         self._probes: dict[int, Tensor | None] = {
-            j: next((p for p in reversed(leaves.parameters[j]) if p.requires_grad), None)
+            j: next((p for p in leaves.parameters[j] if p.requires_grad), None)
             for j in (self.draws if leaves is not None else ())
         }
         self.outputs: list[Any] | None = [None] * call.m if keep_outputs else None  # detached
