@@ -173,10 +173,7 @@ class Pipe(ModelNames):
     ) -> None:
         super().__init__()
         self.chunks = chunks
-        modes, schedule = (
-            checked_modes(checkpoint),
-            checked_schedule(schedule, slots),
-        )
+        modes, schedule = checked_modes(checkpoint), checked_schedule(schedule, slots)
         layers = as_sequential(module)
         self._made_of: Any = WeakKeyDictionary({layers: list(layers._modules.items())})
         self.training = layers.training
@@ -184,20 +181,14 @@ class Pipe(ModelNames):
         self._warned = False  # that there are other processes
         self._trace: Trace | None = None
         self._loss_counts = LossCounts()
+        made = Initialization.checked(layers, init_fn, seed)
         self._take(
             first_layout(
-                layers,
-                balance,
-                devices,
-                Initialization.checked(layers, init_fn, seed),
-                sample,
-                replicas=checked_replicas(replicas),
-                checkpoint=modes,
-                schedule=schedule,
-                defers=deferred_batch_norm,
+                layers, balance, devices, made, sample, replicas=checked_replicas(replicas),
+                checkpoint=modes, schedule=schedule, defers=deferred_batch_norm,
                 unpack=unpack or unpacks(layers),
             )
-        )
+        )  # fmt: skip
 
     @classmethod
     def auto(
@@ -784,13 +775,8 @@ class Pipe(ModelNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, streams and locks are made anew where the pipe is used. A copy is alone there.
-        gone: dict[str, Any] = {
-            "_pipeline": None,
-            "_trace": None,
-            "_averaging": None,
-            "_made_of": {},
-        }
-        return {**self.__dict__, **gone, "_loss_counts": LossCounts()}
+        gone = dict.fromkeys(("_pipeline", "_trace", "_averaging"))
+        return {**self.__dict__, **gone, "_made_of": {}, "_loss_counts": LossCounts()}
 
     def __getattr__(self, name: str) -> Any:
         try:
