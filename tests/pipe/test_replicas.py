@@ -319,6 +319,30 @@ def test_which_replica_is_first_changes_no_bit():
     assert torch.equal(*found)
 
 
+def test_from_the_second_call_on_nobody_waits_for_the_first_backward_of_another_replica():
+    through, forwards = threading.Event(), 0
+
+    def here(k: int) -> bool:
+        return threading.current_thread().name.endswith(f"cpu:{k}")
+
+    def go_back(_: Tensor) -> None:
+        assert not here(0) or through.wait(30)
+
+    def go_forward(x: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards += here(1)
+        if forwards == 4:
+            through.set()
+        return on_gradient(x, go_back)
+
+    pipe = dealt(nn.Sequential(Do(go_forward)), [1], [2], chunks=4)
+    through.set()
+    for _ in range(2):
+        x = torch.randn(8, 3, requires_grad=True)
+        pipe.train_batch(x, torch.zeros(8, 3), loss_fn=nn.functional.mse_loss)
+        through.clear()
+
+
 def test_replicas_see_what_becomes_of_the_parameters():
     pipe = dealt(linear_model(), [2, 2], [2, 2], chunks=4)
     plain, x = copy.deepcopy(pipe[:]), torch.randn(4, 3)
